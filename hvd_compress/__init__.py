@@ -1,0 +1,39 @@
+"""Gradient compression for Horovod: compressors written once, plugged into PyTorch, TensorFlow and Keras.
+
+Importing this package imports neither a framework nor Horovod. `hvd_compress.torch` is the drop-in for
+`horovod.torch`.
+"""
+
+from __future__ import annotations
+
+from hvd_compress import errors
+from hvd_compress.compressors import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Key,
+    NoCompression,
+    OneBit,
+    Threshold,
+    TopK,
+    decode,
+    from_config,
+)
+
+__all__ = [
+    "BF16",
+    "FP16",
+    "QSGD",
+    "Adaptive",
+    "Key",
+    "NoCompression",
+    "OneBit",
+    "Threshold",
+    "TopK",
+    "decode",
+    "errors",
+    "from_config",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,82 @@
+"""What to keep of a gradient and what it stands for: one algorithm per file, NumPy in, NumPy out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from hvd_compress import wire
+from hvd_compress.compressors.adaptive import Adaptive
+from hvd_compress.compressors.base import Array, Compressor, as_bytes
+from hvd_compress.compressors.dense import BF16, FP16, NoCompression
+from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.onebit import OneBit
+from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.threshold import Threshold
+from hvd_compress.compressors.topk import TopK
+from hvd_compress.errors import WireError
+
+__all__ = [
+    "BF16",
+    "COMPRESSORS",
+    "FP16",
+    "QSGD",
+    "Adaptive",
+    "Compressor",
+    "Key",
+    "NoCompression",
+    "OneBit",
+    "Threshold",
+    "TopK",
+    "decode",
+    "from_config",
+]
+
+COMPRESSORS: dict[str, type[Compressor]] = {
+    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, QSGD, NoCompression, BF16, FP16)
+}
+
+_DECODERS: dict[int, Compressor] = {
+    c.codec: c(tau=1.0) if c is Threshold else c()  # type: ignore[call-arg]
+    for c in COMPRESSORS.values()
+}
+
+
+def from_config(config: dict[str, Any]) -> Compressor:
+    """The compressor of a configuration that `get_config` returned.
+
+    Raises:
+        ValueError: unknown id, unknown setting, or a setting out of its range.
+
+    Example:
+        >>> from hvd_compress import Adaptive, from_config
+        >>> from_config({"id": "adaptive", "pi": 32}) == Adaptive(pi=32)
+        True
+    """
+    settings = dict(config)
+    name = settings.pop("id", None)
+    if name not in COMPRESSORS:
+        raise ValueError(f"unknown compressor id {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
+    try:
+        return COMPRESSORS[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"configuration {config!r}: {error}") from None
+
+
+def decode(payload: npt.ArrayLike) -> Array:
+    """Decode a payload of any compressor: its header says which.
+
+    Raises:
+        WireError: truncated, corrupted or foreign payload.
+
+    Example:
+        >>> import numpy as np, hvd_compress
+        >>> hvd_compress.decode(hvd_compress.TopK(k=1).encode(np.array([[1.0, -2.0]], np.float32)))
+        array([[ 0., -2.]], dtype=float32)
+    """
+    buffer = as_bytes(payload)
+    header, _ = wire.open_payload(buffer)
+    if header.codec not in _DECODERS:
+        raise WireError(f"payload of unknown codec {header.codec}; this hvd_compress knows {sorted(_DECODERS)}")
+    return _DECODERS[header.codec].decode(buffer)

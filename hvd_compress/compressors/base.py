@@ -1,0 +1,261 @@
+"""What every compressor is: an immutable configuration with `encode` and `decode` on flat NumPy arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress import wire
+from hvd_compress.compressors.key import Key
+from hvd_compress.errors import UnsupportedError, WireError
+
+__all__ = ["Compressor"]
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+_NO_RESIDUAL = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
+
+
+class Compressor(ABC):
+    """Base of all compressors; subclasses are frozen dataclasses whose fields are the settings."""
+
+    id: ClassVar[str]
+    """Stable name, used in configurations."""
+    codec: ClassVar[int]
+    """Stable number, used on the wire."""
+    fixed_size: ClassVar[bool] = True
+    """Whether the payload's size follows from the shape alone."""
+    reducible: ClassVar[bool] = False
+    """Whether an allreduce may sum what `compress` returns, as Horovod's own compressors require."""
+    seed: int = 0
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what was not sent is kept as residual and added to the next gradient."""
+        return bool(getattr(self, "error_feedback", False))
+
+    # -- configuration -------------------------------------------------------------------------------------------
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings as a JSON-able dict; `hvd_compress.from_config` is its inverse."""
+        return {"id": self.id, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    # -- what a subclass defines ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        """Elements per group for a tensor of `shape`."""
+
+    @abstractmethod
+    def body_bytes(self, numel: int, group: int) -> int:
+        """The most bytes that the body of a payload for `numel` elements can take."""
+
+    @abstractmethod
+    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+        """Encode `x` (+ `r`) into `body`: (bytes used, entries, parameter), or None if a value is not finite."""
+
+    @abstractmethod
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        """Write or add `scale` times the decoded values; False if an index does not fit."""
+
+    # -- for exchanges: flat arrays, given buffers ---------------------------------------------------------------
+
+    def capacity(self, numel: int, group: int, shape: tuple[int, ...] | None = None) -> int:
+        """The most bytes that a payload of `numel` elements can take; a multiple of 8."""
+        return wire.header_bytes(shape if shape is not None else (numel,)) + wire.padded(self.body_bytes(numel, group))
+
+    def encode_into(
+        self, x: Array, r: Array | None, payload: Bytes, group: int, key: Key, shape: tuple[int, ...] | None = None
+    ) -> int:
+        """Encode flat `x` into the start of `payload` and return the number of bytes used.
+
+        With a residual `r` of the same size and dtype, `x + r` is encoded, `x` becomes the new residual and `r` is
+        left as it is. If a value is not finite the payload says only that, and `x` is spoiled, `r` still is not.
+
+        Args:
+            x: float32 or float64, flat and contiguous.
+            r: like `x`, or None for no error feedback (then `x` is only read).
+            payload: uint8, at least `capacity(x.size, group)` long, on an 8-byte boundary.
+            group: elements per group.
+            key: randomness of this call.
+            shape: to be stated in the payload; flat by default.
+        """
+        shape = shape if shape is not None else (x.size,)
+        at = wire.header_bytes(shape)
+        body = payload[at : at + wire.padded(self.body_bytes(x.size, group))]
+        done = self._encode(x, _NO_RESIDUAL[x.dtype] if r is None else r, body, group, key) if x.size else (0, 0, 0)
+        used, entries, parameter = done if done is not None else (0, 0, 0)
+        body[used : wire.padded(used)] = 0
+        nbytes = at + wire.padded(used)
+        wire.seal(
+            payload[:nbytes],
+            codec=self.codec,
+            shape=shape,
+            group=group,
+            parameter=parameter,
+            entries=entries,
+            float64=x.dtype == np.float64,
+            nonfinite=done is None,
+        )
+        return nbytes
+
+    def decode_into(self, payload: Bytes, out: Array, scale: float = 1.0, add: bool = False) -> bool:
+        """Decode into flat `out` (float32 or float64), times `scale`; True if the values are finite.
+
+        A payload that reports a value that was not finite fills `out` with NaN.
+
+        Raises:
+            WireError: truncated, corrupted or foreign payload, or one for another number of elements.
+        """
+        header, body = wire.open_payload(payload)
+        if header.codec != self.codec:
+            raise WireError(f"payload of codec {header.codec} given to {self!r} (codec {self.codec})")
+        if header.numel != out.size:
+            raise WireError(f"payload of {header.numel} elements, expected {out.size}")
+        if header.nonfinite:
+            out[...] = np.nan
+            return False
+        if header.numel and not self._decode(header, body, out, np.float32(scale), add):
+            raise WireError(f"payload of {self.id}: an index or count lies outside of its group")
+        return True
+
+    # -- for people: any array, no ranks -------------------------------------------------------------------------
+
+    def encode(self, x: npt.ArrayLike, residual: Array | None = None, key: Key | None = None) -> Bytes:
+        """Encode an array to bytes, with error feedback if a residual is given.
+
+        Args:
+            x: float16, bfloat16, float32 or float64, any shape; not changed.
+            residual: as many elements as `x`, contiguous, float64 if `x` is, else float32. It is added to `x`, and
+                what the payload leaves out is written back into it. A value that is not finite leaves it unchanged.
+            key: randomness of the call; `Key()` by default.
+
+        Returns:
+            Flat uint8 array.
+
+        Raises:
+            TypeError: `x` is not of a floating type, or `residual` of another dtype than stated above.
+            ValueError: `residual` does not have the size of `x`, or it is not contiguous.
+
+        Example:
+            >>> import numpy as np, hvd_compress
+            >>> x = np.array([0.5, -1.0, 2.0, -3.0], np.float32)
+            >>> residual = np.zeros(4, np.float32)
+            >>> compressor = hvd_compress.OneBit()
+            >>> payload = compressor.encode(x, residual)
+            >>> compressor.decode(payload)
+            array([ 1.25, -2.  ,  1.25, -2.  ], dtype=float32)
+            >>> residual
+            array([-0.75,  1.  ,  0.75, -1.  ], dtype=float32)
+        """
+        array = np.asarray(x)
+        shape = array.shape
+        flat = as_flat_floats(array)
+        r = _checked_residual(residual, flat)
+        group = self.group_numel(shape)
+        payload = np.empty(self.capacity(flat.size, group, shape), np.uint8)
+        nbytes = self.encode_into(flat, r, payload, group, key or Key(seed=self.seed), shape)
+        if r is not None and not wire.open_payload(payload[:nbytes])[0].nonfinite:
+            r[:] = flat
+        return payload[:nbytes]
+
+    def decode(self, payload: npt.ArrayLike) -> Array:
+        """Decode to an array of the encoded shape: float64 if the source was, else float32.
+
+        Raises:
+            WireError: truncated, corrupted or foreign payload.
+        """
+        buffer = as_bytes(payload)
+        header, _ = wire.open_payload(buffer)
+        if header.numel > max_numel(header):
+            raise WireError(f"payload of {header.nbytes} bytes claims {header.numel} elements")
+        out = np.zeros(header.numel, np.float64 if header.float64 else np.float32)
+        self.decode_into(buffer, out)
+        return out.reshape(header.shape)
+
+    # -- Horovod's own interface ---------------------------------------------------------------------------------
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Horovod's `Compressor.compress`; only for compressors whose result an allreduce can sum.
+
+        Raises:
+            UnsupportedError: the result would be bytes, which stock Horovod would sum up.
+        """
+        raise UnsupportedError(
+            f"{self!r} cannot be used with stock Horovod: its allreduce would sum the compressed bytes. "
+            "Use the same optimizer from hvd_compress: `import hvd_compress.torch as hvd`."
+        )
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Horovod's `Compressor.decompress`; see `compress`.
+
+        Raises:
+            UnsupportedError: as `compress` does.
+        """
+        return self.compress(tensor)
+
+
+def max_numel(header: wire.Header) -> int:
+    """The most elements that a payload of this size can honestly stand for, so that a forged one allocates little."""
+    # adaptive and top-k may send next to nothing of a group: bound by groups, of which each has at least a count
+    return max(8 * header.nbytes, header.nbytes * header.group, 2**20)
+
+
+def as_bytes(payload: npt.ArrayLike) -> Bytes:
+    """A payload given as bytes, memoryview or array, as an aligned flat uint8 array."""
+    if isinstance(payload, bytes | bytearray | memoryview):
+        payload = np.frombuffer(payload, np.uint8)
+    array = np.asarray(payload)
+    if array.dtype != np.uint8:
+        raise WireError(f"a payload is made of uint8, got {array.dtype}")
+    array = np.ascontiguousarray(array).reshape(-1)
+    return array if array.ctypes.data % 8 == 0 else array.copy()
+
+
+def as_flat_floats(array: Array) -> Array:
+    """A flat float32 (float64 for float64) copy of an array of any floating type."""
+    if array.dtype in (np.float32, np.float64):
+        return array.astype(array.dtype.newbyteorder("="), order="C", copy=True).reshape(-1)
+    if array.dtype == np.float16 or array.dtype.name == "bfloat16":
+        return array.astype(np.float32, order="C").reshape(-1)
+    raise TypeError(f"cannot encode {array.dtype}: gradients are float16, bfloat16, float32 or float64")
+
+
+def _checked_residual(residual: Array | None, flat: Array) -> Array | None:
+    if residual is None:
+        return None
+    if residual.dtype != flat.dtype:
+        raise TypeError(f"residual of {residual.dtype} for a gradient that is handled as {flat.dtype}; they must agree")
+    if residual.size != flat.size or not residual.flags.c_contiguous:
+        raise ValueError(
+            f"residual of shape {residual.shape} for a gradient of {flat.size} elements: it needs as many elements, "
+            "contiguous"
+        )
+    return residual.reshape(-1)
+
+
+def framework_of(tensor: Any) -> Any:
+    """The framework module that `tensor` comes from; it is loaded already, or there would be no tensor."""
+    return sys.modules[type(tensor).__module__.partition(".")[0]]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def count_groups(numel: int, group: int) -> int:
+    """How many groups of `group` elements cover `numel`."""
+    return ceil_div(numel, max(group, 1))
+
+
+def top_count(numel: int, ratio: float) -> int:
+    """How many of `numel` entries a ratio keeps: at least one."""
+    return min(numel, max(1, math.ceil(numel * ratio)))

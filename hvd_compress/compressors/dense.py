@@ -1,0 +1,155 @@
+"""The compressors that keep every element: none at all, and rounding to 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress import wire
+from hvd_compress.compressors.base import Array, Bytes, Compressor, framework_of
+from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.settings import check_flag
+from hvd_compress.errors import WireError
+from hvd_compress.kernels import cast, common
+
+__all__ = ["BF16", "FP16", "NoCompression"]
+
+
+class _Dense(Compressor):
+    """No groups, no randomness, a size that follows from the shape."""
+
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class NoCompression(_Dense):
+    """Sends every element as it is; training does exactly what Horovod without compression does.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import NoCompression
+        >>> NoCompression().decode(NoCompression().encode(np.array([0.5, 1e-40], np.float64))).tolist()
+        [0.5, 1e-40]
+    """
+
+    id: ClassVar[str] = "none"
+    codec: ClassVar[int] = 6
+    reducible: ClassVar[bool] = True
+
+    def body_bytes(self, numel: int, group: int) -> int:
+        return 8 * numel
+
+    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+        sections = wire.Sections(body)
+        if r.size:
+            common.correct(x, r)
+        sections.blank(x.size, x.dtype)[...] = x
+        if r.size:
+            x[...] = 0
+        return sections.used, x.size, 0
+
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        values = body.take(out.size, np.float64 if header.float64 else np.float32)
+        cast.scaled(values, out.dtype.type(scale), out, add)
+        return True
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """The tensor as it is, as Horovod's `Compression.none`."""
+        return tensor, None
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """The tensor as it is."""
+        return tensor
+
+
+@dataclass(frozen=True)
+class BF16(_Dense):
+    """Rounds to bfloat16, nearest even: 2 bytes per element, the range of float32, 8 bits of precision.
+
+    Horovod's allreduce knows no bfloat16; the sum is made in float32 by the owner of each chunk.
+
+    Args:
+        error_feedback: keep the rounding error and add it to the next gradient.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import BF16
+        >>> BF16().decode(BF16().encode(np.array([1.0, 1.001, 3e38], np.float32)))
+        array([1.0000000e+00, 1.0000000e+00, 2.9990574e+38], dtype=float32)
+    """
+
+    error_feedback: bool = True
+
+    id: ClassVar[str] = "bf16"
+    codec: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        check_flag(self, "error_feedback", self.error_feedback)
+
+    def body_bytes(self, numel: int, group: int) -> int:
+        return 2 * numel
+
+    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+        sections = wire.Sections(body)
+        halves = sections.blank(x.size, np.uint16)
+        if not common.correct(x, r) == 0:
+            return None
+        cast.to_bf16(x.astype(np.float32, copy=False).view(np.uint32), halves)
+        if r.size:
+            cast.leave_bf16_residual(x, halves)
+        return sections.used, x.size, 0
+
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        cast.from_bf16(body.take(out.size, np.uint16), scale, out, add)
+        return True
+
+
+@dataclass(frozen=True)
+class FP16(_Dense):
+    """Rounds to IEEE half precision: 2 bytes per element, summed by Horovod's own allreduce as `Compression.fp16` is.
+
+    Magnitudes beyond 65504 become infinite, as in Horovod.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import FP16
+        >>> FP16().decode(FP16().encode(np.array([1.0, 1.001, 7e4], np.float32)))
+        array([1.        , 1.0009766 ,        inf], dtype=float32)
+    """
+
+    id: ClassVar[str] = "fp16"
+    codec: ClassVar[int] = 8
+    reducible: ClassVar[bool] = True
+
+    def body_bytes(self, numel: int, group: int) -> int:
+        return 2 * numel
+
+    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+        sections = wire.Sections(body)
+        halves = sections.blank(x.size, np.uint16)
+        cast.to_fp16(x.astype(np.float32, copy=False).view(np.uint32), halves)
+        return sections.used, x.size, 0
+
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        cast.from_fp16(body.take(out.size, np.uint16), scale, out, add)
+        return True
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """The tensor as float16, and its own type to return to."""
+        framework = framework_of(tensor)
+        if framework.__name__ == "torch":
+            return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
+        if framework.__name__ == "tensorflow":
+            return (framework.cast(tensor, framework.float16) if tensor.dtype.is_floating else tensor), tensor.dtype
+        raise TypeError(f"FP16().compress takes a torch or TensorFlow tensor, got {type(tensor)!r}")
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """The tensor in the type it had."""
+        framework = framework_of(tensor)
+        return tensor.to(ctx) if framework.__name__ == "torch" else framework.cast(tensor, ctx)

@@ -1,0 +1,114 @@
+"""QSGD: unbiased stochastic quantization (Alistarh et al. 2017; Sievert 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hvd_compress import wire
+from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
+from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.settings import check_choice, check_int
+from hvd_compress.errors import WireError
+from hvd_compress.kernels import qsgd as kernels
+from hvd_compress.kernels import signs
+
+__all__ = ["QSGD"]
+
+
+@dataclass(frozen=True)
+class QSGD(Compressor):
+    """Rounds each value at random to one of the levels norm * l / s, l = -s … s, so that its expectation is kept.
+
+    With b bits a code holds the sign and a level up to s = 2**(b-1) - 1; a bucket's norm costs 4 bytes. With 1 bit,
+    s = 1 and only the non-zero levels are sent, as index and sign of 16 bits: less than 1 bit per element is expected
+    for the Euclidean norm and buckets of 512. The result is unbiased, hence no error feedback: its variance can exceed
+    the square of the norm, and a residual would grow without bound. Source: Alistarh et al. 2017, section 3; Sievert
+    2017, section 3.1, is the case of 1 bit. Difference: codes are sent as they are, not Elias coded.
+
+    Args:
+        bits: 1 to 8.
+        bucket_numel: elements that share a norm, a multiple of 8 up to 32768.
+        norm: "l2" (Alistarh) or "max" (less variance for the same bits, but few zeros).
+        coding: None; lossless coding of the levels is not built yet.
+        seed: of the random rounding; each tensor, step and rank draws its own numbers.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import Key, QSGD
+        >>> x = np.array([0.3, -0.4], np.float32)
+        >>> compressor = QSGD(bits=4, bucket_numel=8)
+        >>> draws = [compressor.decode(compressor.encode(x, key=Key(step=step))) for step in range(10000)]
+        >>> bool(np.allclose(np.mean(draws, axis=0), x, atol=0.005))
+        True
+    """
+
+    bits: int = 4
+    bucket_numel: int = 512
+    norm: str = "l2"
+    coding: str | None = None
+    seed: int = 0
+
+    id: ClassVar[str] = "qsgd"
+    codec: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        check_int(self, "bits", self.bits, 1, 8)
+        check_int(self, "bucket_numel", self.bucket_numel, 8, 32768)
+        if self.bucket_numel % 8:
+            raise ValueError(f"QSGD(bucket_numel={self.bucket_numel!r}): bucket_numel must be a multiple of 8")
+        check_choice(self, "norm", self.norm, ("l2", "max"))
+        check_choice(self, "coding", self.coding, (None,))
+        check_int(self, "seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def fixed_size(self) -> bool:  # type: ignore[override]
+        """With one bit the number of non-zero levels, and so the size, is random."""
+        return self.bits > 1
+
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        return self.bucket_numel
+
+    def body_bytes(self, numel: int, group: int) -> int:
+        buckets = count_groups(numel, group)
+        if self.bits == 1:
+            return wire.padded(2 * buckets) + 8 * buckets + 2 * numel
+        return wire.padded(4 * buckets) + (numel + 7) // 8 * self.bits
+
+    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+        buckets = count_groups(x.size, group)
+        sections = wire.Sections(body)
+        is_max = self.norm == "max"
+        if self.bits == 1:
+            counts = sections.blank(buckets, np.uint16)
+            recon = sections.blank(2 * buckets, np.float32)
+            table = sections.used
+            entries = sections.take(x.size, np.uint16)
+            count = signs.encode_ternary(x, group, is_max, *key.words(), counts, recon, entries)
+            return (table + 2 * count, count, self.bits) if count >= 0 else None
+        norms = sections.blank(buckets, np.float32)
+        packed = sections.blank((x.size + 7) // 8 * self.bits, np.uint8)
+        finite = kernels.encode(x, group, self.bits, is_max, *key.words(), norms, packed)
+        return (sections.used, x.size, self.bits) if finite else None
+
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        buckets = count_groups(out.size, header.group)
+        bits = header.parameter
+        if bits == 1:
+            counts = body.take(buckets, np.uint16)
+            recon = body.take(2 * buckets, np.float32)
+            entries = body.take(header.entries, np.uint16)
+            if not add:
+                out[...] = 0
+            return bool(signs.decode(counts, recon, 2, entries, header.group, scale, out))
+        if not 2 <= bits <= 8 or header.group % 8:
+            raise WireError(f"payload of qsgd with {bits} bits and buckets of {header.group} elements")
+        norms = body.take(buckets, np.float32)
+        packed = body.take((out.size + 7) // 8 * bits, np.uint8)
+        kernels.decode(norms, packed, header.group, bits, scale, out, add)
+        return True

@@ -1,0 +1,49 @@
+"""Checks of compressor settings; each error says what came and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+__all__ = ["check_choice", "check_flag", "check_group", "check_int", "check_real"]
+
+
+def _refuse(owner: object, name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{type(owner).__name__}({name}={value!r}): {name} must be {allowed}")
+
+
+def check_int(owner: object, name: str, value: object, least: int, most: int, *, none: bool = False) -> None:
+    """Raise ValueError unless `value` is an integer in [least, most] (or None where that is allowed)."""
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
+        suffix = " or None" if none else ""
+        raise _refuse(owner, name, value, f"an integer from {least} to {most}{suffix}")
+
+
+def check_real(owner: object, name: str, value: object, *, above: float, most: float) -> None:
+    """Raise ValueError unless `value` is a finite number in (above, most]."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not math.isfinite(float(value)) or not above < float(value) <= most:  # type: ignore[arg-type]
+        upper = f" and at most {most:g}" if math.isfinite(most) else ""
+        raise _refuse(owner, name, value, f"a finite number greater than {above:g}{upper}")
+
+
+def check_flag(owner: object, name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise _refuse(owner, name, value, "True or False")
+
+
+def check_choice(owner: object, name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+        raise _refuse(owner, name, value, "one of " + ", ".join(map(repr, choices)))
+
+
+def check_group(owner: object, value: object) -> None:
+    """Raise ValueError unless `value` is "row", "tensor" or a number of elements."""
+    if isinstance(value, str):
+        check_choice(owner, "group", value, ("row", "tensor"))
+    elif isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
+        raise _refuse(owner, "group", value, '"row", "tensor" or a number of elements from 1 to 2147483647')

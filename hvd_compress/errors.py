@@ -1,0 +1,25 @@
+"""Errors of hvd_compress; each also derives from the builtin that a caller would expect."""
+
+from __future__ import annotations
+
+__all__ = ["HvdCompressError", "MismatchError", "StateError", "UnsupportedError", "WireError"]
+
+
+class HvdCompressError(Exception):
+    """Base of all errors that hvd_compress raises on its own account."""
+
+
+class WireError(HvdCompressError, ValueError):
+    """A payload is truncated, corrupted, of another version, or not a payload at all."""
+
+
+class MismatchError(HvdCompressError, RuntimeError):
+    """The ranks disagree on settings, names, shapes or versions; raised on every rank."""
+
+
+class UnsupportedError(HvdCompressError, NotImplementedError):
+    """A combination that cannot be honoured; the message names the remedy."""
+
+
+class StateError(HvdCompressError, ValueError):
+    """A saved compressor state does not fit the optimizer that it is loaded into."""

@@ -1,0 +1,14 @@
+"""How payloads become a sum: pure stages, and between each two a named collective that an edge runs.
+
+    two_phase   encode each chunk -alltoall-> decode, sum, encode again -allgather-> decode
+    allgather   encode the tensor -allgather-> decode and sum
+
+Nothing here knows ranks (only positions), frameworks or Horovod.
+"""
+
+from __future__ import annotations
+
+from hvd_compress.exchange.plan import EXCHANGES, Plan, chunk_bounds, make_plan
+from hvd_compress.exchange.transfer import Parcel, Transfer
+
+__all__ = ["EXCHANGES", "Parcel", "Plan", "Transfer", "chunk_bounds", "make_plan"]

@@ -1,0 +1,106 @@
+"""Residuals in a saved state: who owes what, and how that is divided among another number of ranks.
+
+A state is what `compression_state_dict()` of an edge returns on one rank:
+
+    {"format": 1, "size": ranks, "rank": position, "steps": n, "compressor": config or None,
+     "residuals":       {name: {"shape": [...], "values": flat array}},
+     "owner_residuals": {name: {"shape": [...], "start": element, "values": flat array}}}
+
+Both kinds count in the units of the sum over ranks. Residuals are per rank: a state goes back to the rank it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.errors import StateError
+
+__all__ = ["FORMAT", "check_state", "redistribute"]
+
+FORMAT = 1
+State = dict[str, Any]
+
+
+def check_state(state: State) -> None:
+    """Raise StateError unless `state` has the form that is described at the top of this module."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise StateError(
+            f"not a compressor state of format {FORMAT}: {state.get('format') if isinstance(state, dict) else type(state)!r}"
+        )
+    missing = {"size", "rank", "steps", "residuals", "owner_residuals"} - state.keys()
+    if missing:
+        raise StateError(f"compressor state lacks {', '.join(sorted(missing))}")
+    for name, entry in state["residuals"].items():
+        if len(entry["values"]) != math.prod(entry["shape"]):
+            raise StateError(
+                f"residual of {name!r} has {len(entry['values'])} values for shape {tuple(entry['shape'])}"
+            )
+    for name, entry in state["owner_residuals"].items():
+        if not 0 <= entry["start"] <= entry["start"] + len(entry["values"]) <= math.prod(entry["shape"]):
+            raise StateError(f"owner residual of {name!r} lies outside of shape {tuple(entry['shape'])}")
+
+
+def redistribute(states: Sequence[State], size: int) -> list[State]:
+    """Divide the residuals of all ranks among another number of ranks so that their sum is kept.
+
+    Args:
+        states: of all ranks, in any order.
+        size: the new number of ranks.
+
+    Returns:
+        One state per new rank. A new rank takes the sum of the old ranks that are congruent to it modulo `size`; owner
+        residuals join the residual of their owner, since another number of ranks means other chunks.
+
+    Raises:
+        StateError: states of different runs, or not one of each rank.
+        ValueError: `size` below 1.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress.feedback import redistribute
+        >>> state = {"format": 1, "size": 2, "steps": 3, "compressor": None, "owner_residuals": {}}
+        >>> value = {"shape": [2], "values": np.array([1.0, 2.0], np.float32)}
+        >>> old = [{**state, "rank": rank, "residuals": {"w": value}} for rank in range(2)]
+        >>> redistribute(old, 1)[0]["residuals"]["w"]["values"]
+        array([2., 4.], dtype=float32)
+    """
+    if size < 1:
+        raise ValueError(f"size={size}: must be at least 1")
+    for state in states:
+        check_state(state)
+    by_rank = {state["rank"]: state for state in states}
+    expected = set(range(states[0]["size"])) if states else set()
+    if not states or set(by_rank) != expected or len(states) != len(expected):
+        raise StateError(
+            f"need one state of each of {len(expected)} ranks, got those of ranks {sorted(s['rank'] for s in states)}"
+        )
+    first = by_rank[0]
+    for rank, state in by_rank.items():
+        if state["steps"] != first["steps"] or state["size"] != first["size"]:
+            raise StateError(f"state of rank {rank} is of step {state['steps']}, that of rank 0 of step {first['steps']}")
+    return [_state_of(by_rank, new, size, first) for new in range(size)]
+
+
+def _state_of(by_rank: dict[int, State], new: int, size: int, first: State) -> State:
+    residuals: dict[str, Any] = {}
+    for rank in sorted(by_rank):
+        if rank % size != new:
+            continue
+        state = by_rank[rank]
+        for name, entry in state["residuals"].items():
+            target = residuals.setdefault(name, _zeros(entry))
+            target["values"] += np.asarray(entry["values"])
+        for name, entry in state["owner_residuals"].items():
+            target = residuals.setdefault(name, _zeros(entry))
+            values = np.asarray(entry["values"])
+            target["values"][entry["start"] : entry["start"] + len(values)] += values
+    return {**first, "size": size, "rank": new, "residuals": residuals, "owner_residuals": {}}
+
+
+def _zeros(entry: dict[str, Any]) -> dict[str, Any]:
+    values = np.zeros(math.prod(entry["shape"]), np.asarray(entry["values"]).dtype)
+    return {"shape": list(entry["shape"]), "values": values}

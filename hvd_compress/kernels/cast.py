@@ -1,0 +1,105 @@
+"""Rounding to 16-bit floats, to nearest even, and back, on bit patterns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.jit import kernel
+
+_TILE = 1024  # values converted at once: they stay in the first-level cache between the steps
+
+
+@kernel
+def to_bf16(bits32, out):
+    """float32 bit patterns to bfloat16 ones; NaN stays a quiet NaN."""
+    for i in range(bits32.size):
+        b = bits32[i]
+        rounded = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
+        is_nan = np.uint32(b & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        out[i] = np.uint16((np.uint32(b | np.uint32(0x400000)) if is_nan else rounded) >> np.uint32(16))
+
+
+@kernel
+def to_fp16(bits32, out):
+    """float32 bit patterns to IEEE half ones; beyond 65504 (rounded) is infinite."""
+    # denormal halves: adding 0.5 as a float shifts the mantissa to its place and rounds it on the way
+    word = np.empty(_TILE, np.uint32)
+    value = word.view(np.float32)
+    for start in range(0, bits32.size, _TILE):
+        source = bits32[start : start + _TILE]
+        target = out[start : start + _TILE]
+        for i in range(source.size):
+            word[i] = source[i] & np.uint32(0x7FFFFFFF)
+        for i in range(source.size):
+            value[i] += np.float32(0.5)
+        for i in range(source.size):
+            b = source[i] & np.uint32(0x7FFFFFFF)
+            normal = np.uint32(b - np.uint32(112 << 23) + np.uint32(0xFFF) + ((b >> np.uint32(13)) & np.uint32(1)))
+            half = np.uint32(normal >> np.uint32(13))
+            half = np.uint32(word[i] - np.uint32(126 << 23)) if b < np.uint32(113 << 23) else half
+            half = np.uint32(0x7C00) if b >= np.uint32(143 << 23) else half
+            half = np.uint32(0x7E00) if b > np.uint32(0x7F800000) else half
+            target[i] = np.uint16(half | ((source[i] >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@kernel
+def _emit(value, scale, target, add):
+    if add:
+        for i in range(target.size):
+            target[i] += value[i] * scale
+    else:
+        for i in range(target.size):
+            target[i] = value[i] * scale
+
+
+@kernel
+def from_bf16(bits16, scale, out, add):
+    """Write (or add) `scale` times the values of bfloat16 bit patterns, into float32 or float64 `out`."""
+    word = np.empty(_TILE, np.uint32)
+    for start in range(0, bits16.size, _TILE):
+        source = bits16[start : start + _TILE]
+        for i in range(source.size):
+            word[i] = np.uint32(source[i]) << np.uint32(16)
+        _emit(word.view(np.float32), scale, out[start : start + _TILE], add)
+
+
+@kernel
+def from_fp16(bits16, scale, out, add):
+    """Write (or add) `scale` times the values of IEEE half bit patterns, into float32 or float64 `out`."""
+    word = np.empty(_TILE, np.uint32)
+    value = word.view(np.float32)
+    smallest = np.float32(2.0**-14)
+    for start in range(0, bits16.size, _TILE):
+        source = bits16[start : start + _TILE]
+        for i in range(source.size):
+            magnitude = (np.uint32(source[i]) & np.uint32(0x7FFF)) << np.uint32(13)
+            exponent = magnitude & np.uint32(0x7C00 << 13)
+            magnitude = np.uint32(magnitude + np.uint32(112 << 23))
+            magnitude = np.uint32(magnitude + np.uint32(112 << 23)) if exponent == np.uint32(0x7C00 << 13) else magnitude
+            word[i] = np.uint32(magnitude + np.uint32(1 << 23)) if exponent == 0 else magnitude
+        for i in range(source.size):
+            # denormal halves were given an implicit one that is not theirs
+            small = (source[i] & np.uint16(0x7C00)) == 0
+            v = value[i] - smallest if small else value[i]
+            value[i] = -v if source[i] & np.uint16(0x8000) else v
+        _emit(value, scale, out[start : start + _TILE], add)
+
+
+@kernel
+def leave_bf16_residual(x, bits16):
+    """x minus the values of bfloat16 bit patterns, in place."""
+    word = np.empty(_TILE, np.uint32)
+    value = word.view(np.float32)
+    for start in range(0, bits16.size, _TILE):
+        source = bits16[start : start + _TILE]
+        target = x[start : start + _TILE]
+        for i in range(source.size):
+            word[i] = np.uint32(source[i]) << np.uint32(16)
+        for i in range(source.size):
+            target[i] -= value[i]
+
+
+@kernel
+def scaled(values, scale, out, add):
+    """Write (or add) `scale` times the values."""
+    _emit(values, scale, out, add)

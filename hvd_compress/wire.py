@@ -1,0 +1,185 @@
+"""The byte layout of a payload; nothing else in the package knows it.
+
+A payload is a 40-byte header, the sizes of its dimensions unless it is flat (8 bytes each), and a body of sections,
+each padded to 8 bytes. All numbers are little-endian. The header:
+
+    offset  type    field
+    0       char4   magic "hvdc"
+    4       uint8   version of the layout
+    5       uint8   codec number of the compressor
+    6       uint8   flags: 1 = a value was not finite, there is no body; 2 = the source was float64
+    7       uint8   number of dimensions
+    8       uint64  number of elements
+    16      uint64  bytes of the payload, header and padding included
+    24      uint32  elements per group
+    28      uint32  the codec's parameter
+    32      uint32  number of entries in the body
+    36      uint32  checksum of all other bytes
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.errors import WireError
+from hvd_compress.kernels.checksum import checksum
+
+__all__ = ["HEADER_BYTES", "VERSION", "Header", "Sections", "frames", "open_payload", "seal"]
+
+VERSION = 1
+HEADER_BYTES = 40
+NONFINITE = 1
+FLOAT64 = 2
+
+_MAGIC = b"hvdc"
+_LAYOUT = struct.Struct("<4sBBBBQQIIII")
+_CHECKSUM_AT = 36
+_MOST_ELEMENTS = 2**40
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload says about itself, after its checks."""
+
+    codec: int
+    nonfinite: bool
+    float64: bool
+    shape: tuple[int, ...]
+    numel: int
+    nbytes: int
+    group: int
+    parameter: int
+    entries: int
+    body_at: int
+
+
+def header_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes before the body of a payload of `shape`."""
+    return HEADER_BYTES + (0 if len(shape) == 1 else 8 * len(shape))
+
+
+def padded(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of 8."""
+    return (nbytes + 7) & ~7
+
+
+class Sections:
+    """Hands out the sections of a body one after the other.
+
+    Raises:
+        WireError: a section is longer than what is left.
+    """
+
+    def __init__(self, body: Bytes) -> None:
+        self._body = body
+        self._at = 0
+
+    def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+        """The next `count` items as a view."""
+        nbytes = count * np.dtype(dtype).itemsize
+        if self._at + nbytes > self._body.size:
+            raise WireError(
+                f"payload too short: its header asks for {self._at + nbytes} bytes of body, {self._body.size} are there"
+            )
+        view = self._body[self._at : self._at + nbytes].view(dtype)
+        self._at += padded(nbytes)
+        return view
+
+    def blank(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+        """Like `take`, for writing: the padding is zeroed, so that equal content means equal bytes."""
+        view = self.take(count, dtype)
+        self._body[self._at - padded(view.nbytes) + view.nbytes : self._at] = 0
+        return view
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out so far, padding included."""
+        return self._at
+
+
+def seal(
+    payload: Bytes,
+    *,
+    codec: int,
+    shape: tuple[int, ...],
+    group: int,
+    parameter: int,
+    entries: int,
+    float64: bool,
+    nonfinite: bool,
+) -> None:
+    """Write header and checksum into `payload`, whose body is complete and whose size is a multiple of 8."""
+    flags = NONFINITE * nonfinite | FLOAT64 * float64
+    numel = math.prod(shape)
+    _LAYOUT.pack_into(
+        payload, 0, _MAGIC, VERSION, codec, flags, len(shape), numel, payload.size, group, parameter, entries, 0
+    )
+    if len(shape) != 1:
+        payload[HEADER_BYTES : HEADER_BYTES + 8 * len(shape)].view("<u8")[:] = shape
+    payload[_CHECKSUM_AT:HEADER_BYTES].view("<u4")[0] = _actual_checksum(payload)
+
+
+def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
+    """Check a payload (which may be followed by other bytes) and return its header and body.
+
+    Raises:
+        WireError: truncated, corrupted, of another version, or not a payload.
+    """
+    if sys.byteorder != "little":
+        raise WireError("payloads are little-endian and are read in place; this machine is big-endian")
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise WireError(f"a payload is a flat contiguous uint8 array, got {buffer.dtype} of shape {buffer.shape}")
+    if buffer.size < HEADER_BYTES:
+        raise WireError(f"payload of {buffer.size} bytes is shorter than its header of {HEADER_BYTES}")
+    magic, version, codec, flags, ndim, numel, nbytes, group, parameter, entries, stated = _LAYOUT.unpack_from(buffer)
+    if magic != _MAGIC:
+        raise WireError(f"not an hvd_compress payload: it starts with {bytes(magic)!r}, expected {_MAGIC!r}")
+    if version != VERSION:
+        raise WireError(f"payload of wire version {version}, this hvd_compress reads version {VERSION}")
+    if nbytes > buffer.size or nbytes % 8 or nbytes < HEADER_BYTES + (0 if ndim == 1 else 8 * ndim):
+        raise WireError(f"payload truncated: its header states {nbytes} bytes, {buffer.size} are there")
+    if (found := _actual_checksum(buffer[:nbytes])) != stated:
+        raise WireError(f"payload corrupted: checksum {found}, its header states {stated}")
+    shape = (numel,) if ndim == 1 else tuple(int(d) for d in buffer[HEADER_BYTES : HEADER_BYTES + 8 * ndim].view("<u8"))
+    if flags & ~(NONFINITE | FLOAT64) or numel > _MOST_ELEMENTS or math.prod(shape) != numel or (numel and not group):
+        raise WireError(f"payload header makes no sense: flags {flags}, shape {shape}, {numel} elements, group {group}")
+    body_at = header_bytes(shape)
+    header = Header(
+        codec, bool(flags & NONFINITE), bool(flags & FLOAT64), shape, numel, nbytes, group, parameter, entries, body_at
+    )
+    return header, Sections(buffer[body_at:nbytes])
+
+
+def _actual_checksum(payload: Bytes) -> int:
+    words = payload.view(np.uint64) if payload.ctypes.data % 8 == 0 else payload.copy().view(np.uint64)
+    # the stored checksum is the upper half of the header's last word; it counts as zero
+    head = words[: HEADER_BYTES // 8].copy()
+    head[-1] &= np.uint64(0xFFFFFFFF)
+    return int(checksum(words, head))
+
+
+def frames(buffer: Bytes, count: int) -> list[Bytes]:
+    """Cut `count` payloads that follow one another, by the lengths in their headers.
+
+    Raises:
+        WireError: one of them is truncated or no payload.
+    """
+    parts = []
+    at = 0
+    for index in range(count):
+        if buffer.size - at < HEADER_BYTES:
+            raise WireError(f"received {buffer.size} bytes, which end before payload {index} of {count}")
+        nbytes = int(buffer[at + 16 : at + 24].view("<u8")[0])
+        if bytes(buffer[at : at + 4]) != _MAGIC or nbytes < HEADER_BYTES or nbytes > buffer.size - at:
+            raise WireError(f"payload {index} of {count}, at byte {at} of {buffer.size}, is truncated or not a payload")
+        parts.append(buffer[at : at + nbytes])
+        at += nbytes
+    return parts
