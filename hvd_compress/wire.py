@@ -41,6 +41,7 @@ _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
 _CHECKSUM_AT = 36
 _MOST_ELEMENTS = 2**40
+_MOST_DIMENSIONS = 64  # of a NumPy array
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -148,8 +149,12 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
         raise WireError(f"payload truncated: its header states {nbytes} bytes, {buffer.size} are there")
     if (found := _actual_checksum(buffer[:nbytes])) != stated:
         raise WireError(f"payload corrupted: checksum {found}, its header states {stated}")
+    if ndim > _MOST_DIMENSIONS:
+        raise WireError(f"payload of {ndim} dimensions, an array has at most {_MOST_DIMENSIONS}")
     shape = (numel,) if ndim == 1 else tuple(int(d) for d in buffer[HEADER_BYTES : HEADER_BYTES + 8 * ndim].view("<u8"))
-    if flags & ~(NONFINITE | FLOAT64) or numel > _MOST_ELEMENTS or math.prod(shape) != numel or (numel and not group):
+    # NumPy multiplies the other dimensions even where one is 0
+    too_large = math.prod(d or 1 for d in shape) > _MOST_ELEMENTS
+    if flags & ~(NONFINITE | FLOAT64) or too_large or math.prod(shape) != numel or (numel and not group):
         raise WireError(f"payload header makes no sense: flags {flags}, shape {shape}, {numel} elements, group {group}")
     body_at = header_bytes(shape)
     header = Header(

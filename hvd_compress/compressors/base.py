@@ -20,6 +20,7 @@ __all__ = ["Compressor"]
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
+_MOST_UNBACKED = 2**28  # elements that a payload of any size may claim: 1 GiB of float32
 _NO_RESIDUAL = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
 
 
@@ -142,7 +143,7 @@ class Compressor(ABC):
 
         Raises:
             TypeError: `x` is not of a floating type, or `residual` of another dtype than stated above.
-            ValueError: `residual` does not have the size of `x`, or it is not contiguous.
+            ValueError: `residual` does not have the size of `x`, it is not contiguous, or this compressor keeps none.
 
         Example:
             >>> import numpy as np, hvd_compress
@@ -158,6 +159,8 @@ class Compressor(ABC):
         array = np.asarray(x)
         shape = array.shape
         flat = as_flat_floats(array)
+        if residual is not None and not self.feedback:
+            raise ValueError(f"{self!r} keeps no residual: give none, or take a compressor with error feedback")
         r = _checked_residual(residual, flat)
         group = self.group_numel(shape)
         payload = np.empty(self.capacity(flat.size, group, shape), np.uint8)
@@ -176,7 +179,10 @@ class Compressor(ABC):
         header, _ = wire.open_payload(buffer)
         if header.numel > max_numel(header):
             raise WireError(f"payload of {header.nbytes} bytes claims {header.numel} elements")
-        out = np.zeros(header.numel, np.float64 if header.float64 else np.float32)
+        try:
+            out = np.zeros(header.numel, np.float64 if header.float64 else np.float32)
+        except MemoryError:
+            raise WireError(f"payload of {header.nbytes} bytes claims {header.numel} elements: no memory") from None
         self.decode_into(buffer, out)
         return out.reshape(header.shape)
 
@@ -203,9 +209,10 @@ class Compressor(ABC):
 
 
 def max_numel(header: wire.Header) -> int:
-    """The most elements that a payload of this size can honestly stand for, so that a forged one allocates little."""
-    # adaptive and top-k may send next to nothing of a group: bound by groups, of which each has at least a count
-    return max(8 * header.nbytes, header.nbytes * header.group, 2**20)
+    """The most elements that a payload of this size is believed to stand for, so that a forged one allocates little."""
+    # 4 bytes for 65536 elements is the least that a table of counts takes; only a group of which nothing is sent and a
+    # value that is not finite say more elements with fewer bytes
+    return max(16384 * header.nbytes, _MOST_UNBACKED)
 
 
 def as_bytes(payload: npt.ArrayLike) -> Bytes:
@@ -221,9 +228,10 @@ def as_bytes(payload: npt.ArrayLike) -> Bytes:
 
 def as_flat_floats(array: Array) -> Array:
     """A flat float32 (float64 for float64) copy of an array of any floating type."""
-    if array.dtype in (np.float32, np.float64):
-        return array.astype(array.dtype.newbyteorder("="), order="C", copy=True).reshape(-1)
-    if array.dtype == np.float16 or array.dtype.name == "bfloat16":
+    native = array.dtype.newbyteorder("=")
+    if native in (np.float32, np.float64):
+        return array.astype(native, order="C", copy=True).reshape(-1)
+    if native == np.float16 or array.dtype.name == "bfloat16":
         return array.astype(np.float32, order="C").reshape(-1)
     raise TypeError(f"cannot encode {array.dtype}: gradients are float16, bfloat16, float32 or float64")
 

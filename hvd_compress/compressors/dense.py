@@ -101,8 +101,8 @@ class BF16(_Dense):
         if not common.correct(x, r) == 0:
             return None
         cast.to_bf16(x.astype(np.float32, copy=False).view(np.uint32), halves)
-        if r.size:
-            cast.leave_bf16_residual(x, halves)
+        if r.size and not cast.leave_bf16_residual(x, halves):
+            return None
         return sections.used, x.size, 0
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
@@ -133,7 +133,8 @@ class FP16(_Dense):
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
-        cast.to_fp16(x.astype(np.float32, copy=False).view(np.uint32), halves)
+        with np.errstate(over="ignore"):
+            cast.to_fp16(x.astype(np.float32, copy=False).view(np.uint32), halves)
         return sections.used, x.size, 0
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:

@@ -17,6 +17,8 @@ from hvd_compress.kernels import signs
 
 __all__ = ["QSGD"]
 
+_MOST_BUCKET = 32768  # what 15 bits of index reach
+
 
 @dataclass(frozen=True)
 class QSGD(Compressor):
@@ -59,7 +61,7 @@ class QSGD(Compressor):
 
     def __post_init__(self) -> None:
         check_int(self, "bits", self.bits, 1, 8)
-        check_int(self, "bucket_numel", self.bucket_numel, 8, 32768)
+        check_int(self, "bucket_numel", self.bucket_numel, 8, _MOST_BUCKET)
         if self.bucket_numel % 8:
             raise ValueError(f"QSGD(bucket_numel={self.bucket_numel!r}): bucket_numel must be a multiple of 8")
         check_choice(self, "norm", self.norm, ("l2", "max"))
@@ -99,6 +101,8 @@ class QSGD(Compressor):
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         buckets = count_groups(out.size, header.group)
         bits = header.parameter
+        if not 1 <= bits <= 8 or header.group % 8 or header.group > _MOST_BUCKET:
+            raise WireError(f"payload of qsgd with {bits} bits and buckets of {header.group} elements")
         if bits == 1:
             counts = body.take(buckets, np.uint16)
             recon = body.take(2 * buckets, np.float32)
@@ -106,8 +110,6 @@ class QSGD(Compressor):
             if not add:
                 out[...] = 0
             return bool(signs.decode(counts, recon, 2, entries, header.group, scale, out))
-        if not 2 <= bits <= 8 or header.group % 8:
-            raise WireError(f"payload of qsgd with {bits} bits and buckets of {header.group} elements")
         norms = body.take(buckets, np.float32)
         packed = body.take((out.size + 7) // 8 * bits, np.uint8)
         kernels.decode(norms, packed, header.group, bits, scale, out, add)

@@ -1,8 +1,10 @@
-"""Checks of compressor settings; each error says what came and what is allowed."""
+"""Checks of compressor settings; each error says what came and what is allowed.
+
+Numbers are stored back as plain Python ones: those of NumPy have no JSON, and a repr that needs NumPy's names.
+"""
 
 from __future__ import annotations
 
-import math
 import numbers
 
 __all__ = ["check_choice", "check_flag", "check_group", "check_int", "check_real"]
@@ -19,14 +21,16 @@ def check_int(owner: object, name: str, value: object, least: int, most: int, *,
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
         suffix = " or None" if none else ""
         raise _refuse(owner, name, value, f"an integer from {least} to {most}{suffix}")
+    object.__setattr__(owner, name, int(value))
 
 
 def check_real(owner: object, name: str, value: object, *, above: float, most: float) -> None:
-    """Raise ValueError unless `value` is a finite number in (above, most]."""
+    """Raise ValueError unless `value` is a number in (above, most]."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not math.isfinite(float(value)) or not above < float(value) <= most:  # type: ignore[arg-type]
-        upper = f" and at most {most:g}" if math.isfinite(most) else ""
-        raise _refuse(owner, name, value, f"a finite number greater than {above:g}{upper}")
+    # compared before it is converted: an integer can be too large for a float
+    if not is_real or not above < value <= most:  # type: ignore[operator]
+        raise _refuse(owner, name, value, f"a finite number greater than {above:g} and at most {most:g}")
+    object.__setattr__(owner, name, float(value))  # type: ignore[arg-type]
 
 
 def check_flag(owner: object, name: str, value: object) -> None:
@@ -47,3 +51,5 @@ def check_group(owner: object, value: object) -> None:
         check_choice(owner, "group", value, ("row", "tensor"))
     elif isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
         raise _refuse(owner, "group", value, '"row", "tensor" or a number of elements from 1 to 2147483647')
+    else:
+        object.__setattr__(owner, "group", int(value))

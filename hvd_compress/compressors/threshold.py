@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag, check_real
+from hvd_compress.errors import WireError
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Threshold"]
@@ -51,8 +51,8 @@ class Threshold(Compressor):
     fixed_size: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_real(self, "tau", self.tau, above=0.0, most=float(np.finfo(np.float32).max))
-        check_real(self, "tau", float(np.float32(self.tau)), above=0.0, most=math.inf)
+        # half the least float32 is rounded to 0
+        check_real(self, "tau", self.tau, above=2.0**-150, most=float(np.finfo(np.float32).max))
         check_flag(self, "error_feedback", self.error_feedback)
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
@@ -72,6 +72,8 @@ class Threshold(Compressor):
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         tau = np.uint32(header.parameter).view(np.float32)
+        if not 0 < tau < np.inf or header.group > _INDEX_GROUP:
+            raise WireError(f"payload of threshold with tau={tau} and groups of {header.group} elements")
         counts = body.take(count_groups(out.size, header.group), np.uint32)
         entries = body.take(header.entries, np.uint16)
         if not add:

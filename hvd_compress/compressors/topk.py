@@ -11,6 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups, top_count
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag, check_int, check_real
+from hvd_compress.errors import WireError
 from hvd_compress.kernels import topk as kernels
 
 __all__ = ["TopK"]
@@ -85,6 +86,8 @@ class TopK(Compressor):
         return sections.used, count, 0
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        if header.group > _BLOCK:
+            raise WireError(f"payload of topk with blocks of {header.group} elements")
         counts = body.take(count_groups(out.size, header.group), np.uint32)
         indices = body.take(header.entries, np.uint16)
         values = body.take(header.entries, np.float32)

@@ -87,7 +87,8 @@ def from_fp16(bits16, scale, out, add):
 
 @kernel
 def leave_bf16_residual(x, bits16):
-    """x minus the values of bfloat16 bit patterns, in place."""
+    """x minus the values of bfloat16 bit patterns, in place; False if one of them is not finite."""
+    bad = np.float32(0)
     word = np.empty(_TILE, np.uint32)
     value = word.view(np.float32)
     for start in range(0, bits16.size, _TILE):
@@ -97,6 +98,8 @@ def leave_bf16_residual(x, bits16):
             word[i] = np.uint32(source[i]) << np.uint32(16)
         for i in range(source.size):
             target[i] -= value[i]
+            bad += value[i] * np.float32(0)
+    return bad == 0
 
 
 @kernel

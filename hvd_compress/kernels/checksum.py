@@ -1,4 +1,4 @@
-"""A fast checksum of a payload: any change of one 8-byte word is found, others with odds of 1 : 2**32."""
+"""A fast checksum of a payload; a change goes unnoticed with odds of 1 : 2**32."""
 
 from __future__ import annotations
 

@@ -109,7 +109,11 @@ def decode(norms, packed, bucket, bits, scale, out, add):
         octets = (y.size + 7) >> 3
         first = (start >> 3) * bits
         _unpack(packed[first : first + octets * bits], bits, codes[: 8 * octets])
-        step = np.float32(np.float64(norms[b]) / levels) * scale
+        step = np.float32(np.float64(norms[b]) / levels)
+        if np.isinf(step * np.float32(levels)):
+            # the quotient was rounded up and the norm is next to the largest float32
+            step -= step * np.float32(2.0**-23)
+        step *= scale
         if add:
             for i in range(y.size):
                 code = np.int32(codes[i])

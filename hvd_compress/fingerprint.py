@@ -1,0 +1,61 @@
+"""Do all ranks mean the same? Pure comparison of what each rank says about itself; edges carry the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_compress.errors import MismatchError
+
+__all__ = ["check_agreement", "digest", "serialize"]
+
+DIGEST_BYTES = 32
+
+
+def serialize(description: dict[str, Any]) -> bytes:
+    """A description (JSON-able) as canonical bytes."""
+    return json.dumps(description, sort_keys=True, default=str).encode()
+
+
+def digest(serialized: bytes) -> bytes:
+    """DIGEST_BYTES bytes that differ when descriptions do."""
+    return hashlib.sha256(serialized).digest()
+
+
+def check_agreement(descriptions: Sequence[bytes]) -> None:
+    """Raise MismatchError, naming the first difference, unless all serialized descriptions are equal.
+
+    Example:
+        >>> from hvd_compress.fingerprint import check_agreement, serialize
+        >>> check_agreement([serialize({"op": "Average"}), serialize({"op": "Sum"})])
+        Traceback (most recent call last):
+        hvd_compress.errors.MismatchError: the ranks disagree on op: rank 0 has 'Average', rank 1 has 'Sum'. All ranks \
+must be given the same settings, and parameters of the same names, shapes and order.
+    """
+    parsed = [json.loads(d) for d in descriptions]
+    for rank, other in enumerate(parsed):
+        difference = _first_difference(parsed[0], other)
+        if difference:
+            where, mine, theirs = difference
+            raise MismatchError(
+                f"the ranks disagree on {where}: rank 0 has {mine!r}, rank {rank} has {theirs!r}. All ranks must be "
+                "given the same settings, and parameters of the same names, shapes and order."
+            )
+
+
+def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            inner = _first_difference(a.get(key), b.get(key), f"{where}.{key}" if where else str(key))
+            if inner:
+                return inner
+        return None
+    if isinstance(a, list) and isinstance(b, list):
+        for index, (x, y) in enumerate(zip(a, b, strict=False)):
+            inner = _first_difference(x, y, f"{where}[{index}]")
+            if inner:
+                return inner
+        return (f"the number of {where}", len(a), len(b)) if len(a) != len(b) else None
+    return None if a == b else (where, a, b)

@@ -1,0 +1,27 @@
+"""Drop-in for `horovod.torch`: the same names, plus compressed exchanges.
+
+    import hvd_compress.torch as hvd                    # was: import horovod.torch as hvd
+    from hvd_compress import Adaptive
+
+    hvd.init()
+    opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters(), compression=Adaptive(pi=64))
+"""
+
+from __future__ import annotations
+
+# every public name of horovod.torch; those defined below take the place of Horovod's
+from horovod.torch import *  # noqa: F403
+
+from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
+from hvd_compress.torch._optimizer import DEFAULT_MIN_NUMEL, DistributedOptimizer
+from hvd_compress.torch.compression import Compression
+
+__all__ = [  # noqa: PLE0604
+    *(name for name in dir(__import__("horovod.torch", fromlist=["torch"])) if not name.startswith("_")),
+    "DEFAULT_MIN_NUMEL",
+    "Compression",
+    "DistributedOptimizer",
+    "allreduce",
+    "forget_residuals",
+    "grouped_allreduce",
+]

@@ -1,0 +1,46 @@
+"""The private seams of horovod.torch 0.28, all of them; the rest of the package uses its public names.
+
+Quoted lines are of horovod/torch/optimizer.py, version 0.28.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from horovod.common.util import split_list
+from horovod.torch.optimizer import _DistributedOptimizer as HorovodOptimizer
+
+__all__ = ["HorovodOptimizer", "form_groups", "make_class"]
+
+
+def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
+    """A class like `base` with Horovod's distributed methods and ours over them.
+
+    Horovod's methods call `super(self.__class__, self)`, so that a subclass would recurse for ever. It builds its
+    class from a dict for that reason (l. 599: `type(optimizer.__class__.__name__, (optimizer.__class__,),
+    dict(_DistributedOptimizer.__dict__))`), and so do we. `__module__` stays Horovod's: broadcast_optimizer_state
+    (functions.py l. 105) knows a distributed optimizer by it, and would otherwise start a collective step.
+    """
+    ours = {k: v for k, v in vars(overrides).items() if k not in ("__module__", "__dict__", "__weakref__", "__doc__")}
+    return type(base.__name__, (base,), {**vars(HorovodOptimizer), **ours})
+
+
+def form_groups(optimizer: Any) -> None:
+    """Fill `_p_to_group` and `_group_counts` from `_groups` (l. 122-153).
+
+    Horovod broadcasts rank 0's order first, which fails in a process set without rank 0; here the fingerprint has
+    made sure that the order is the same already.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if isinstance(optimizer._groups, list):
+        known = {id(p) for p in params}
+        named = [[p for p in group if id(p) in known] for group in optimizer._groups]
+        grouped = {id(p) for group in named for p in group}
+        groups = named + [[p] for p in params if id(p) not in grouped]
+    else:
+        groups = split_list(params, optimizer._groups)
+    for group in (tuple(g) for g in groups if g):
+        optimizer._group_counts[group] = 0
+        for p in group:
+            optimizer._p_to_group[p] = group

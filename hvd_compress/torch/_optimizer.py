@@ -1,0 +1,315 @@
+"""`DistributedOptimizer`: Horovod's, with the exchanges of this package in its gradient hooks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress import wire
+from hvd_compress.compressors import Compressor
+from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.exchange import EXCHANGES
+from hvd_compress.torch._agreement import require_agreement
+from hvd_compress.torch._engine import Engine
+from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
+from hvd_compress.torch._stats import Counters
+from hvd_compress.torch.compression import describe, horovod_compressor
+
+__all__ = ["DEFAULT_MIN_NUMEL", "DistributedOptimizer"]
+
+# 64 KiB of float32: on the links that this package is for, a smaller tensor costs Horovod's fused allreduce less than
+# the two collectives of an exchange, about a millisecond each
+DEFAULT_MIN_NUMEL = 16384
+
+
+class _Overrides:
+    """Methods laid over Horovod's `_DistributedOptimizer`; see `_horovod.make_class`."""
+
+    _engine: Engine | None = None
+    _by_name: dict[str, torch.Tensor]
+    _label: str
+
+    # -- what the backward pass calls ----------------------------------------------------------------------------
+
+    def _register_hooks(self: Any) -> None:
+        groups = self._groups
+        if groups is not None:
+            form_groups(self)
+        # with groups unset, Horovod's own method registers the hooks and nothing else
+        self._groups = None
+        HorovodOptimizer._register_hooks(self)
+        self._groups = groups
+
+    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+        if p.grad is None:
+            # another rank may have a gradient: all ranks issue the same collectives
+            p.grad = torch.zeros_like(p)
+        if self._engine is None:
+            return HorovodOptimizer._allreduce_grad_async(self, p)  # type: ignore[no-any-return]
+        name = self._parameter_names[p]
+        is_sparse = p.grad.is_sparse
+        if self._engine.compresses(name) and (not is_sparse or self.sparse_as_dense):
+            self._engine.start(name, p.grad.to_dense() if is_sparse else p.grad)
+            return _InExchange(), None
+        self._engine.progress()
+        if not is_sparse or self.sparse_as_dense:
+            self._engine.count_dense(name, p.grad, _sent_itemsize(self._compression, p.grad.dtype))
+        return HorovodOptimizer._allreduce_grad_async(self, p)  # type: ignore[no-any-return]
+
+    def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+        # a group starts when its last gradient is there, as in Horovod; its tensors keep collectives of their own,
+        # so that a rank where one of them got no gradient still issues the same ones
+        if self._engine is not None and self._engine.is_used:
+            return [self._allreduce_grad_async(p) for p in ps], None
+        if self._engine is not None:
+            for p in ps:
+                self._engine.count_dense(self._parameter_names[p], p, _sent_itemsize(self._compression, p.dtype))
+        return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)  # type: ignore[no-any-return]
+
+    # -- what the user calls -------------------------------------------------------------------------------------
+
+    def synchronize(self: Any) -> None:
+        """Wait until the gradients of all ranks are combined in `p.grad`."""
+        if self._engine is not None and self._engine.is_used:
+            self._ungroup()
+            self._submit_missing()
+            self._complete()
+        HorovodOptimizer.synchronize(self)
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
+        if closure is None:
+            return HorovodOptimizer.step(self)
+
+        def combined() -> Any:
+            loss = closure()
+            if self._should_synchronize:
+                self.synchronize()
+                self._synchronized = False
+            return loss
+
+        return super(self.__class__, self).step(combined)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Clear the gradients, as `torch.optim.Optimizer.zero_grad` does.
+
+        Raises:
+            AssertionError: gradients are still being exchanged.
+        """
+        if self._handles:
+            raise AssertionError(
+                "zero_grad() between loss.backward() and step() or synchronize(): gradients are being exchanged"
+            )
+        super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
+        if self._engine is not None:
+            self._engine.abandon()
+        HorovodOptimizer.load_state_dict(self, *args, **kwargs)
+
+    def compression_stats(self: Any) -> dict[str, Any]:
+        """Bytes, seconds and residual norms of all steps so far on this rank.
+
+        Returns:
+            {"compressor": repr, "total": counters, "tensors": {name: counters}}, where counters are: steps,
+            bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would have
+            sent), ratio (dense_bytes / bytes_sent), encode_seconds, exchange_seconds (waited), decode_seconds, and
+            residual_norm (Euclidean, in units of the sum over ranks).
+        """
+        if self._engine is None:
+            return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}
+        return {"compressor": self._label, **self._engine.stats()}
+
+    def compression_state_dict(self: Any) -> dict[str, Any]:
+        """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
+
+        Returns:
+            A dict of tensors and plain values that `torch.save` takes; see `hvd_compress.feedback`.
+        """
+        if self._engine is None:
+            return {"format": 1, "size": 1, "rank": 0, "steps": 0, "residuals": {}, "owner_residuals": {}}
+        if self._handles:
+            raise StateError("compression_state_dict() while gradients are exchanged; call it after step()")
+        return self._engine.state_dict()
+
+    def load_compression_state_dict(self: Any, state: dict[str, Any]) -> None:
+        """Take over the residuals that `compression_state_dict` returned on this rank.
+
+        Raises:
+            StateError: not such a state, of another rank or number of ranks, or of other tensors.
+        """
+        if self._engine is not None:
+            self._engine.load_state_dict(state)
+        elif state.get("residuals") or state.get("owner_residuals"):
+            raise StateError(
+                "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
+                "as before, or leave the state out, which drops what was still owed"
+            )
+
+    # -- the parts of synchronize --------------------------------------------------------------------------------
+
+    def _ungroup(self: Any) -> None:
+        """Turn a group's entry into one of each of its parameters."""
+        for group in [g for g in self._handles if isinstance(g, tuple)]:
+            handles, _ = self._handles.pop(group)
+            self._handles.update(zip(group, handles, strict=True))
+        for group in self._group_counts:
+            self._group_counts[group] = 0
+
+    def _submit_missing(self: Any) -> None:
+        """Start what no hook has started, in the order of the parameters."""
+        for p in self._by_name.values():
+            if p in self._requires_update and self._handles.get(p, (None, None))[0] is None:
+                self._handles[p] = self._allreduce_grad_async(p)
+
+    def _complete(self: Any) -> None:
+        """Wait for everything, then decide the whole step: one value that is not finite takes all residuals back."""
+        finite = self._engine.wait()
+        waited = {}
+        for p, (handle, ctx) in self._handles.items():
+            if isinstance(handle, _InExchange):
+                continue
+            output = handle() if callable(handle) else hvd.synchronize(handle)
+            finite = _all_finite(output) and finite
+            waited[p] = (partial(_identity, output), ctx)
+        results = self._engine.finish(keep=finite)
+        for p in self._handles:
+            # Horovod's synchronize calls what is callable (l. 284) and assigns what it returns
+            self._handles[p] = waited.get(p) or (partial(_identity, results[self._parameter_names[p]]), None)
+
+
+class _InExchange:
+    """Stands in `_handles` for a gradient whose exchange `_complete` will finish."""
+
+
+def _identity(output: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def _all_finite(output: torch.Tensor) -> bool:
+    values = output._values() if output.is_sparse else output
+    return bool(torch.isfinite(values).all())
+
+
+def _sent_itemsize(compressor: Any, dtype: torch.dtype) -> int:
+    """Bytes per element of what a Horovod compressor makes of a gradient."""
+    sent, _ = compressor.compress(torch.zeros(1, dtype=dtype))
+    return int(sent.element_size())
+
+
+def _check_settings(
+    exchange: str, min_numel: int, op: Any, gradient_predivide_factor: float, backward_passes_per_step: int, groups: Any
+) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
+    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+        raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
+    if gradient_predivide_factor != 1.0 and op != hvd.Average:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} goes with op=Average only")
+    if gradient_predivide_factor != 1.0 and hvd.rocm_built():
+        raise ValueError("gradient_predivide_factor is not supported by Horovod with ROCm")
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
+    if groups is not None and not isinstance(groups, list) and groups <= 0:
+        raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
+
+
+def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None) -> list[Any]:
+    names = {id(p): name for name, p in named or []}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [[names.get(id(p), i), list(p.shape), str(p.dtype), p.requires_grad] for i, p in enumerate(params)]
+
+
+def DistributedOptimizer(  # noqa: N802
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = hvd.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    *,
+    exchange: str = "auto",
+    min_numel: int = DEFAULT_MIN_NUMEL,
+) -> Any:
+    """Wrap an optimizer so that `step()` works with the combined gradients of all ranks, exchanged compressed.
+
+    Arguments up to `process_set` are those of `horovod.torch.DistributedOptimizer`. The ranks compare their settings
+    here, so all ranks of the process set must call it. With one rank nothing is exchanged or compressed.
+
+    Args:
+        optimizer: to wrap.
+        named_parameters: such as `model.named_parameters()`; names key collectives, residuals and randomness.
+        compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
+        backward_passes_per_step: backward passes that are summed up locally before an exchange.
+        op: Average or Sum; Adasum only without compression.
+        gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
+            in float32 by us the factors cancel, and the result is the average.
+        num_groups: old name of `groups`.
+        groups: gradients that start together: a number of groups, or lists of parameters.
+        sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
+        process_set: the ranks that take part.
+        exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
+        min_numel: gradients with fewer elements go through Horovod's own fused allreduce, uncompressed.
+
+    Raises:
+        ValueError: a setting out of its range.
+        TypeError: `compression` is no compressor.
+        UnsupportedError: Adasum or elastic runs with compression.
+        MismatchError: the ranks disagree; raised on all of them.
+    """
+    groups = num_groups if num_groups and groups is None else groups
+    _check_settings(exchange, min_numel, op, gradient_predivide_factor, backward_passes_per_step, groups)
+    horovods = horovod_compressor(compression)
+    ours = compression if isinstance(compression, Compressor) and not compression.reducible else None
+    named = list(named_parameters) if named_parameters is not None else None
+    if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise UnsupportedError(
+            f"{ours!r} in an elastic run: residuals of ranks that leave would be lost. Start with a fixed number of "
+            "ranks, and use hvd_compress.feedback.redistribute to change it between runs"
+        )
+    if op == hvd.Adasum and hvd.size() > 1:
+        if ours is not None:
+            raise UnsupportedError(
+                f"op=Adasum with {ours!r}: Adasum combines dense gradients pairwise. Use op=Average or op=Sum, or "
+                "compression=hvd.Compression.fp16"
+            )
+        return hvd.DistributedOptimizer(
+            optimizer, named, horovods, backward_passes_per_step, op, process_set=process_set
+        )
+    takes_part = process_set.included() and process_set.size() > 1
+    if takes_part:
+        description = {
+            "wire version": wire.VERSION,
+            "compression": describe(compression),
+            "exchange": exchange,
+            "min_numel": min_numel,
+            "op": str(op),
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "backward_passes_per_step": backward_passes_per_step,
+            "sparse_as_dense": sparse_as_dense,
+            "groups": [len(group) for group in groups] if isinstance(groups, list) else groups,
+            "parameters": _describe_parameters(optimizer, named),
+        }
+        require_agreement(description, process_set)
+    cls = make_class(type(optimizer), _Overrides)
+    wrapped: Any = cls(
+        optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,
+        groups, sparse_as_dense, process_set,
+    )  # type: ignore[call-arg]  # fmt: skip
+    params = [p for group in wrapped.param_groups for p in group["params"]]
+    wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
+    wrapped._label = repr(compression) if isinstance(compression, Compressor) else describe(compression)
+    if takes_part:
+        scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
+        wrapped._engine = Engine(ours, exchange, min_numel, scale, process_set, wrapped._by_name.items())
+    return wrapped

@@ -1,0 +1,53 @@
+"""Between a torch gradient and the flat CPU arrays that kernels work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Staged", "stage"]
+
+_IN_PLACE = (torch.float32, torch.float64)
+_WIDENED = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A gradient as a flat, contiguous CPU tensor of float32 or float64, and how to bring a result back.
+
+    `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64); else it is a copy:
+    through host memory for another device, widened to float32 for 16-bit types.
+    """
+
+    flat: torch.Tensor
+    gradient: torch.Tensor
+    shared: bool
+
+    def restore(self, result: torch.Tensor) -> torch.Tensor:
+        """`result` (flat) with shape, dtype, device and strides of the gradient; no copy where `shared`."""
+        if self.shared:
+            return result.view(self.gradient.shape)
+        restored = torch.empty_like(self.gradient)
+        restored.copy_(result.view(self.gradient.shape))
+        return restored
+
+
+def stage(gradient: torch.Tensor, *, name: str) -> Staged:
+    """Prepare a dense gradient for the kernels, which will overwrite it.
+
+    Raises:
+        TypeError: the gradient is not of a floating type that can be compressed.
+    """
+    gradient = gradient.detach()
+    if gradient.dtype not in _IN_PLACE + _WIDENED:
+        raise TypeError(
+            f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
+            "Give such parameters an optimizer of their own without compression."
+        )
+    if gradient.device.type == "cpu" and gradient.is_contiguous() and gradient.dtype in _IN_PLACE:
+        return Staged(gradient.view(-1), gradient, shared=True)
+    dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
+    flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")
+    flat.copy_(gradient)
+    return Staged(flat.view(-1), gradient, shared=False)

@@ -1,0 +1,58 @@
+"""Counters of bytes and seconds, per tensor and in total."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Counters"]
+
+
+@dataclass
+class Counters:
+    """What the exchanges of one tensor cost this rank so far.
+
+    Args:
+        steps: exchanges finished.
+        bytes_sent: given to the network by this rank; an allgather counts as a ring.
+        bytes_received: taken from it.
+        dense_bytes: what Horovod's ring allreduce of the uncompressed gradient would have sent.
+        encode_seconds: in the stages that encode.
+        exchange_seconds: waited for collectives, after all that could overlap with the backward pass.
+        decode_seconds: in the stage that decodes.
+    """
+
+    steps: int = 0
+    bytes_sent: float = 0.0
+    bytes_received: float = 0.0
+    dense_bytes: float = 0.0
+    encode_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    def add(self, other: Counters) -> None:
+        """Add the counters of another tensor; `steps` becomes the larger one."""
+        self.steps = max(self.steps, other.steps)
+        for name in ("bytes_sent", "bytes_received", "dense_bytes", "encode_seconds", "exchange_seconds", "decode_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def count_dense(self, nbytes: int, ranks: int) -> None:
+        """An allreduce of `nbytes` as a ring."""
+        self.steps += 1
+        ring = 2 * (ranks - 1) / ranks * nbytes
+        self.bytes_sent += ring
+        self.bytes_received += ring
+        self.dense_bytes += ring
+
+    def report(self, residual_norm: float) -> dict[str, float]:
+        """The counters as `compression_stats()` shows them."""
+        return {
+            "steps": self.steps,
+            "bytes_sent": round(self.bytes_sent),
+            "bytes_received": round(self.bytes_received),
+            "dense_bytes": round(self.dense_bytes),
+            "ratio": self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0,
+            "encode_seconds": self.encode_seconds,
+            "exchange_seconds": self.exchange_seconds,
+            "decode_seconds": self.decode_seconds,
+            "residual_norm": residual_norm,
+        }
