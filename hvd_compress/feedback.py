@@ -27,10 +27,9 @@ State = dict[str, Any]
 
 def check_state(state: State) -> None:
     """Raise StateError unless `state` has the form that is described at the top of this module."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise StateError(
-            f"not a compressor state of format {FORMAT}: {state.get('format') if isinstance(state, dict) else type(state)!r}"
-        )
+    found = state.get("format")
+    if found != FORMAT:
+        raise StateError(f"not a compressor state of format {FORMAT}: its format is {found!r}")
     missing = {"size", "rank", "steps", "residuals", "owner_residuals"} - state.keys()
     if missing:
         raise StateError(f"compressor state lacks {', '.join(sorted(missing))}")
@@ -81,7 +80,9 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
     first = by_rank[0]
     for rank, state in by_rank.items():
         if state["steps"] != first["steps"] or state["size"] != first["size"]:
-            raise StateError(f"state of rank {rank} is of step {state['steps']}, that of rank 0 of step {first['steps']}")
+            raise StateError(
+                f"state of rank {rank} is of step {state['steps']}, that of rank 0 of step {first['steps']}"
+            )
     return [_state_of(by_rank, new, size, first) for new in range(size)]
 
 

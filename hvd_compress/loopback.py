@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,9 @@ class Loopback:
             parcels = [t.reduce(bytes_) for t, bytes_ in zip(transfers, received, strict=True)]
         gathered = self._allgather(parcels)
 
-        finite = all([t.arrive(gathered) for t in transfers])
+        finite = True
+        for t in transfers:
+            finite = t.arrive(gathered) and finite
         results = []
         for rank, t in enumerate(transfers):
             out, residuals[rank] = t.finish(keep=finite, scale=self._scale)
@@ -131,7 +134,7 @@ class Loopback:
         for rank, parcel in enumerate(parcels):
             sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
             offsets = np.cumsum((0, *sizes))
-            parts.append([parcel.buffer[a:b].copy() for a, b in zip(offsets, offsets[1:], strict=False)])
+            parts.append([parcel.buffer[a:b].copy() for a, b in pairwise(offsets)])
             self.bytes_sent[rank] += sum(sizes) - parcel.own
         return [np.concatenate([parts[sender][rank] for sender in range(self.ranks)]) for rank in range(self.ranks)]
 

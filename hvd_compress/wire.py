@@ -105,6 +105,11 @@ class Sections:
         """Bytes handed out so far, padding included."""
         return self._at
 
+    def finish(self) -> None:
+        """Raise WireError if bytes are left that no section accounts for."""
+        if self._at != self._body.size:
+            raise WireError(f"payload too long: its header accounts for {self._at} of {self._body.size} bytes of body")
+
 
 def seal(
     payload: Bytes,

@@ -37,10 +37,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c for c in (OneBit, Threshold, Adaptive, TopK, QSGD, NoCompression, BF16, FP16)
 }
 
-_DECODERS: dict[int, Compressor] = {
-    c.codec: c(tau=1.0) if c is Threshold else c()  # type: ignore[call-arg]
-    for c in COMPRESSORS.values()
-}
+_DECODERS: dict[int, Compressor] = {c.codec: c(tau=1.0) if c is Threshold else c() for c in COMPRESSORS.values()}
 
 
 def from_config(config: dict[str, Any]) -> Compressor:

@@ -121,10 +121,12 @@ class Compressor(ABC):
         if header.numel != out.size:
             raise WireError(f"payload of {header.numel} elements, expected {out.size}")
         if header.nonfinite:
+            body.finish()
             out[...] = np.nan
             return False
         if header.numel and not self._decode(header, body, out, np.float32(scale), add):
             raise WireError(f"payload of {self.id}: an index or count lies outside of its group")
+        body.finish()
         return True
 
     # -- for people: any array, no ranks -------------------------------------------------------------------------

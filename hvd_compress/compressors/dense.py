@@ -11,7 +11,6 @@ from hvd_compress import wire
 from hvd_compress.compressors.base import Array, Bytes, Compressor, framework_of
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag
-from hvd_compress.errors import WireError
 from hvd_compress.kernels import cast, common
 
 __all__ = ["BF16", "FP16", "NoCompression"]
@@ -98,7 +97,7 @@ class BF16(_Dense):
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
-        if not common.correct(x, r) == 0:
+        if np.isnan(common.correct(x, r)):
             return None
         cast.to_bf16(x.astype(np.float32, copy=False).view(np.uint32), halves)
         if r.size and not cast.leave_bf16_residual(x, halves):

@@ -47,9 +47,7 @@ def check_choice(owner: object, name: str, value: object, choices: tuple[object,
 
 def check_group(owner: object, value: object) -> None:
     """Raise ValueError unless `value` is "row", "tensor" or a number of elements."""
-    if isinstance(value, str):
-        check_choice(owner, "group", value, ("row", "tensor"))
-    elif isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) < 2**31:
-        raise _refuse(owner, "group", value, '"row", "tensor" or a number of elements from 1 to 2147483647')
-    else:
+    if not isinstance(value, bool) and isinstance(value, numbers.Integral) and 1 <= int(value) < 2**31:
         object.__setattr__(owner, "group", int(value))
+    elif not (isinstance(value, str) and value in ("row", "tensor")):
+        raise _refuse(owner, "group", value, '"row", "tensor" or a number of elements from 1 to 2147483647')

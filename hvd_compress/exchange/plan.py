@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from hvd_compress.compressors import Compressor, TopK
 
@@ -61,7 +62,7 @@ def chunk_bounds(numel: int, chunks: int, group: int) -> tuple[int, ...]:
     # octets keep bit streams of neighbouring chunks on byte boundaries of the tensor
     unit = next((u for u in (group, 8) if numel >= u * chunks), 1)
     units = -(-numel // unit)
-    return tuple(min(numel, unit * (i * units // chunks)) for i in range(chunks)) + (numel,)
+    return (*(min(numel, unit * (i * units // chunks)) for i in range(chunks)), numel)
 
 
 def _sent_bytes(plan: Plan) -> float:
@@ -74,7 +75,7 @@ def _plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: 
     numel = math.prod(shape)
     group = compressor.group_numel(shape)
     bounds = chunk_bounds(numel, ranks, group) if exchange == "two_phase" else (0, numel)
-    sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(bounds)]
     parts = tuple(c.for_part(n, numel) if isinstance(c := compressor, TopK) else compressor for n in sizes)
     slots = tuple(part.capacity(n, group) for part, n in zip(parts, sizes, strict=True))
     return Plan(exchange, shape, ranks, group, bounds, parts, slots)

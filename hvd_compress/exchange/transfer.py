@@ -8,6 +8,7 @@ gradient's own memory into the new residual, and `finish` swaps the two buffers,
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -164,8 +165,7 @@ class Transfer:
             plan.chunk_compressors[0].decode_into(payload, out, scale, add=sender > 0)
 
     def _chunks(self) -> list[slice]:
-        bounds = self.plan.bounds
-        return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [slice(a, b) for a, b in pairwise(self.plan.bounds)]
 
     def _cut(self, received: Bytes, count: int) -> list[Bytes]:
         """The payloads in the bytes of a collective."""

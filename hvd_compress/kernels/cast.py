@@ -75,7 +75,8 @@ def from_fp16(bits16, scale, out, add):
             magnitude = (np.uint32(source[i]) & np.uint32(0x7FFF)) << np.uint32(13)
             exponent = magnitude & np.uint32(0x7C00 << 13)
             magnitude = np.uint32(magnitude + np.uint32(112 << 23))
-            magnitude = np.uint32(magnitude + np.uint32(112 << 23)) if exponent == np.uint32(0x7C00 << 13) else magnitude
+            if exponent == np.uint32(0x7C00 << 13):
+                magnitude = np.uint32(magnitude + np.uint32(112 << 23))
             word[i] = np.uint32(magnitude + np.uint32(1 << 23)) if exponent == 0 else magnitude
         for i in range(source.size):
             # denormal halves were given an implicit one that is not theirs

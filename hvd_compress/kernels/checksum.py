@@ -10,22 +10,29 @@ _PRIME = np.uint64(0x9FB21C651E98DF25)
 
 
 @kernel
+def _step(chain, word):
+    # a product carries upwards only: without the shift, two flipped top bits of a chain would cancel
+    mixed = chain ^ word
+    return (mixed ^ (mixed >> np.uint64(32))) * _PRIME
+
+
+@kernel
 def checksum(words, head):
     """32-bit checksum of an array of uint64 whose first words are taken from `head` instead."""
     start = np.uint64(0)
     for i in range(head.size):
-        start = (start ^ head[i]) * _PRIME
+        start = _step(start, head[i])
     # four independent chains hide the latency of the multiplication; each step is a bijection of the chain
     a, b, c, d = start, np.uint64(2), np.uint64(3), np.uint64(4)
     words = words[head.size :]
     whole = words.size & ~3
     for i in range(0, whole, 4):
-        a = (a ^ words[i]) * _PRIME
-        b = (b ^ words[i + 1]) * _PRIME
-        c = (c ^ words[i + 2]) * _PRIME
-        d = (d ^ words[i + 3]) * _PRIME
+        a = _step(a, words[i])
+        b = _step(b, words[i + 1])
+        c = _step(c, words[i + 2])
+        d = _step(d, words[i + 3])
     for i in range(whole, words.size):
-        a = (a ^ words[i]) * _PRIME
+        a = _step(a, words[i])
     h = np.uint64(words.size)
     for lane in (a, b, c, d):
         h = (h ^ lane ^ (lane >> np.uint64(32))) * _PRIME

@@ -48,7 +48,7 @@ def count_bits(mask):
 
 @kernel
 def append_bits(mask, first, found, count):
-    """Append first + position of every set bit to `found` from `count` on; the new count (room is the caller's care)."""
+    """Append first + position of every set bit to `found`, which has room for them, from `count` on; the new count."""
     words = mask.view(np.uint64)
     for i in range(words.size):
         w = words[i]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.jit import kernel, kernel_of_finite
 
 _ZERO = np.float32(0)
 
@@ -47,21 +47,25 @@ def uniform(counter, key_low, key_high):
     return np.float32(mix(counter, key_low, key_high) >> np.uint32(8)) * np.float32(2.0**-24)
 
 
+@kernel_of_finite
+def _largest_magnitude(y):
+    largest = _ZERO
+    for i in range(y.size):
+        largest = max(largest, abs(np.float32(y[i])))
+    return largest
+
+
 @kernel
 def bucket_norm(y, is_max):
-    """Largest magnitude or Euclidean norm as float32, rounded up; not finite if an element (or the norm) is not."""
-    bad = _ZERO
-    largest = np.float32(0)
+    """Largest magnitude or Euclidean norm as float32; not finite if an element (or the norm) is not."""
+    # squares of float32 cannot overflow in float64, so that the sum is finite exactly if the elements are
     squares = 0.0
     for i in range(y.size):
-        v = np.float32(y[i])
-        bad += v * _ZERO
-        largest = max(largest, abs(v))
-        squares += np.float64(v) * np.float64(v)
-    if is_max:
-        return largest + bad
-    # rounding down could leave the norm of a lone value below its magnitude
-    return np.float32(max(np.float64(largest), np.sqrt(squares))) + bad
+        v = np.float64(np.float32(y[i]))
+        squares += v * v
+    if is_max and np.isfinite(squares):
+        return _largest_magnitude(y)
+    return np.float32(np.sqrt(squares))
 
 
 @kernel
@@ -72,7 +76,7 @@ def draw(j, count, numel, key_low, key_high):
     return low + ((np.int64(mix(j, key_low, key_high)) * width) >> 32)
 
 
-@kernel
+@kernel_of_finite
 def kth_largest(a, k):
     """The k-th largest (k from 1) of the finite values in `a`."""
     # Bisection on the value: each step counts with vector instructions, where quickselect mispredicts branches.
@@ -90,22 +94,26 @@ def kth_largest(a, k):
             return low
         count = _count_from(a, middle)
         if count == k:
-            smallest = high
-            for i in range(a.size):
-                smallest = min(smallest, a[i] if a[i] >= middle else high)
-            return smallest
+            return _smallest_from(a, middle, high)
         if count > k:
             low = middle
         else:
             high = middle
 
 
-@kernel
+@kernel_of_finite
 def _count_from(a, bound):
     count = 0
     for i in range(a.size):
         count += a[i] >= bound
     return count
+
+
+@kernel_of_finite
+def _smallest_from(a, bound, smallest):
+    for i in range(a.size):
+        smallest = min(smallest, a[i] if a[i] >= bound else smallest)
+    return smallest
 
 
 @kernel

@@ -16,3 +16,10 @@ def kernel(function: _F) -> _F:
     # kernels rely on NaN and Inf (0 * x is NaN exactly if x is not finite) and on the sign of zero.
     compiled: _F = numba.njit(nogil=True, cache=True, fastmath={"reassoc"}, error_model="numpy")(function)
     return compiled
+
+
+def kernel_of_finite(function: _F) -> _F:
+    """Like `kernel`, for arrays that are known to hold finite values only: smallest and largest vectorize."""
+    fastmath = {"reassoc", "nnan", "nsz"}
+    compiled: _F = numba.njit(nogil=True, cache=True, fastmath=fastmath, error_model="numpy")(function)
+    return compiled

@@ -1,12 +1,13 @@
-"""Sparse signs: entries `index << 1 | positive`, ascending within a group, one reconstruction value per sign and group."""
+"""Sparse signs: entries `index << 1 | positive`, ascending within a group, one value per sign and group."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import TILE, append_bits, collect, mask_outside
+from hvd_compress.kernels.collect import TILE, append_bits, collect
 from hvd_compress.kernels.common import bucket_norm, correct, kth_largest, mix, uniform, with_margin
 from hvd_compress.kernels.jit import kernel
+
 
 @kernel
 def encode_threshold(x, r, group, tau, counts, entries):
@@ -149,7 +150,7 @@ def encode_adaptive(x, r, group, pi, sample, key_low, key_high, counts, recon, e
         start = g * group
         stop = min(start + group, x.size)
         y = x[start:stop]
-        if not correct(y, r[start:stop] if feedback else r) == 0:
+        if np.isnan(correct(y, r[start:stop] if feedback else r)):
             return -1
         positives = 0
         for i in range(y.size):

@@ -8,6 +8,7 @@ from hvd_compress.kernels.collect import TILE, append_bits, count_bits, mask_out
 from hvd_compress.kernels.common import correct, draw, kth_largest, with_margin
 from hvd_compress.kernels.jit import kernel
 
+
 @kernel
 def _guess(x, r, k, sample, key_low, key_high):
     """A magnitude above which slightly more than `k` corrected entries are expected."""
@@ -54,7 +55,7 @@ def encode(x, r, k, sample, block, key_low, key_high, counts, indices, values):
     guess = _guess(x, r, k, min(sample, x.size), key_low, key_high)
     found = np.empty(min(4 * k + 1024, x.size), np.int64)
     candidates, bad = _scan(x, r, guess, found)
-    if not bad == 0:
+    if np.isnan(bad):
         return -1
 
     # exact selection among the candidates; all entries if the sample guessed badly (many ties, odd shapes)
@@ -83,6 +84,7 @@ def encode(x, r, k, sample, block, key_low, key_high, counts, indices, values):
     ties = k - larger
 
     total = 0
+    current = 0
     for c in range(candidates):
         i = found[c]
         v = x[i]
@@ -92,9 +94,11 @@ def encode(x, r, k, sample, block, key_low, key_high, counts, indices, values):
             if ties == 0:
                 continue
             ties -= 1
+        while i >= (current + 1) * block:
+            current += 1
         sent = np.float32(v)
-        counts[i // block] += 1
-        indices[total] = i % block
+        counts[current] += 1
+        indices[total] = i - current * block
         values[total] = sent
         total += 1
         if r.size > 0:

@@ -1,6 +1,8 @@
 """Drop-in for `horovod.torch`: the same names, plus compressed exchanges.
 
-    import hvd_compress.torch as hvd                    # was: import horovod.torch as hvd
+Example, one changed import and one argument::
+
+    import hvd_compress.torch as hvd  # was: import horovod.torch as hvd
     from hvd_compress import Adaptive
 
     hvd.init()
@@ -9,15 +11,19 @@
 
 from __future__ import annotations
 
-# every public name of horovod.torch; those defined below take the place of Horovod's
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch
+
+# every public name of horovod.torch; those imported below take the place of Horovod's
 from horovod.torch import *  # noqa: F403
 
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.torch._optimizer import DEFAULT_MIN_NUMEL, DistributedOptimizer
 from hvd_compress.torch.compression import Compression
 
-__all__ = [  # noqa: PLE0604
-    *(name for name in dir(__import__("horovod.torch", fromlist=["torch"])) if not name.startswith("_")),
+__all__ = [
+    *(name for name in dir(horovod.torch) if not name.startswith("_")),
     "DEFAULT_MIN_NUMEL",
     "Compression",
     "DistributedOptimizer",
@@ -25,3 +31,7 @@ __all__ = [  # noqa: PLE0604
     "forget_residuals",
     "grouped_allreduce",
 ]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -81,7 +81,10 @@ class Engine:
         # one as soon as it has its first. The order is that of the parameters, equal on all ranks, for speed only.
         for lane in busy:
             lane.wait_first()
-        return all([lane.wait() for lane in busy])
+        finite = True
+        for lane in busy:
+            finite = lane.wait() and finite
+        return finite
 
     def finish(self, keep: bool) -> dict[str, torch.Tensor]:
         """Decode all that has arrived: {name: result}; see `Lane.finish`."""
@@ -100,8 +103,8 @@ class Engine:
         """An uncompressed allreduce of a tensor in elements of `sent_itemsize` bytes."""
         counters = self.dense.setdefault(name, Counters())
         counters.count_dense(tensor.numel() * sent_itemsize, self._ranks)
-        counters.dense_bytes += 2 * (self._ranks - 1) / self._ranks * tensor.numel() * (
-            tensor.element_size() - sent_itemsize
+        counters.dense_bytes += (
+            2 * (self._ranks - 1) / self._ranks * tensor.numel() * (tensor.element_size() - sent_itemsize)
         )
 
     def stats(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def grouped_allreduce(
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
     ours = _ours(compression)
     if ours is None:
-        return hvd.grouped_allreduce(  # type: ignore[no-any-return]
+        return hvd.grouped_allreduce(
             list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip
@@ -96,7 +96,7 @@ def _reduce(
     process_set: hvd.ProcessSet,
 ) -> list[torch.Tensor]:
     def plain(tensor: torch.Tensor, its_name: str | None) -> torch.Tensor:
-        return hvd.allreduce(  # type: ignore[no-any-return]
+        return hvd.allreduce(
             tensor, average, its_name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip

@@ -50,7 +50,7 @@ class _Overrides:
             # another rank may have a gradient: all ranks issue the same collectives
             p.grad = torch.zeros_like(p)
         if self._engine is None:
-            return HorovodOptimizer._allreduce_grad_async(self, p)  # type: ignore[no-any-return]
+            return HorovodOptimizer._allreduce_grad_async(self, p)
         name = self._parameter_names[p]
         is_sparse = p.grad.is_sparse
         if self._engine.compresses(name) and (not is_sparse or self.sparse_as_dense):
@@ -59,7 +59,7 @@ class _Overrides:
         self._engine.progress()
         if not is_sparse or self.sparse_as_dense:
             self._engine.count_dense(name, p.grad, _sent_itemsize(self._compression, p.grad.dtype))
-        return HorovodOptimizer._allreduce_grad_async(self, p)  # type: ignore[no-any-return]
+        return HorovodOptimizer._allreduce_grad_async(self, p)
 
     def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         # a group starts when its last gradient is there, as in Horovod; its tensors keep collectives of their own,
@@ -69,7 +69,7 @@ class _Overrides:
         if self._engine is not None:
             for p in ps:
                 self._engine.count_dense(self._parameter_names[p], p, _sent_itemsize(self._compression, p.dtype))
-        return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)  # type: ignore[no-any-return]
+        return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)
 
     # -- what the user calls -------------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class _Overrides:
                 self._synchronized = False
             return loss
 
-        return super(self.__class__, self).step(combined)
+        return super(self.__class__, self).step(combined)  # type: ignore[misc]
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         """Clear the gradients, as `torch.optim.Optimizer.zero_grad` does.
@@ -105,7 +105,7 @@ class _Overrides:
             raise AssertionError(
                 "zero_grad() between loss.backward() and step() or synchronize(): gradients are being exchanged"
             )
-        super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+        super(self.__class__, self).zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
@@ -208,7 +208,7 @@ def _check_settings(
 ) -> None:
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
-    if isinstance(min_numel, bool) or not isinstance(min_numel, int) or min_numel < 0:
+    if type(min_numel) is not int or min_numel < 0:
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
     if gradient_predivide_factor != 1.0 and op != hvd.Average:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} goes with op=Average only")
@@ -226,7 +226,7 @@ def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str
     return [[names.get(id(p), i), list(p.shape), str(p.dtype), p.requires_grad] for i, p in enumerate(params)]
 
 
-def DistributedOptimizer(  # noqa: N802
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = hvd.Compression.none,
@@ -301,11 +301,11 @@ def DistributedOptimizer(  # noqa: N802
             "parameters": _describe_parameters(optimizer, named),
         }
         require_agreement(description, process_set)
-    cls = make_class(type(optimizer), _Overrides)
+    cls: Any = make_class(type(optimizer), _Overrides)
     wrapped: Any = cls(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,
         groups, sparse_as_dense, process_set,
-    )  # type: ignore[call-arg]  # fmt: skip
+    )  # fmt: skip
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
     wrapped._label = repr(compression) if isinstance(compression, Compressor) else describe(compression)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 __all__ = ["Counters"]
 
@@ -32,8 +32,9 @@ class Counters:
     def add(self, other: Counters) -> None:
         """Add the counters of another tensor; `steps` becomes the larger one."""
         self.steps = max(self.steps, other.steps)
-        for name in ("bytes_sent", "bytes_received", "dense_bytes", "encode_seconds", "exchange_seconds", "decode_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for field in fields(self):
+            if field.name != "steps":
+                setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def count_dense(self, nbytes: int, ranks: int) -> None:
         """An allreduce of `nbytes` as a ring."""

@@ -12,7 +12,7 @@ from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompres
 __all__ = ["Compression"]
 
 
-class Compression(hvd.Compression):  # type: ignore[misc]
+class Compression(hvd.Compression):
     """Compressors with their default settings; `none` and `fp16` are Horovod's own.
 
     `threshold` has no default and is called with its `tau`: `Compression.threshold(1e-3)`.
@@ -32,8 +32,10 @@ class Compression(hvd.Compression):  # type: ignore[misc]
 
 
 class DenseRoute:
-    """How gradients that are not compressed travel beside compressed ones: as they are; bfloat16, which Horovod does
-    not know, as float32."""
+    """How gradients that are not compressed travel beside compressed ones.
+
+    They go as they are, but bfloat16, which Horovod does not know, as float32.
+    """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
