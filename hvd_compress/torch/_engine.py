@@ -43,6 +43,7 @@ class Engine:
         self.scale = scale
         self.dense: dict[str, Counters] = {}
         self._steps = 0
+        self._loss_scale = 1.0
         self._ranks = process_set.size()
         self._lanes: dict[str, Lane] = {}
         for name, tensor in tensors:
@@ -97,6 +98,14 @@ class Engine:
             if lane.busy:
                 lane.abandon()
 
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Convert the residuals, which are in units of the scaled gradients, to another loss scale."""
+        factor = loss_scale / self._loss_scale
+        self._loss_scale = loss_scale
+        if factor != 1.0:
+            for lane in self._lanes.values():
+                lane.rescale(factor)
+
     # -- statistics ----------------------------------------------------------------------------------------------
 
     def count_dense(self, name: str, tensor: torch.Tensor, sent_itemsize: int) -> None:
@@ -142,6 +151,7 @@ class Engine:
             "size": self._ranks,
             "rank": rank,
             "steps": self._steps,
+            "loss_scale": self._loss_scale,
             "transfer_steps": {name: lane.transfer.step for name, lane in self._lanes.items()},
             "compressor": None if self.compressor is None else self.compressor.get_config(),
             "residuals": residuals,
@@ -173,6 +183,7 @@ class Engine:
             lane.transfer.owner_residual = None if owed is None else torch.as_tensor(owed["values"]).clone().numpy()
             lane.transfer.step = state.get("transfer_steps", {}).get(name, state["steps"])
         self._steps = state["steps"]
+        self._loss_scale = state.get("loss_scale", 1.0)
 
     def _check_entry(self, name: str, entry: dict[str, Any], kind: str) -> None:
         lane = self._lanes.get(name)

@@ -106,6 +106,13 @@ class Lane:
         self._handle, self._waiting_for, self._staged = None, "", None
         self.transfer.abandon()
 
+    def rescale(self, factor: float) -> None:
+        """Multiply both residuals."""
+        if self.residual is not None:
+            self.residual.mul_(factor)
+        if self.transfer.owner_residual is not None:
+            self.transfer.owner_residual *= factor
+
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank still owes."""
         own = 0.0 if self.residual is None else float(torch.linalg.vector_norm(self.residual, dtype=torch.float64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -151,6 +152,23 @@ class _Overrides:
                 "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
                 "as before, or leave the state out, which drops what was still owed"
             )
+
+    def set_loss_scale(self: Any, loss_scale: float) -> None:
+        """Tell the residuals the scale of the losses to come, such as `scaler.get_scale()` after `scaler.update()`.
+
+        Residuals are in units of the scaled gradients; without this call a changed scale would weigh what is still
+        owed by the ratio of the two scales. A scale that stays the same costs nothing.
+
+        Raises:
+            ValueError: not a positive finite number.
+            StateError: gradients are still being exchanged.
+        """
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise ValueError(f"loss_scale={loss_scale!r}: must be a positive finite number")
+        if self._handles:
+            raise StateError("set_loss_scale() while gradients are exchanged; call it after step()")
+        if self._engine is not None:
+            self._engine.set_loss_scale(float(loss_scale))
 
     # -- the parts of synchronize --------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ _WIDENED = (torch.float16, torch.bfloat16)
 class Staged:
     """A gradient as a flat, contiguous CPU tensor of float32 or float64, and how to bring a result back.
 
-    `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64); else it is a copy:
-    through host memory for another device, widened to float32 for 16-bit types.
+    `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64, not a part of a larger
+    buffer); else it is a copy: through host memory for another device, widened to float32 for 16-bit types.
     """
 
     flat: torch.Tensor
@@ -45,9 +45,14 @@ def stage(gradient: torch.Tensor, *, name: str) -> Staged:
             f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
             "Give such parameters an optimizer of their own without compression."
         )
-    if gradient.device.type == "cpu" and gradient.is_contiguous() and gradient.dtype in _IN_PLACE:
+    if gradient.device.type == "cpu" and gradient.is_contiguous() and gradient.dtype in _IN_PLACE and _is_alone(gradient):
         return Staged(gradient.view(-1), gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")
     flat.copy_(gradient)
     return Staged(flat.view(-1), gradient, shared=False)
+
+
+def _is_alone(gradient: torch.Tensor) -> bool:
+    # the memory will hold the residual; who keeps all gradients in one buffer of theirs would zero it with them
+    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
