@@ -15,17 +15,19 @@ def _quantize(y, first, norm, bits, key_low, key_high, codes):
     sign_bit = np.int32(1 << (bits - 1))
     factor = np.float64(levels) / np.float64(norm) if norm > 0 else 0.0
     if factor > 3e38:
-        # a denormal norm: work on the values scaled up, their ratio to the norm is what counts
-        lift = np.float32(2.0**100)
-        factor32 = np.float32(factor * 2.0**-100)
+        # a norm next to the denormals, whose inverse no float32 holds; two factors would be multiplied first
+        for i in range(y.size):
+            v = np.float32(y[i])
+            scaled = np.float32(np.float64(abs(v)) * factor) + uniform(first + i, key_low, key_high)
+            level = min(np.int32(scaled), levels)
+            codes[i] = np.uint8(level | (sign_bit if v < 0 else np.int32(0)))
     else:
-        lift = np.float32(1)
         factor32 = np.float32(factor)
-    for i in range(y.size):
-        v = np.float32(y[i])
-        scaled = abs(v) * lift * factor32 + uniform(first + i, key_low, key_high)
-        level = min(np.int32(scaled), levels)
-        codes[i] = np.uint8(level | (sign_bit if v < 0 else np.int32(0)))
+        for i in range(y.size):
+            v = np.float32(y[i])
+            scaled = abs(v) * factor32 + uniform(first + i, key_low, key_high)
+            level = min(np.int32(scaled), levels)
+            codes[i] = np.uint8(level | (sign_bit if v < 0 else np.int32(0)))
     codes[y.size :] = 0
 
 

@@ -91,7 +91,8 @@ class Lane:
         # the swap of the two buffers, seen from the tensors that own their memory
         result = flat
         if keep and old is not None:
-            result, self.residual = old, flat
+            # a buffer of the user's that .grad was a view of will be written to again
+            result, self.residual = old, flat.clone() if staged.is_seen_elsewhere() else flat
         self._staged = None
         restored = staged.restore(result)
         self.counters.steps += 1

@@ -24,6 +24,12 @@ class Staged:
     gradient: torch.Tensor
     shared: bool
 
+    def is_seen_elsewhere(self) -> bool:
+        """Whether anything but the parameter's `.grad` and this object still refers to the shared memory."""
+        # .grad, `gradient`, `flat` and the Python object `storage` itself; torch has no public name for the count
+        storage = self.flat.untyped_storage()
+        return self.shared and bool(torch._C._storage_Use_Count(storage._cdata) > 4)
+
     def restore(self, result: torch.Tensor) -> torch.Tensor:
         """`result` (flat) with shape, dtype, device and strides of the gradient; no copy where `shared`."""
         if self.shared:
