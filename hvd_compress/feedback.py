@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 def check_state(state: State) -> None:
     """Raise StateError unless `state` has the form that is described at the top of this module."""
-    found = state.get("format")
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
         raise StateError(f"not a compressor state of format {FORMAT}: its format is {found!r}")
     missing = {"size", "rank", "steps", "residuals", "owner_residuals"} - state.keys()

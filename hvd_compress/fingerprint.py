@@ -47,7 +47,8 @@ must be given the same settings, and parameters of the same names, shapes and or
 
 def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:
     if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted(a.keys() | b.keys()):
+        # which compressor says more than a setting that only one of the two has
+        for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "id", key)):
             inner = _first_difference(a.get(key), b.get(key), f"{where}.{key}" if where else str(key))
             if inner:
                 return inner

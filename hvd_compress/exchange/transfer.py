@@ -105,6 +105,8 @@ class Transfer:
             self._sum = np.empty(numel, dtype)
         if self._feedback and self.owner_residual is None:
             self.owner_residual = np.zeros(numel, dtype)
+        if self.owner_residual is not None:
+            self.owner_residual = self.owner_residual.astype(dtype, copy=False)
         for sender, payload in enumerate(self._cut(received, plan.ranks)):
             compressor.decode_into(payload, self._sum, add=sender > 0)
         if self._result.size == 0:

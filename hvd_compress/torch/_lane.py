@@ -53,11 +53,8 @@ class Lane:
         flat = self._staged.flat
         if self._feedback and self.residual is None:
             self.residual = torch.zeros_like(flat)
-        if self._feedback and self.residual is not None and self.residual.dtype != flat.dtype:
-            raise TypeError(
-                f"gradient of {self.name!r} is now handled as {flat.dtype}, its residual as {self.residual.dtype}; "
-                "save the compressor state, convert the model, and load the state again"
-            )
+        if self.residual is not None:
+            self.residual = self.residual.to(flat.dtype)  # of a model that was converted since
         residual = None if self.residual is None else self.residual.numpy()
         parcel = self.transfer.encode(flat.numpy(), residual)
         self.counters.encode_seconds += time.perf_counter() - begin

@@ -244,6 +244,14 @@ def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str
     return [[names.get(id(p), i), list(p.shape), str(p.dtype), p.requires_grad] for i, p in enumerate(params)]
 
 
+def _describe_groups(optimizer: torch.optim.Optimizer, groups: Any) -> Any:
+    if not isinstance(groups, list):
+        return groups
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    positions = {id(p): i for i, p in enumerate(params)}
+    return [[positions.get(id(p)) for p in group] for group in groups]
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -315,7 +323,7 @@ def DistributedOptimizer(
             "gradient_predivide_factor": gradient_predivide_factor,
             "backward_passes_per_step": backward_passes_per_step,
             "sparse_as_dense": sparse_as_dense,
-            "groups": [len(group) for group in groups] if isinstance(groups, list) else groups,
+            "groups": _describe_groups(optimizer, groups),
             "parameters": _describe_parameters(optimizer, named),
         }
         require_agreement(description, process_set)

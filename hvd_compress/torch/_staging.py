@@ -51,7 +51,12 @@ def stage(gradient: torch.Tensor, *, name: str) -> Staged:
             f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
             "Give such parameters an optimizer of their own without compression."
         )
-    if gradient.device.type == "cpu" and gradient.is_contiguous() and gradient.dtype in _IN_PLACE and _is_alone(gradient):
+    if (
+        gradient.device.type == "cpu"
+        and gradient.is_contiguous()
+        and gradient.dtype in _IN_PLACE
+        and _is_alone(gradient)
+    ):
         return Staged(gradient.view(-1), gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")

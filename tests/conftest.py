@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-golden",
+        action="store_true",
+        help="write the golden files anew; only for a deliberate change of the wire format, with a new version number",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Numba keys its cache by the file of the compiled function alone; kernels inlined from another file that has
+    # changed since would be tested as they were
+    kernels = Path(__file__).parent.parent / "hvd_compress" / "kernels"
+    newest = max(file.stat().st_mtime for file in kernels.glob("*.py"))
+    for cached in (kernels / "__pycache__").glob("*.nb[ci]"):
+        if cached.stat().st_mtime < newest:
+            cached.unlink(missing_ok=True)

@@ -1,0 +1,124 @@
+"""The table of the contract: one row per configuration, with the bytes that the issue and the papers allow it.
+
+A new compressor is one row here. The bounds are typed from the documentation, they never ask the code under test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Threshold, TopK
+from hvd_compress.compressors import Compressor
+
+Bound = Callable[[np.ndarray, int], float]
+"""From the array and the elements per group to the most bytes of a body."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration under contract.
+
+    Args:
+        id: readable, unique.
+        compressor: the configuration.
+        body: the most bytes of a body.
+        exceeds_dense: why its payload may be larger than the float32 gradient, or "" if it must not be.
+        largest: finite magnitudes beyond it are documented to become infinite.
+    """
+
+    id: str
+    compressor: Compressor
+    body: Bound
+    exceeds_dense: str = ""
+    largest: float = np.inf
+
+
+def _groups(x: np.ndarray, group: int) -> int:
+    return math.ceil(x.size / group) if x.size else 0
+
+
+def _onebit(x: np.ndarray, group: int) -> float:
+    return math.ceil(x.size / 8) + 8 * _groups(x, group)
+
+
+def _threshold(tau: float) -> Bound:
+    def bound(x: np.ndarray, group: int) -> float:
+        # residuals of the contract are at most 1/16 of a normal deviate
+        sent = np.count_nonzero(np.abs(x.astype(np.float64)) > tau / 2)
+        return 2 * sent + 4 * math.ceil(x.size / 32768)
+
+    return bound
+
+
+def _adaptive(pi: int) -> Bound:
+    def bound(x: np.ndarray, group: int) -> float:
+        entry, table = (2, 10) if group <= 32768 else (4, 12)
+        # both signs round up, so up to two entries of a group are above the proportion
+        sent = min(x.size, x.size / pi + 2 * _groups(x, group))
+        return entry * sent + table * _groups(x, group)
+
+    return bound
+
+
+def _topk(kept: Callable[[int], int]) -> Bound:
+    return lambda x, group: 6 * kept(x.size) + 4 * math.ceil(x.size / 65536)
+
+
+def _qsgd(bits: int) -> Bound:
+    # eight codes fill `bits` bytes
+    return lambda x, group: bits * math.ceil(x.size / 8) + 4 * _groups(x, group)
+
+
+def _ternary(x: np.ndarray, group: int) -> float:
+    return 2 * x.size + 10 * _groups(x, group)
+
+
+def _halves(x: np.ndarray, group: int) -> float:
+    return 2 * x.size
+
+
+def _whole(x: np.ndarray, group: int) -> float:
+    return x.size * (8 if x.dtype == np.float64 else 4)
+
+
+_TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
+_EVERYTHING = "the user asked for every entry of a small tensor, with its index"
+
+ROWS = (
+    Row("onebit", OneBit(), _onebit),
+    Row("onebit-tensor", OneBit(group="tensor"), _onebit),
+    Row("onebit-group-13", OneBit(group=13), _onebit),
+    Row("onebit-group-1", OneBit(group=1), _onebit, _TINY_GROUPS),
+    Row("onebit-sampled", OneBit(sample=64), _onebit),
+    Row("onebit-no-feedback", OneBit(error_feedback=False), _onebit),
+    Row("threshold", Threshold(tau=0.5), _threshold(0.5)),
+    Row("threshold-small", Threshold(tau=1e-30), _threshold(0.0)),
+    Row("threshold-no-feedback", Threshold(tau=1.5, error_feedback=False), _threshold(1.5)),
+    Row("adaptive", Adaptive(), _adaptive(64)),
+    Row("adaptive-tensor", Adaptive(group="tensor"), _adaptive(64)),
+    Row("adaptive-pi-2-group-33", Adaptive(pi=2, group=33), _adaptive(2)),
+    Row("adaptive-pi-2-group-1", Adaptive(pi=2, group=1), _adaptive(2), _TINY_GROUPS),
+    Row("adaptive-unsampled", Adaptive(pi=16, sample=None), _adaptive(16)),
+    Row("adaptive-no-feedback", Adaptive(pi=1024, error_feedback=False), _adaptive(1024)),
+    Row("topk", TopK(), _topk(lambda n: math.ceil(0.01 * n))),
+    Row("topk-k-100", TopK(k=100), _topk(lambda n: min(n, 100)), _EVERYTHING),
+    Row("topk-all", TopK(ratio=1.0), _topk(lambda n: n), _EVERYTHING),
+    Row("topk-no-feedback", TopK(ratio=0.1, error_feedback=False), _topk(lambda n: math.ceil(0.1 * n))),
+    Row("qsgd-1", QSGD(bits=1), _ternary),
+    Row("qsgd-1-max-bucket-8", QSGD(bits=1, norm="max", bucket_numel=8), _ternary),
+    Row("qsgd-2", QSGD(bits=2), _qsgd(2)),
+    Row("qsgd-3", QSGD(bits=3, bucket_numel=24), _qsgd(3)),
+    Row("qsgd-4", QSGD(), _qsgd(4)),
+    Row("qsgd-5-max", QSGD(bits=5, norm="max"), _qsgd(5)),
+    Row("qsgd-6", QSGD(bits=6, bucket_numel=32768), _qsgd(6)),
+    Row("qsgd-7", QSGD(bits=7, seed=3), _qsgd(7)),
+    Row("qsgd-8-max", QSGD(bits=8, norm="max", bucket_numel=64), _qsgd(8)),
+    Row("fp16", FP16(), _halves, largest=65504.0),
+    Row("bf16", BF16(), _halves),
+    Row("bf16-no-feedback", BF16(error_feedback=False), _halves),
+    Row("none", NoCompression(), _whole),
+)

@@ -1,0 +1,506 @@
+"""What every compressor owes its users, over every awkward array; a new compressor is one row in rows.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import hvd_compress
+from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK, from_config
+from hvd_compress.compressors import COMPRESSORS, Compressor
+from tests.arrays import DTYPES, FINITE, NONFINITE, SHAPES, THREE_MILLION, make
+from tests.contract.rows import ROWS, Row
+
+every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+feedback_row = pytest.mark.parametrize("row", [r for r in ROWS if r.compressor.feedback], ids=lambda row: row.id)
+
+KEY = Key(seed=1, name="layer.weight", step=3, rank=2)
+
+
+def decoded_dtype(x: np.ndarray) -> np.dtype:
+    return np.dtype(np.float64 if x.dtype == np.float64 else np.float32)
+
+
+def header_bytes(x: np.ndarray) -> int:
+    return 40 + (0 if x.ndim == 1 else 8 * x.ndim)
+
+
+def spare_bytes(row: Row) -> int:
+    """Up to three sections of a body are each padded to 8 bytes."""
+    return 3 * 7
+
+
+def arrays(content: str, dtype: str):
+    """Every shape of the contract with this content, named."""
+    for name, (shape, layout) in SHAPES.items():
+        yield name, layout(make(content, shape, dtype))
+
+
+def assert_conserved(x, residual, decoded, after, context=""):
+    """Invariant 1: decoded + after == x + residual, to rounding of the residual's dtype."""
+    x64, r64, y64, a64 = (np.asarray(a).astype(np.float64).reshape(-1) for a in (x, residual, decoded, after))
+    eps = float(np.finfo(after.dtype).eps)
+    # the corrected value and the difference are each rounded once, relative to the largest operand
+    allowed = 2 * eps * (np.abs(x64) + np.abs(r64) + np.abs(y64)) + 2e-45
+    wrong = np.abs((y64 + a64) - (x64 + r64)) > allowed
+    assert not wrong.any(), f"{context}: entries {np.flatnonzero(wrong)[:5]} were lost or invented"
+
+
+def residual_for(x: np.ndarray, content: str, seed: int = 5) -> np.ndarray:
+    """A residual of at most about 1/16 of the gradient's scale, so that sums stay finite."""
+    scale = {"denormal": 1e-40, "all-zero": 0.0}.get(content, 1 / 64)
+    rng = np.random.default_rng(seed)
+    return np.clip(scale * rng.standard_normal(x.size), -4 * scale, 4 * scale).astype(decoded_dtype(x))
+
+
+# -- the table itself ------------------------------------------------------------------------------------------------
+
+
+def test_every_compressor_has_a_row():
+    missing = set(COMPRESSORS.values()) - {type(row.compressor) for row in ROWS}
+    assert not missing, f"add a row to tests/contract/rows.py for {missing}"
+
+
+def test_row_ids_are_unique():
+    assert len({row.id for row in ROWS}) == len(ROWS)
+
+
+def test_ids_and_codecs_are_unique_and_every_compressor_is_public():
+    assert {c.id: c for c in COMPRESSORS.values()} == COMPRESSORS
+    assert len({c.codec for c in COMPRESSORS.values()}) == len(COMPRESSORS)
+    assert all(getattr(hvd_compress, c.__name__) is c for c in COMPRESSORS.values())
+
+
+# -- encode and decode -----------------------------------------------------------------------------------------------
+
+
+@every_row
+@every_dtype
+@pytest.mark.parametrize("content", FINITE)
+def test_round_trip_keeps_shape_and_input(row, dtype, content):
+    for name, x in arrays(content, dtype):
+        before = x.copy()
+        payload = row.compressor.encode(x, key=KEY)
+        assert payload.dtype == np.uint8, name
+        assert payload.ndim == 1, name
+        assert x.tobytes() == before.tobytes(), f"{name}: encode changed its input"
+
+        y = row.compressor.decode(payload)
+        assert y.shape == x.shape, name
+        assert y.dtype == decoded_dtype(x), name
+        small = np.abs(x.astype(np.float64)) <= row.largest
+        assert np.isfinite(y[small]).all(), f"{name}: a finite gradient became non-finite"
+        assert hvd_compress.decode(payload).tobytes() == y.tobytes(), f"{name}: the header names another compressor"
+        assert y.flags.writeable, name
+
+
+@every_row
+@every_dtype
+@pytest.mark.parametrize("content", FINITE)
+def test_payload_is_within_its_bounds(row, dtype, content):
+    for name, x in arrays(content, dtype):
+        r = residual_for(x, content) if row.compressor.feedback else None
+        payload = row.compressor.encode(x, r, KEY)
+        group = row.compressor.group_numel(x.shape)
+        assert payload.size % 8 == 0, name
+        assert payload.size <= row.compressor.capacity(x.size, group, x.shape), name
+        if content in ("normal", "all-zero", "all-equal", "all-negative", "one-huge") and x.dtype != np.float16:
+            most = header_bytes(x) + row.body(x, group) + spare_bytes(row)
+            assert payload.size <= most, f"{name}: {payload.size} bytes, {most} are allowed"
+        if not row.exceeds_dense:
+            dense = x.size * (8 if x.dtype == np.float64 else 4)
+            assert payload.size <= dense + header_bytes(x) + 24, f"{name}: larger than dense"
+
+
+@every_row
+def test_same_arguments_give_the_same_bytes(row):
+    for name, (shape, layout) in SHAPES.items():
+        x = make("normal", shape, "float32")
+        first = row.compressor.encode(x, key=KEY).tobytes()
+        # freed memory of another content must not shine through the padding
+        np.full(4 * x.size + 64, 0xAB, np.uint8)
+        assert row.compressor.encode(layout(x), key=KEY).tobytes() == first, f"{name}: not deterministic"
+
+
+@every_row
+@every_dtype
+def test_narrow_dtypes_are_encoded_as_their_float32_values(row, dtype):
+    for name, x in arrays("normal", dtype):
+        wide = x.astype(decoded_dtype(x))
+        assert row.compressor.encode(x, key=KEY).tobytes() == row.compressor.encode(wide, key=KEY).tobytes(), name
+
+
+@every_row
+def test_float64_residual_and_result_are_float64(row):
+    x = make("normal", (700,), "float64")
+    assert row.compressor.decode(row.compressor.encode(x, key=KEY)).dtype == np.float64
+    if row.compressor.feedback:
+        with pytest.raises(TypeError, match="float32"):
+            row.compressor.encode(x, np.zeros(700, np.float32))
+
+
+@every_row
+def test_payload_as_bytes_bytearray_memoryview_and_unaligned_array(row):
+    x = make("normal", (3, 700), "float32")
+    payload = row.compressor.encode(x, key=KEY)
+    expected = row.compressor.decode(payload).tobytes()
+    shifted = np.zeros(payload.size + 1, np.uint8)
+    shifted[1:] = payload
+    strided = np.repeat(payload, 2)[::2]
+    for given in (payload.tobytes(), bytearray(payload), memoryview(payload.tobytes()), shifted[1:], strided):
+        assert row.compressor.decode(given).tobytes() == expected
+
+
+@every_row
+def test_byte_swapped_input_is_read_by_value(row):
+    x = make("normal", (700,), "float32")
+    assert row.compressor.encode(x.astype(">f4"), key=KEY).tobytes() == row.compressor.encode(x, key=KEY).tobytes()
+
+
+@every_row
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64, np.bool_, object])
+def test_other_dtypes_are_refused(row, dtype):
+    with pytest.raises(TypeError, match="gradients are float16, bfloat16, float32 or float64"):
+        row.compressor.encode(np.ones(4, dtype))
+
+
+# -- error feedback --------------------------------------------------------------------------------------------------
+
+
+@feedback_row
+@every_dtype
+@pytest.mark.parametrize("content", FINITE)
+def test_conservation(row, dtype, content):
+    for name, x in arrays(content, dtype):
+        r = residual_for(x, content)
+        before = r.copy()
+        y = row.compressor.decode(row.compressor.encode(x, r, KEY))
+        assert_conserved(x, before, y, r, name)
+
+
+@feedback_row
+@every_dtype
+def test_conservation_over_steps_with_drifting_gradients(row, dtype):
+    shape = (12, 700)
+    r = np.zeros(shape, decoded_dtype(np.empty(0, DTYPES[dtype])))
+    for step in range(6):
+        x = make("normal", shape, dtype, seed=step)
+        before = r.copy()
+        y = row.compressor.decode(row.compressor.encode(x, r, dataclasses.replace(KEY, step=step)))
+        assert_conserved(x, before, y, r, f"step {step}")
+
+
+@feedback_row
+def test_residual_of_the_shape_of_x_is_updated_in_place(row):
+    x = make("normal", (30, 50), "float32")
+    flat, shaped = np.zeros(1500, np.float32), np.zeros((30, 50), np.float32)
+    row.compressor.encode(x, flat, KEY)
+    row.compressor.encode(x, shaped, KEY)
+    assert flat.tobytes() == shaped.tobytes()
+
+
+@feedback_row
+def test_unfit_residuals_are_refused(row):
+    x = make("normal", (10, 50), "float32")
+    with pytest.raises(ValueError, match="500 elements"):
+        row.compressor.encode(x, np.zeros(499, np.float32))
+    with pytest.raises(ValueError, match="contiguous"):
+        row.compressor.encode(x, np.zeros(1000, np.float32)[::2])
+    with pytest.raises(TypeError, match="float64"):
+        row.compressor.encode(x, np.zeros(500, np.float64))
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if not r.compressor.feedback], ids=lambda row: row.id)
+def test_without_error_feedback_a_residual_is_refused(row):
+    residual = np.full(8, 0.25, np.float32)
+    with pytest.raises(ValueError, match="keeps no residual"):
+        row.compressor.encode(np.ones(8, np.float32), residual)
+    assert (residual == 0.25).all()
+
+
+# -- values that are not finite --------------------------------------------------------------------------------------
+
+
+@every_row
+@every_dtype
+@pytest.mark.parametrize("content", NONFINITE)
+def test_nonfinite_is_reported_and_spares_the_residual(row, dtype, content):
+    for name, x in arrays(content, dtype):
+        if not x.size:
+            continue
+        r = residual_for(x, "normal") if row.compressor.feedback else None
+        before = None if r is None else r.copy()
+        y = row.compressor.decode(row.compressor.encode(x, r, KEY))
+        assert y.shape == x.shape, name
+        assert not np.isfinite(y).all(), f"{name}: {content} was hidden"
+        if r is not None:
+            assert r.tobytes() == before.tobytes(), f"{name}: {content} reached the residual"
+
+
+@feedback_row
+@pytest.mark.parametrize("position", [0, 1, 511, 512, 4095, 4096, 9998, 9999])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_nonfinite_is_seen_wherever_it_stands(row, position, value):
+    x = make("normal", (9999 + 1,), "float32")
+    x[position] = value
+    r = np.ones_like(x)
+    y = row.compressor.decode(row.compressor.encode(x, r, KEY))
+    assert not np.isfinite(y).any()
+    assert (r == 1).all()
+
+
+@feedback_row
+def test_sum_that_overflows_is_not_finite(row):
+    x = np.full(600, 3e38, np.float32)
+    r = np.full(600, 3e38, np.float32)
+    assert np.isnan(row.compressor.decode(row.compressor.encode(x, r, KEY))).all()
+    assert (r == np.float32(3e38)).all()
+
+
+@every_row
+def test_float64_beyond_float32_is_not_finite_unless_it_can_be_sent(row):
+    x = np.array([1e300] + 699 * [1.0])
+    y = row.compressor.decode(row.compressor.encode(x, key=KEY))
+    assert (y[0] == 1e300) if row.id == "none" else not np.isfinite(y[0])
+
+
+# -- three million elements ------------------------------------------------------------------------------------------
+
+
+@every_row
+@pytest.mark.parametrize("content", ["normal", "all-zero", "nan"])
+def test_three_million_elements(row, content):
+    x = make(content, THREE_MILLION, "float32")
+    r = residual_for(x, "normal") if row.compressor.feedback else None
+    before = None if r is None else r.copy()
+    payload = row.compressor.encode(x, r, KEY)
+    y = row.compressor.decode(payload)
+    assert y.shape == x.shape
+    if content == "nan":
+        assert not np.isfinite(y).all()
+    else:
+        if r is not None:
+            assert_conserved(x, before, y, r)
+        if not row.exceeds_dense:
+            assert payload.size <= x.nbytes + header_bytes(x) + 24
+        if content == "normal":
+            assert payload.size <= header_bytes(x) + row.body(x, row.compressor.group_numel(x.shape)) + spare_bytes(row)
+
+
+# -- sizes that the issue promises -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(16384,), (128, 128), (128, 129), (64, 64, 3, 3), (25000,), (40000,), (1000, 3000)])
+@pytest.mark.parametrize("content", ["normal", "all-equal", "all-negative", "ties", "all-zero"])
+def test_adaptive_64_is_at_most_a_sixtieth_of_float32(shape, content):
+    x = make(content, shape, "float32")
+    r = np.zeros(x.size, np.float32)
+    for step in range(3):
+        payload = Adaptive(pi=64).encode(x, r, Key(step=step))
+        assert x.nbytes / payload.size >= 60
+
+
+def test_onebit_costs_one_bit_an_element_and_eight_bytes_a_group():
+    x = make("normal", (4096, 4096), "float32")
+    assert OneBit().encode(x).size == 40 + 16 + 4096 * 8 + 4096 * 4096 // 8
+    assert x.nbytes / OneBit().encode(x).size > 31
+
+
+def test_topk_costs_six_bytes_an_entry():
+    x = make("normal", (1000, 1000), "float32")
+    tables = 4 * 16
+    assert TopK(k=10000).encode(x).size == 40 + 16 + tables + 60000
+    assert TopK(ratio=0.01).encode(x).size == 40 + 16 + tables + 60000
+
+
+def test_qsgd_1_is_below_one_bit_an_element_for_the_euclidean_norm():
+    x = make("normal", (1000, 1000), "float32")
+    assert QSGD(bits=1).encode(x).size < x.size / 8
+
+
+def test_fixed_size_payloads_do_not_exceed_their_slot_and_vary_only_below_it():
+    for row in ROWS:
+        group = row.compressor.group_numel((5000,))
+        sizes = {row.compressor.encode(make("normal", (5000,), "float32", seed), key=KEY).size for seed in range(4)}
+        if row.compressor.fixed_size and row.compressor.id not in ("adaptive", "topk"):
+            # none holds 8 bytes an element in reserve for float64
+            expected = row.compressor.capacity(5000, group) - (20000 if row.id == "none" else 0)
+            assert sizes == {expected}, row.id
+
+
+# -- configuration ---------------------------------------------------------------------------------------------------
+
+
+@every_row
+def test_repr_evaluates(row):
+    names = {c.__name__: c for c in COMPRESSORS.values()}
+    assert eval(repr(row.compressor), names) == row.compressor  # the point of the test
+
+
+@every_row
+def test_json_round_trip(row):
+    config = json.loads(json.dumps(row.compressor.get_config()))
+    again = from_config(config)
+    assert again == row.compressor
+    assert type(again) is type(row.compressor)
+    assert config["id"] == row.compressor.id
+    assert again.encode(make("normal", (99,), "float32"), key=KEY).tobytes() == (
+        row.compressor.encode(make("normal", (99,), "float32"), key=KEY).tobytes()
+    )
+
+
+@every_row
+def test_hash_and_equality_by_settings(row):
+    again = from_config(row.compressor.get_config())
+    assert hash(again) == hash(row.compressor)
+    assert {row.compressor: 1}[again] == 1
+    others = [r.compressor for r in ROWS if r is not row]
+    assert row.compressor not in others
+
+
+@every_row
+def test_frozen(row):
+    fields = dataclasses.fields(row.compressor)
+    for field in fields:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(row.compressor, field.name, None)
+    with pytest.raises((dataclasses.FrozenInstanceError, AttributeError, TypeError)):
+        row.compressor.anything = 1
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    given = [
+        Adaptive(pi=np.int64(8), group=np.int32(4), sample=np.int64(16)),
+        OneBit(group=np.int64(9), sample=np.uint8(4)),
+        Threshold(tau=np.float32(0.5)),
+        Threshold(tau=2),
+        TopK(ratio=np.float64(0.5), k=np.int64(3)),
+        QSGD(bits=np.int8(3), bucket_numel=np.int64(64), seed=np.uint64(7)),
+    ]
+    names = {c.__name__: c for c in COMPRESSORS.values()}
+    for compressor in given:
+        assert from_config(json.loads(json.dumps(compressor.get_config()))) == compressor
+        assert eval(repr(compressor), names) == compressor
+
+
+BAD = [
+    (OneBit, {"group": "column"}, '"row", "tensor" or a number'),
+    (OneBit, {"group": 0}, "1 to 2147483647"),
+    (OneBit, {"group": -3}, "1 to 2147483647"),
+    (OneBit, {"group": 2.0}, "1 to 2147483647"),
+    (OneBit, {"group": True}, "1 to 2147483647"),
+    (OneBit, {"group": None}, "1 to 2147483647"),
+    (OneBit, {"group": 2**31}, "1 to 2147483647"),
+    (OneBit, {"sample": 1}, "from 2"),
+    (OneBit, {"sample": 0}, "from 2"),
+    (OneBit, {"sample": "all"}, "from 2"),
+    (OneBit, {"sample": float("nan")}, "from 2"),
+    (OneBit, {"sample": True}, "from 2"),
+    (OneBit, {"error_feedback": 1}, "True or False"),
+    (OneBit, {"error_feedback": None}, "True or False"),
+    (Threshold, {"tau": -1}, "greater than"),
+    (Threshold, {"tau": 0}, "greater than"),
+    (Threshold, {"tau": -0.0}, "greater than"),
+    (Threshold, {"tau": float("nan")}, "greater than"),
+    (Threshold, {"tau": float("inf")}, "greater than"),
+    (Threshold, {"tau": 1e-50}, "greater than"),
+    (Threshold, {"tau": 1e39}, "at most"),
+    (Threshold, {"tau": 10**400}, "at most"),
+    (Threshold, {"tau": "0.1"}, "greater than"),
+    (Threshold, {"tau": None}, "greater than"),
+    (Threshold, {"tau": True}, "greater than"),
+    (Threshold, {"tau": 1 + 2j}, "greater than"),
+    (Threshold, {"tau": 0.5, "error_feedback": "yes"}, "True or False"),
+    (Adaptive, {"pi": 0}, "from 2 to"),
+    (Adaptive, {"pi": 1}, "from 2 to"),
+    (Adaptive, {"pi": -64}, "from 2 to"),
+    (Adaptive, {"pi": 64.0}, "from 2 to"),
+    (Adaptive, {"pi": float("nan")}, "from 2 to"),
+    (Adaptive, {"pi": "64"}, "from 2 to"),
+    (Adaptive, {"pi": True}, "from 2 to"),
+    (Adaptive, {"pi": None}, "from 2 to"),
+    (Adaptive, {"pi": 2**21}, "from 2 to 1048576"),
+    (Adaptive, {"group": ""}, '"row", "tensor" or a number'),
+    (Adaptive, {"sample": 15}, "from 16"),
+    (Adaptive, {"sample": False}, "from 16"),
+    (Adaptive, {"error_feedback": 0}, "True or False"),
+    (TopK, {"ratio": 2}, "at most 1"),
+    (TopK, {"ratio": 0}, "greater than 0"),
+    (TopK, {"ratio": -0.1}, "greater than 0"),
+    (TopK, {"ratio": float("nan")}, "at most 1"),
+    (TopK, {"ratio": float("inf")}, "at most 1"),
+    (TopK, {"ratio": True}, "at most 1"),
+    (TopK, {"ratio": None}, "at most 1"),
+    (TopK, {"ratio": [0.1]}, "at most 1"),
+    (TopK, {"k": 0}, "from 1"),
+    (TopK, {"k": -5}, "from 1"),
+    (TopK, {"k": 1.5}, "from 1"),
+    (TopK, {"k": True}, "from 1"),
+    (TopK, {"error_feedback": "no"}, "True or False"),
+    (QSGD, {"bits": 9}, "from 1 to 8"),
+    (QSGD, {"bits": 0}, "from 1 to 8"),
+    (QSGD, {"bits": 4.0}, "from 1 to 8"),
+    (QSGD, {"bits": True}, "from 1 to 8"),
+    (QSGD, {"bits": float("nan")}, "from 1 to 8"),
+    (QSGD, {"bucket_numel": 0}, "from 8 to 32768"),
+    (QSGD, {"bucket_numel": 12}, "multiple of 8"),
+    (QSGD, {"bucket_numel": 65536}, "from 8 to 32768"),
+    (QSGD, {"norm": "l1"}, "'l2', 'max'"),
+    (QSGD, {"norm": 2}, "'l2', 'max'"),
+    (QSGD, {"norm": None}, "'l2', 'max'"),
+    (QSGD, {"coding": "elias"}, "None"),
+    (QSGD, {"coding": False}, "None"),
+    (QSGD, {"seed": -1}, "from 0"),
+    (QSGD, {"seed": 1.5}, "from 0"),
+    (QSGD, {"seed": None}, "from 0"),
+    (BF16, {"error_feedback": 2}, "True or False"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "allowed"), BAD, ids=[f"{k.__name__}-{str(s)[1:-1][:40]}" for k, s, _ in BAD]
+)
+def test_bad_settings_name_what_came_and_what_is_allowed(kind, settings, allowed):
+    name, value = next((n, v) for n, v in settings.items() if n != "tau" or len(settings) == 1)
+    with pytest.raises(ValueError, match=allowed) as error:
+        kind(**settings)
+    assert f"{kind.__name__}({name}={value!r})" in str(error.value)
+    with pytest.raises(ValueError, match=allowed):
+        from_config({"id": kind.id, **settings})
+
+
+def test_from_config_refuses_what_it_does_not_know():
+    with pytest.raises(ValueError, match=r"unknown compressor id 'onebits'.*onebit"):
+        from_config({"id": "onebits"})
+    with pytest.raises(ValueError, match="unknown compressor id None"):
+        from_config({"pi": 64})
+    with pytest.raises(ValueError, match="ratio"):
+        from_config({"id": "onebit", "ratio": 0.1})
+    with pytest.raises(ValueError, match="tau"):
+        from_config({"id": "threshold"})
+    config = {"id": "adaptive", "pi": 8}
+    assert from_config(config) == Adaptive(pi=8)
+    assert config == {"id": "adaptive", "pi": 8}, "from_config changed its argument"
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if not r.compressor.reducible], ids=lambda row: row.id)
+def test_stock_horovod_is_refused_with_the_remedy(row):
+    with pytest.raises(hvd_compress.errors.UnsupportedError, match=r"import hvd_compress\.torch as hvd"):
+        row.compressor.compress(np.ones(3, np.float32))
+    with pytest.raises(NotImplementedError):
+        row.compressor.decompress(np.ones(3, np.float32), None)
+
+
+def test_reducible_ones_are_none_and_fp16():
+    assert {c for c in (row.compressor for row in ROWS) if c.reducible} == {NoCompression(), FP16()}
+
+
+def test_only_the_unbiased_and_the_casts_of_horovod_keep_no_residual():
+    assert all(isinstance(row.compressor, Compressor) for row in ROWS)
+    defaults = [OneBit(), Threshold(1.0), Adaptive(), TopK(), BF16()]
+    assert all(c.feedback for c in defaults)
+    assert not any(c.feedback for c in (QSGD(), FP16(), NoCompression(), OneBit(error_feedback=False)))

@@ -1,0 +1,38 @@
+"""The list of named cases of a worker."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Case = Callable[..., None]
+
+
+class Cases(dict[str, Case]):
+    """Cases by name, in the order of their definition.
+
+    Example:
+        >>> cases = Cases()
+        >>> @cases.add
+        ... def sum_is_sum(): ...
+        >>> @cases.each({"a": 1, "b": 2})
+        ... def holds_for(value): ...
+        >>> list(cases)
+        ['sum_is_sum', 'holds_for[a]', 'holds_for[b]']
+    """
+
+    def add(self, case: Case) -> Case:
+        """Decorator: a case of its function's name."""
+        self[case.__name__] = case
+        return case
+
+    def each(self, values: Mapping[str, Any]) -> Callable[[Case], Case]:
+        """Decorator: one case for each named value, which the function gets as its argument."""
+
+        def decorate(case: Case) -> Case:
+            for label, value in values.items():
+                self[f"{case.__name__}[{label}]"] = functools.partial(case, value)
+            return case
+
+        return decorate

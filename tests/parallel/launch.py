@@ -1,0 +1,194 @@
+"""Starts real ranks with a hard time limit and collects what each of them reports."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+_TAIL = 4000
+_SECONDS_FOR_STACKS = 5.0
+_SECONDS_TO_END = 15.0
+_SECONDS_TO_FOLLOW = 10.0
+
+
+def _mpirun(ranks: int) -> list[str]:
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return ["mpirun", "--oversubscribe", "--bind-to", "none", *as_root, "-np", str(ranks)]
+
+
+def _horovodrun_mpi(ranks: int) -> list[str]:
+    as_root = " --allow-run-as-root" if os.geteuid() == 0 else ""
+    return ["horovodrun", "-np", str(ranks), "--mpi", f"--mpi-args=--oversubscribe{as_root}"]
+
+
+LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
+    "gloo": lambda ranks: ["horovodrun", "-np", str(ranks), "--gloo"],
+    "mpi": _mpirun,
+    "horovodrun-mpi": _horovodrun_mpi,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start went.
+
+    Args:
+        ranks: that were asked for.
+        returncode: of the launcher; None if it was ended at the time limit.
+        seconds: that it took.
+        ended: when, in seconds of `time.time()`.
+        output: of the launcher and all ranks.
+        reports: for each rank that reported, its lines in order.
+        left: ranks that still ran a while after the launcher had ended; they have been ended since.
+    """
+
+    ranks: int
+    returncode: int | None
+    seconds: float
+    ended: float
+    output: str = field(repr=False)
+    reports: dict[int, list[dict[str, Any]]] = field(repr=False)
+    left: list[int]
+
+    def of(self, case: str) -> dict[int, dict[str, Any]]:
+        """What each rank says of a case that has ended there."""
+        return {r: line for r, lines in self.reports.items() for line in lines if line.get("case") == case}
+
+    def value(self, key: str) -> dict[int, Any]:
+        """What each rank reported under a key."""
+        return {r: line[key] for r, lines in self.reports.items() for line in lines if key in line}
+
+    def check_ended_well(self) -> None:
+        """Fail unless all ranks started, reported their end, and the launcher returned 0."""
+        assert self.returncode == 0, self.describe("the start failed")
+        assert set(self.value("end")) == set(range(self.ranks)), self.describe("not every rank reported its end")
+
+    def check(self, case: str) -> None:
+        """Fail unless all ranks report that the case has passed."""
+        found = self.of(case)
+        failed = "\n".join(f"rank {r}:\n{f['error']}" for r, f in sorted(found.items()) if f["error"])
+        assert not failed, f"{case} failed\n{failed}"
+        missing = sorted(set(range(self.ranks)) - set(found))
+        assert not missing, self.describe(f"{case} did not end on ranks {missing}")
+
+    def describe(self, problem: str) -> str:
+        """The problem, where each rank stood, and the last lines of all."""
+        how = "ended at the time limit" if self.returncode is None else f"returned {self.returncode}"
+        stood = [f"rank {r}: {lines[-1] if lines else 'started'}" for r, lines in sorted(self.reports.items())]
+        lines = [f"{problem}; launcher {how} after {self.seconds:.0f} s", *stood, self.output[-_TAIL:]]
+        return "\n".join(lines)
+
+
+def run(topic: str, ranks: int, launcher: str, *arguments: str, limit_seconds: float = 150.0) -> Outcome:
+    """Run `tests/parallel/workers/<topic>.py` on real ranks; returns within `limit_seconds` and a little."""
+    command = LAUNCHERS[launcher](ranks)
+    environment = _environment()
+    program = shutil.which(command[0], path=environment["PATH"])
+    if program is None:
+        pytest.fail(f"{command[0]} is not on PATH; `make setup` installs it")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [program, *command[1:], sys.executable, "-m", "tests.parallel.rank", topic, name, *arguments]
+        begin = time.monotonic()
+        with (folder / "output").open("wb") as output:
+            # a session of its own: a time limit ends this start and nothing else
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                returncode = _wait(process, limit_seconds, folder)
+                seconds, ended = time.monotonic() - begin, time.time()
+            finally:
+                left = _end_ranks(folder)
+        reports = {int(f.stem): [json.loads(t) for t in f.read_text().splitlines()] for f in folder.glob("*.jsonl")}
+        stacks = "".join(f"\nrank {f.stem} stood at\n{f.read_text()}" for f in sorted(folder.glob("*.stack")))
+        text = (folder / "output").read_text(errors="replace") + (stacks if returncode is None else "")
+        return Outcome(ranks, returncode, seconds, ended, text, reports, left)
+
+
+@functools.cache
+def launched(topic: str, ranks: int, launcher: str) -> Outcome:
+    """The outcome of a worker's whole list of cases; started once per session."""
+    return run(topic, ranks, launcher)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        # a rank that waits for a collective which another never starts is an error after this, not a hang
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",
+    }
+
+
+def _wait(process: subprocess.Popen[bytes], limit_seconds: float, folder: Path) -> int | None:
+    try:
+        return process.wait(limit_seconds)
+    except subprocess.TimeoutExpired:
+        _ask_for_stacks(folder)
+    finally:
+        if process.poll() is None:
+            _end(process)
+    return None
+
+
+def _end_ranks(folder: Path) -> list[int]:
+    """Give the ranks a while to follow their launcher; those that do not are returned, and ended."""
+    deadline = time.monotonic() + _SECONDS_TO_FOLLOW
+    while (left := [r for r, pid in _pids(folder).items() if _is_rank(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for rank in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(_pids(folder)[rank], signal.SIGKILL)
+    return left
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGTERM)  # horovodrun and mpirun end their ranks on this
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _ask_for_stacks(folder: Path) -> None:
+    for pid in _pids(folder).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + _SECONDS_FOR_STACKS
+    while time.monotonic() < deadline and not all(f.stat().st_size for f in folder.glob("*.stack")):
+        time.sleep(0.1)
+
+
+def _is_rank(pid: int) -> bool:
+    # the number may have gone to another process, and a rank that waits to be reaped has ended
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and b"tests.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _pids(folder: Path) -> dict[int, int]:
+    return {int(f.stem): int(f.read_text()) for f in folder.glob("*.pid")}

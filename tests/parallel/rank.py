@@ -1,0 +1,87 @@
+"""What a rank runs: `python -m tests.parallel.rank TOPIC FOLDER [ARGUMENTS]`.
+
+A worker module has either `cases`, which are run one after the other and reported one by one, or `main(report,
+*arguments)`. `PROCESS_SETS` of a worker is given to `hvd.init`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.parallel.cases import Cases
+
+
+class Report:
+    """Lines of JSON from one rank, written at once so that they outlive it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        (folder / f"{rank}.pid").write_text(str(os.getpid()))
+        self._lines = (folder / f"{rank}.jsonl").open("w", buffering=1)
+        self._stack = (folder / f"{rank}.stack").open("w")
+        faulthandler.register(signal.SIGUSR1, self._stack, all_threads=True)
+
+    def __call__(self, **line: Any) -> None:
+        self._lines.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Close its files."""
+        faulthandler.unregister(signal.SIGUSR1)
+        self._lines.close()
+        self._stack.close()
+
+
+def run_cases(cases: Cases, report: Report) -> None:
+    """Run all cases on this rank; one that fails does not keep the others from running."""
+    import horovod.torch as hvd
+
+    for name, case in cases.items():
+        report(running=name)
+        begin = time.perf_counter()
+        error = None
+        try:
+            case()
+        except Exception:
+            error = traceback.format_exc()
+        report(case=name, error=error, seconds=round(time.perf_counter() - begin, 3))
+        hvd.barrier()
+
+
+def be_strict() -> None:
+    """Make warnings errors, but for those that others' packages give about themselves."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=r".*torch\.jit.*", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=r"builtin type .* has no __module__", category=DeprecationWarning)
+
+
+def main() -> None:
+    """Import the worker, start Horovod, run."""
+    topic, folder, *arguments = sys.argv[1:]
+    be_strict()
+    import horovod.torch as hvd
+    import torch
+
+    torch.set_num_threads(1)
+    worker = importlib.import_module(f"tests.parallel.workers.{topic}")
+    hvd.init(process_sets=getattr(worker, "PROCESS_SETS", None))
+    with contextlib.closing(Report(Path(folder), hvd.rank())) as report:
+        report(size=hvd.size())
+        if hasattr(worker, "cases"):
+            run_cases(worker.cases, report)
+        else:
+            worker.main(report, *arguments)
+        report(end=True)
+
+
+if __name__ == "__main__":
+    main()

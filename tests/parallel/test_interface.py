@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launched
+from tests.parallel.workers import interface
+
+STARTS = [(2, "gloo"), (4, "mpi")]
+
+
+@pytest.mark.parametrize("case", interface.cases)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_interface(case: str, ranks: int, launcher: str) -> None:
+    launched("interface", ranks, launcher).check(case)
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_every_rank_took_part(ranks: int, launcher: str) -> None:
+    outcome = launched("interface", ranks, launcher)
+    outcome.check_ended_well()
+    assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)

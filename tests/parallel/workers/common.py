@@ -1,0 +1,175 @@
+"""What the workers share: a network whose gradients are known on every rank, and what they must become."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress.compressors import Compressor
+from hvd_compress.loopback import Loopback
+
+COMPRESSORS: dict[str, Compressor] = {
+    "onebit": OneBit(),
+    "threshold": Threshold(0.5),
+    "adaptive": Adaptive(pi=16),
+    "qsgd": QSGD(bits=4),
+    "topk": TopK(ratio=0.05),
+    "bf16": BF16(),
+}
+EXCHANGES = ("two_phase", "allgather")
+COMPRESSORS_AND_EXCHANGES = {f"{c}-{e}": (COMPRESSORS[c], e) for c in COMPRESSORS for e in EXCHANGES}
+
+# weights above, biases below; no size is a multiple of the number of ranks, of a group or of 8
+MIN_NUMEL = 1000
+SHAPES = {"first.weight": (48, 601), "first.bias": (48,), "second.weight": (37, 803), "second.bias": (37,)}
+
+
+class Layer(torch.nn.Module):
+    """A weight and a bias without a forward pass."""
+
+    def __init__(self, weight: tuple[int, ...], bias: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(weight, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.ones(bias, dtype=dtype))
+
+
+class Net(torch.nn.Module):
+    """Two layers with the parameters of SHAPES."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = Layer(SHAPES["first.weight"], SHAPES["first.bias"], dtype)
+        self.second = Layer(SHAPES["second.weight"], SHAPES["second.bias"], dtype)
+
+
+def numbers(name: str, rank: int, step: int, shape: Sequence[int]) -> np.ndarray:
+    """The gradient of a parameter on a rank in a step, float32."""
+    rng = np.random.default_rng([zlib.crc32(name.encode()), rank, step])
+    return rng.standard_normal(tuple(shape)).astype(np.float32)
+
+
+def gradient(name: str, rank: int, step: int, p: torch.Tensor) -> torch.Tensor:
+    """`numbers` in the dtype of a parameter."""
+    return torch.from_numpy(numbers(name, rank, step, p.shape)).to(p.dtype)
+
+
+def loss_of(model: torch.nn.Module, step: int, only: Iterable[str] | None = None, rank: int | None = None) -> Any:
+    """A loss whose gradient is exactly `gradient(...)` for the parameters in `only` (all), and none for others."""
+    rank = horovod.rank() if rank is None else rank
+    terms = [
+        (p * gradient(name, rank, step, p)).sum().double()
+        for name, p in model.named_parameters()
+        if p.requires_grad and (only is None or name in only)
+    ]
+    return torch.stack(terms).sum()
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A dense contiguous copy; 16-bit types as float32."""
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    wide = dense.float() if dense.dtype in (torch.float16, torch.bfloat16) else dense
+    return wide.contiguous().numpy().copy()
+
+
+class Oracle:
+    """What the ranks must hold after each step: compressed tensors by the loopback, small ones by NumPy.
+
+    Args:
+        compressor: of the large tensors.
+        exchange: "two_phase" or "allgather".
+        op: "average" or "sum".
+        ranks: all, or the members of a process set.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        exchange: str = "two_phase",
+        op: str = "average",
+        ranks: Sequence[int] | None = None,
+        min_numel: int = MIN_NUMEL,
+    ) -> None:
+        self.ranks = list(range(horovod.size())) if ranks is None else list(ranks)
+        self.loopback = Loopback(len(self.ranks), compressor, exchange, op)
+        self.op = op
+        self.min_numel = min_numel
+
+    def combine(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """The average or sum of one array per rank."""
+        if arrays[0].size >= self.min_numel:
+            return self.loopback.allreduce(arrays, name=name)[0]
+        return (np.mean if self.op == "average" else np.sum)(arrays, axis=0)
+
+    def check(self, name: str, found: torch.Tensor, of_rank: Callable[[int], np.ndarray | torch.Tensor]) -> None:
+        """Compare a combined gradient, bit for bit where it was compressed."""
+        arrays = [to_numpy(a) if isinstance(a, torch.Tensor) else a for a in map(of_rank, self.ranks)]
+        expected = torch.from_numpy(np.asarray(self.combine(name, arrays))).to(found.dtype)
+        if arrays[0].size >= self.min_numel:
+            same = to_numpy(found).tobytes() == to_numpy(expected).tobytes()
+            assert same, f"{name}: {np.abs(to_numpy(found) - to_numpy(expected)).max()} off the loopback"
+        else:
+            tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(found.dtype, 1e-5)
+            np.testing.assert_allclose(to_numpy(found), to_numpy(expected), rtol=tolerance, atol=tolerance)
+
+    def check_step(self, model: torch.nn.Module, step: int, only: Callable[[int], Iterable[str]] | None = None) -> None:
+        """`check` all gradients of a model after `loss_of(model, step, only(rank))` on each rank."""
+        for name, p in model.named_parameters():
+            if not p.requires_grad:
+                continue
+
+            def of_rank(rank: int, name: str = name, p: torch.Tensor = p) -> torch.Tensor:
+                if only is not None and name not in only(rank):
+                    return torch.zeros_like(p)
+                return gradient(name, rank, step, p)
+
+            assert p.grad is not None, f"{name} has no gradient"
+            self.check(name, p.grad, of_rank)
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], check: Callable[[int], None]) -> None:
+    """Plain training: backward, step, check, zero_grad."""
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        check(step)
+        optimizer.zero_grad()
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """All bits of some tensors."""
+    return b"".join(to_numpy(t).tobytes() for t in tensors)
+
+
+def check_equal_on_all_ranks(model: torch.nn.Module, process_set: Any = horovod.global_process_set) -> None:
+    """Fail unless all ranks hold the same bits."""
+    mine = torch.tensor([zlib.crc32(bytes_of(model.parameters()))])
+    digests = horovod.allgather(mine, name="digest", process_set=process_set).tolist()
+    assert len(set(digests)) == 1, f"the ranks' parameters differ: {digests}"
+
+
+def residuals(optimizer: Any) -> dict[str, bytes]:
+    """Bits of everything that this rank owes."""
+    state = optimizer.compression_state_dict()
+    return {
+        f"{kind} {name}": entry["values"].numpy().tobytes()
+        for kind in ("residuals", "owner_residuals")
+        for name, entry in state[kind].items()
+    }
+
+
+def raises(kind: type[BaseException], call: Callable[[], Any], *parts: str) -> None:
+    """Fail unless the call raises an error of this kind that says all of these parts."""
+    try:
+        call()
+    except kind as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+    missing = [part for part in parts if part not in said]
+    assert not missing, f"this does not say {missing}: {said}"

@@ -1,0 +1,202 @@
+"""Optimizers and allreduces of process sets, also such that leave ranks out, rank 0 among them. Needs 3 ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress import QSGD, OneBit, TopK
+from hvd_compress.errors import MismatchError
+from hvd_compress.loopback import Loopback
+from tests.parallel.cases import Cases
+from tests.parallel.workers.common import (
+    EXCHANGES,
+    MIN_NUMEL,
+    SHAPES,
+    Net,
+    Oracle,
+    bytes_of,
+    check_equal_on_all_ranks,
+    gradient,
+    loss_of,
+    numbers,
+    raises,
+    to_numpy,
+    train,
+)
+
+cases = Cases()
+WITHOUT_ZERO, WITH_ZERO, SINGLE = [1, 2], [0, 2], [1]
+PROCESS_SETS = [hvd.ProcessSet(ranks) for ranks in (WITHOUT_ZERO, WITH_ZERO, SINGLE)]
+SETS = {"without-rank-0": WITHOUT_ZERO, "with-rank-0": WITH_ZERO}
+
+
+def set_of(ranks: list[int]) -> Any:
+    """The process set of these ranks; `hvd.init` has registered it."""
+    return next(process_set for process_set in PROCESS_SETS if process_set.ranks == ranks)
+
+
+def wrap(model: torch.nn.Module, ranks: list[int], compression: Any = None, **settings: Any) -> Any:
+    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+    named = model.named_parameters()
+    return hvd.DistributedOptimizer(sgd, named, compression or OneBit(), process_set=set_of(ranks), **settings)
+
+
+def check_own_gradient(model: torch.nn.Module, step: int) -> None:
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, gradient(name, horovod.rank(), step, p)), f"{name} of an outsider was changed"
+
+
+def train_members(ranks: list[int], compressor: Any, exchange: str, **settings: Any) -> None:
+    model = Net()
+    optimizer = wrap(model, ranks, compressor, exchange=exchange, **settings)
+    if horovod.rank() not in ranks:
+        train(model, optimizer, range(3), check=functools.partial(check_own_gradient, model))
+        assert optimizer.compression_stats()["total"]["bytes_sent"] == 0
+        return
+    oracle = Oracle(compressor, exchange, ranks=ranks)
+    train(model, optimizer, range(3), check=functools.partial(oracle.check_step, model))
+    check_equal_on_all_ranks(model, set_of(ranks))
+    state = optimizer.compression_state_dict()
+    assert (state["size"], state["rank"]) == (2, ranks.index(horovod.rank()))
+
+
+@cases.each({f"{s}-{e}": (SETS[s], e) for s in SETS for e in EXCHANGES})
+def members_train_outsiders_are_left_alone(setting: tuple[list[int], str]) -> None:
+    train_members(setting[0], OneBit(), setting[1])
+
+
+@cases.each(SETS)
+def randomness_follows_the_position_in_the_set(ranks: list[int]) -> None:
+    train_members(ranks, QSGD(bits=4), "two_phase")
+
+
+@cases.each(SETS)
+def groups_in_a_process_set(ranks: list[int]) -> None:
+    train_members(ranks, OneBit(), "two_phase", groups=2)
+
+
+@cases.each(SETS)
+def group_lists_in_a_process_set(ranks: list[int]) -> None:
+    model = Net()
+    groups = [[model.first.weight, model.second.weight]]
+    optimizer = wrap(model, ranks, TopK(0.05), groups=groups)
+    if horovod.rank() in ranks:
+        oracle = Oracle(TopK(0.05), ranks=ranks)
+        train(model, optimizer, range(2), check=functools.partial(oracle.check_step, model))
+    else:
+        train(model, optimizer, range(2), check=functools.partial(check_own_gradient, model))
+
+
+@cases.each(SETS)
+def groups_without_compression(ranks: list[int]) -> None:
+    model = Net()
+    optimizer = wrap(model, ranks, hvd.Compression.none, groups=2)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    if horovod.rank() not in ranks:
+        check_own_gradient(model, 0)
+        return
+    for name, p in model.named_parameters():
+        expected = np.mean([numbers(name, rank, 0, SHAPES[name]) for rank in ranks], axis=0)
+        np.testing.assert_allclose(to_numpy(p.grad), expected, rtol=1e-5, atol=1e-6)
+
+
+@cases.each(SETS)
+def sum_in_a_process_set(ranks: list[int]) -> None:
+    model = Net()
+    optimizer = wrap(model, ranks, op=hvd.Sum)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    if horovod.rank() in ranks:
+        Oracle(OneBit(), op="sum", ranks=ranks).check_step(model, 0)
+
+
+@cases.add
+def a_set_of_one_rank_exchanges_nothing() -> None:
+    model, twin = Net(), Net()
+    optimizer = wrap(model, SINGLE)
+    train(model, optimizer, range(2), check=functools.partial(check_own_gradient, model))
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.125), range(2), check=lambda step: None)
+    assert bytes_of(model.parameters()) == bytes_of(twin.parameters())
+    assert optimizer.compression_stats()["total"]["bytes_sent"] == 0
+
+
+@cases.add
+def closures_and_clipping_in_a_process_set() -> None:
+    model = Net()
+    optimizer = wrap(model, WITHOUT_ZERO)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    if horovod.rank() in WITHOUT_ZERO:
+        check_equal_on_all_ranks(model, set_of(WITHOUT_ZERO))
+
+
+@cases.add
+def two_optimizers_of_overlapping_sets_at_once() -> None:
+    models = {"a": Net(), "b": Net()}
+    sets = {"a": WITHOUT_ZERO, "b": WITH_ZERO}
+    optimizers = {k: wrap(models[k], sets[k]) for k in models}
+    oracles = {k: Oracle(OneBit(), ranks=sets[k]) for k in models}
+    for step in range(3):
+        for model in models.values():
+            loss_of(model, step).backward()
+        # rank 2 is in both, and has both in flight
+        for k, optimizer in optimizers.items():
+            optimizer.step()
+            if horovod.rank() in sets[k]:
+                oracles[k].check_step(models[k], step)
+            optimizer.zero_grad()
+
+
+@cases.each(SETS)
+def allreduce_in_a_process_set(ranks: list[int]) -> None:
+    if horovod.rank() not in ranks:
+        return
+    shape = (53, 307)
+    loopback = Loopback(2, OneBit())
+    for step in range(2):
+        x = torch.from_numpy(numbers("p", horovod.rank(), step, shape))
+        result = hvd.allreduce(x, name="in_set", compression=OneBit(), process_set=set_of(ranks))
+        expected = loopback.allreduce([numbers("p", r, step, shape) for r in ranks], name="in_set")[0]
+        assert to_numpy(result).tobytes() == expected.tobytes()
+    hvd.forget_residuals()
+
+
+@cases.add
+def members_that_disagree_are_told_and_only_they() -> None:
+    def make() -> Any:
+        return wrap(Net(), WITHOUT_ZERO, TopK(0.5) if horovod.rank() == 2 else TopK(0.25))
+
+    if horovod.rank() in WITHOUT_ZERO:
+        raises(MismatchError, make, "compression.ratio", "0.5", "0.25")
+    else:
+        make()
+
+
+@cases.add
+def all_ranks_can_still_train_together() -> None:
+    model, oracle = Net(), Oracle(OneBit())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = hvd.DistributedOptimizer(
+        sgd, model.named_parameters(), OneBit(), exchange="two_phase", min_numel=MIN_NUMEL
+    )
+    train(model, optimizer, range(2), check=functools.partial(oracle.check_step, model))

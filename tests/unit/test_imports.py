@@ -1,0 +1,68 @@
+"""Importing the core is free of side effects, whatever else is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import hvd_compress
+
+CORE = [
+    "hvd_compress",
+    "hvd_compress.compressors",
+    "hvd_compress.errors",
+    "hvd_compress.exchange",
+    "hvd_compress.feedback",
+    "hvd_compress.fingerprint",
+    "hvd_compress.kernels",
+    "hvd_compress.loopback",
+    "hvd_compress.wire",
+]
+FOREIGN = ["torch", "tensorflow", "keras", "horovod", "mpi4py", "jax", "ml_dtypes", "sklearn"]
+
+PROBE = """
+import json, os, sys, threading, warnings
+import numpy, numba  # what these do on import is theirs
+before = (list(warnings.filters), threading.active_count(), len(os.listdir("/proc/self/task")), dict(os.environ))
+random_state = numpy.random.get_state()[1].tobytes()
+printer = numpy.get_printoptions(), numpy.geterr()
+import importlib
+for module in sys.argv[1].split():
+    importlib.import_module(module)
+print(json.dumps({
+    "modules": sorted(sys.modules),
+    "filters": warnings.filters == before[0],
+    "threads": threading.active_count() - before[1],
+    "tasks": len(os.listdir("/proc/self/task")) - before[2],
+    "environ": dict(os.environ) == before[3],
+    "random": numpy.random.get_state()[1].tobytes() == random_state,
+    "numpy": (numpy.get_printoptions(), numpy.geterr()) == printer,
+}))
+"""
+
+
+def probe(*modules: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE, " ".join(modules)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_importing_the_core_has_no_side_effect(module):
+    seen = probe(module)
+    loaded = {name.partition(".")[0] for name in seen.pop("modules")}
+    assert not loaded & set(FOREIGN)
+    assert seen == {"filters": True, "threads": 0, "tasks": 0, "environ": True, "random": True, "numpy": True}
+
+
+def test_public_names_exist():
+    assert all(hasattr(hvd_compress, name) for name in hvd_compress.__all__)
+    assert len(set(hvd_compress.__all__)) == len(hvd_compress.__all__)
+    compressors = {"OneBit", "Threshold", "Adaptive", "QSGD", "TopK", "FP16", "BF16", "NoCompression"}
+    assert compressors | {"Key", "from_config", "errors", "decode"} <= set(hvd_compress.__all__)

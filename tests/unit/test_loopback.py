@@ -1,0 +1,279 @@
+"""N ranks in one process: what must hold of every exchange, whatever carries the bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Threshold, TopK
+from hvd_compress.compressors import Compressor
+from hvd_compress.loopback import Loopback
+
+WITH_FEEDBACK = {
+    "onebit": OneBit(),
+    "onebit-sampled": OneBit(sample=50),
+    "threshold": Threshold(0.5),
+    "adaptive": Adaptive(pi=16),
+    "topk": TopK(ratio=0.05),
+    "topk-k": TopK(k=40),
+    "bf16": BF16(),
+}
+ALL = {
+    **WITH_FEEDBACK,
+    "onebit-without": OneBit(error_feedback=False),
+    "qsgd-1": QSGD(bits=1),
+    "qsgd-4": QSGD(bits=4),
+    "qsgd-max": QSGD(bits=8, norm="max"),
+    "none": NoCompression(),
+    "fp16": FP16(),
+}
+SHAPE = (37, 101)
+every_compressor = pytest.mark.parametrize("compressor", ALL.values(), ids=ALL)
+feedback = pytest.mark.parametrize("compressor", WITH_FEEDBACK.values(), ids=WITH_FEEDBACK)
+every_exchange = pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
+every_size = pytest.mark.parametrize("ranks", range(1, 8))
+
+
+def arrays(ranks: int, step: int, shape: tuple[int, ...] = SHAPE, dtype: str = "float32") -> list[np.ndarray]:
+    return [np.random.default_rng([rank, step]).standard_normal(shape).astype(dtype) for rank in range(ranks)]
+
+
+def owed(loopback: Loopback, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """What all ranks together have not sent yet, in units of the sum."""
+    total = np.zeros(int(np.prod(shape)))
+    bounds = loopback.bounds(name)
+    for rank in range(loopback.ranks):
+        total += loopback.residual(name, rank)
+        owned = loopback.owner_residual(name, rank)
+        if owned.size:
+            total[bounds[rank] : bounds[rank + 1]] += owned
+    return total.reshape(shape)
+
+
+def state(loopback: Loopback, name: str) -> bytes:
+    both = (loopback.residual, loopback.owner_residual)
+    return b"".join(of(name, rank).tobytes() for rank in range(loopback.ranks) for of in both)
+
+
+@feedback
+@every_exchange
+@every_size
+def test_conservation(compressor: Compressor, exchange: str, ranks: int) -> None:
+    loopback = Loopback(ranks, compressor, exchange, op="sum")
+    given, arrived = np.zeros(SHAPE), np.zeros(SHAPE)
+    for step in range(4):
+        grads = arrays(ranks, step)
+        given += np.sum(grads, axis=0, dtype=np.float64)
+        arrived += loopback.allreduce(grads, name="w")[0]
+        np.testing.assert_allclose(arrived + owed(loopback, "w", SHAPE), given, atol=1e-4)
+    assert np.abs(owed(loopback, "w", SHAPE)).max() > 1e-4, "nothing is owed, so nothing is tested"
+
+
+@every_compressor
+@every_exchange
+@every_size
+def test_replicas_are_bit_identical(compressor: Compressor, exchange: str, ranks: int) -> None:
+    loopback = Loopback(ranks, compressor, exchange)
+    for step in range(3):
+        results = loopback.allreduce(arrays(ranks, step), name="w")
+        assert len(results) == ranks
+        assert len({r.tobytes() for r in results}) == 1
+        assert results[0].shape == SHAPE
+        assert np.isfinite(results[0]).all()
+
+
+@every_exchange
+@every_size
+def test_nothing_lost_means_the_plain_sum(exchange: str, ranks: int) -> None:
+    grads = arrays(ranks, 0)
+    total = np.sum(grads, axis=0)
+    summed = Loopback(ranks, NoCompression(), exchange, op="sum").allreduce(grads)[0]
+    averaged = Loopback(ranks, NoCompression(), exchange).allreduce(grads)[0]
+    np.testing.assert_allclose(summed, total, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(averaged, total / ranks, rtol=1e-6, atol=1e-6)
+
+
+@every_exchange
+def test_sums_are_made_in_the_order_of_the_ranks(exchange: str) -> None:
+    # in float32 (1 + 1e8) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1
+    values = [1.0, 1e8, -1e8]
+    for order, expected in (((0, 1, 2), 0.0), ((1, 2, 0), 1.0)):
+        grads = [np.full(24, values[i], np.float32) for i in order]
+        result = Loopback(3, NoCompression(), exchange, op="sum").allreduce(grads)[0]
+        np.testing.assert_array_equal(result, np.full(24, expected, np.float32))
+
+
+def onebit_oracle(x: np.ndarray) -> np.ndarray:
+    """One row: what is not negative becomes its mean, and so does what is."""
+    positive = x >= 0
+    means = [np.mean(x[m], dtype=np.float64) if m.any() else 0.0 for m in (positive, ~positive)]
+    return np.where(positive, means[0], means[1]).astype(np.float32)
+
+
+def test_two_phases_of_onebit_by_hand() -> None:
+    grads = arrays(2, 0, (64,))
+    own, owner = [np.zeros(64, np.float32) for _ in range(2)], np.zeros(64, np.float32)
+    loopback = Loopback(2, OneBit(), "two_phase", op="sum")
+    for step in range(3):
+        grads = arrays(2, step, (64,))
+        expected = np.zeros(64, np.float32)
+        for part in (slice(0, 32), slice(32, 64)):
+            total = np.zeros(32, np.float32)
+            for rank in range(2):
+                y = grads[rank][part] + own[rank][part]
+                sent = onebit_oracle(y)
+                own[rank][part] = y - sent
+                total += sent
+            total += owner[part]
+            expected[part] = onebit_oracle(total)
+            owner[part] = total - expected[part]
+        found = loopback.allreduce(grads, name="w")[0]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_allgather_of_topk_by_hand() -> None:
+    loopback = Loopback(3, TopK(k=5), "allgather", op="sum")
+    own = [np.zeros(100, np.float32) for _ in range(3)]
+    for step in range(3):
+        grads = arrays(3, step, (100,))
+        expected = np.zeros(100, np.float32)
+        for rank in range(3):
+            y = grads[rank] + own[rank]
+            kept = np.argsort(-np.abs(y), kind="stable")[:5]
+            sent = np.zeros_like(y)
+            sent[kept] = y[kept]
+            own[rank] = y - sent
+            expected += sent
+        np.testing.assert_array_equal(loopback.allreduce(grads, name="w")[0], expected)
+
+
+# -- values that are not finite --------------------------------------------------------------------------------------
+
+
+@every_compressor
+@every_exchange
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_bad_number_reaches_all_ranks_and_changes_no_residual(
+    compressor: Compressor, exchange: str, bad: float
+) -> None:
+    loopback = Loopback(3, compressor, exchange)
+    for step in range(2):
+        loopback.allreduce(arrays(3, step), name="w")
+    before = state(loopback, "w")
+    grads = arrays(3, 2)
+    grads[1][30, 40] = bad
+    for result in loopback.allreduce(grads, name="w"):
+        assert not np.isfinite(result).all()
+    assert state(loopback, "w") == before
+    results = loopback.allreduce(arrays(3, 3), name="w")
+    assert np.isfinite(results[0]).all()
+    assert len({r.tobytes() for r in results}) == 1
+
+
+@every_exchange
+def test_a_skipped_step_is_as_if_it_had_not_been(exchange: str) -> None:
+    straight, skipping = (Loopback(3, OneBit(), exchange) for _ in range(2))
+    for step in range(4):
+        expected = straight.allreduce(arrays(3, step), name="w")[0]
+        if step == 2:
+            skipping.allreduce([np.full(SHAPE, np.nan, np.float32)] * 3, name="w")
+        assert skipping.allreduce(arrays(3, step), name="w")[0].tobytes() == expected.tobytes()
+
+
+@every_exchange
+def test_a_sum_that_overflows_is_not_finite(exchange: str) -> None:
+    grads = [np.full(1000, 3e38, np.float32)] * 3
+    for result in Loopback(3, OneBit(), exchange, op="sum").allreduce(grads):
+        assert not np.isfinite(result).any()
+
+
+# -- names, types, shapes --------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_not_changed_and_results_are_not_shared() -> None:
+    loopback = Loopback(2, OneBit())
+    grads = arrays(2, 0)
+    copies = [g.copy() for g in grads]
+    first = loopback.allreduce(grads, name="w")
+    kept = first[0].copy()
+    loopback.allreduce(arrays(2, 1), name="w")
+    np.testing.assert_array_equal(first[0], kept)
+    for grad, copy in zip(grads, copies, strict=True):
+        np.testing.assert_array_equal(grad, copy)
+
+
+def test_names_keep_their_residuals_apart() -> None:
+    together, alone = Loopback(2, OneBit()), Loopback(2, OneBit())
+    for step in range(3):
+        a = together.allreduce(arrays(2, step), name="a")[0]
+        together.allreduce(arrays(2, step + 100), name="b")
+        assert a.tobytes() == alone.allreduce(arrays(2, step), name="a")[0].tobytes()
+
+
+def test_randomness_differs_between_names_steps_and_ranks_only() -> None:
+    def run(name: str, seed: int = 0) -> bytes:
+        loopback = Loopback(2, QSGD(bits=2, seed=seed))
+        return b"".join(loopback.allreduce(arrays(2, 0), name=name)[0].tobytes() for _ in range(2))
+
+    assert run("a") == run("a")
+    assert run("a") != run("b")
+    assert run("a") != run("a", seed=1)
+    once = run("a")
+    assert once[: len(once) // 2] != once[len(once) // 2 :]
+
+
+@every_compressor
+@every_exchange
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (9,), (1009,), (5, 0, 2), (3, 5, 7)])
+def test_awkward_shapes(compressor: Compressor, exchange: str, shape: tuple[int, ...]) -> None:
+    loopback = Loopback(4, compressor, exchange)
+    for step in range(2):
+        results = loopback.allreduce(arrays(4, step, shape), name="w")
+        assert all(r.shape == shape for r in results)
+        assert len({r.tobytes() for r in results}) == 1
+
+
+@every_exchange
+@pytest.mark.parametrize(("dtype", "kept"), [("float64", "float64"), ("float16", "float32")])
+def test_other_types(exchange: str, dtype: str, kept: str) -> None:
+    loopback = Loopback(2, OneBit(), exchange)
+    result = loopback.allreduce(arrays(2, 0, dtype=dtype), name="w")[0]
+    assert result.dtype == kept
+    assert loopback.residual("w", 0).dtype == kept
+
+
+def test_bytes_sent_are_those_of_the_collectives() -> None:
+    loopback = Loopback(4, OneBit(), "two_phase")
+    loopback.allreduce(arrays(4, 0, (64, 512)), name="w")
+    # a chunk is 16 rows: a header of 40 bytes, a bit per element, two means a row
+    payload = 40 + 16 * 512 // 8 + 16 * 8
+    assert loopback.bytes_sent == [2 * 3 * payload] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_auto_compresses_even_what_is_not_worth_it(ranks: int) -> None:
+    results = Loopback(ranks, OneBit()).allreduce([np.full(3, rank, np.float32) for rank in range(ranks)])
+    np.testing.assert_allclose(results[0], np.mean(range(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: Loopback(0, OneBit()), r"ranks=0"),
+        (lambda: Loopback(2, OneBit(), op="max"), r"op='max'"),
+        (lambda: Loopback(2, OneBit(), "ring").allreduce([np.zeros(3), np.zeros(3)]), r"exchange='ring'"),
+        (lambda: Loopback(2, OneBit()).allreduce([np.zeros(3)]), r"1 arrays for 2 ranks"),
+        (lambda: Loopback(2, OneBit()).allreduce([np.zeros(3), np.zeros(4)]), r"rank 1"),
+        (lambda: Loopback(2, OneBit()).allreduce([np.zeros(3), np.zeros(3, np.float32)]), r"rank 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+def test_a_name_keeps_its_shape() -> None:
+    loopback = Loopback(2, OneBit())
+    loopback.allreduce([np.zeros(3)] * 2, name="w")
+    with pytest.raises(ValueError, match="'w' had shape"):
+        loopback.allreduce([np.zeros(4)] * 2, name="w")
