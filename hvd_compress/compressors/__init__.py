@@ -53,7 +53,7 @@ def from_config(config: dict[str, Any]) -> Compressor:
     """
     settings = dict(config)
     name = settings.pop("id", None)
-    if name not in COMPRESSORS:
+    if not isinstance(name, str) or name not in COMPRESSORS:
         raise ValueError(f"unknown compressor id {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
     try:
         return COMPRESSORS[name](**settings)
