@@ -95,7 +95,7 @@ class Outcome:
         return "\n".join(lines)
 
 
-def run(topic: str, ranks: int, launcher: str, *arguments: str, limit_seconds: float = 150.0) -> Outcome:
+def run(topic: str, ranks: int, launcher: str, *arguments: str, limit_seconds: float = 240.0) -> Outcome:
     """Run `tests/parallel/workers/<topic>.py` on real ranks; returns within `limit_seconds` and a little."""
     command = LAUNCHERS[launcher](ranks)
     environment = _environment()

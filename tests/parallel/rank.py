@@ -37,6 +37,7 @@ class Report:
     def close(self) -> None:
         """Close its files."""
         faulthandler.unregister(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its default would end a rank that has just finished
         self._lines.close()
         self._stack.close()
 
