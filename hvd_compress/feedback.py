@@ -25,7 +25,7 @@ FORMAT = 1
 State = dict[str, Any]
 
 
-def check_state(state: State) -> None:
+def check_state(state: Any) -> None:
     """Raise StateError unless `state` has the form that is described at the top of this module."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
