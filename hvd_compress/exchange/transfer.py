@@ -83,6 +83,8 @@ class Transfer:
                 self._key_of(hop=0, chunk=chunk),
             )
             sizes.append(plan.slot if plan.fixed_size else nbytes)
+            # what a payload leaves of its slot travels too: it must not be what this memory held before
+            self._send[at + nbytes : at + sizes[-1]] = 0
             at += sizes[-1]
         own = sizes[self.position] if plan.exchange == "two_phase" else sizes[0]
         if plan.exchange == "two_phase":
@@ -114,6 +116,7 @@ class Transfer:
         key = self._key_of(hop=1, chunk=self.position)
         nbytes = compressor.encode_into(self._sum, self.owner_residual, self._result, plan.group, key)
         own = plan.slot if plan.fixed_size else nbytes
+        self._result[nbytes:own] = 0
         return Parcel(self._result[:own], None, own)
 
     def arrive(self, received: Bytes) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 
 from hvd_compress.compressors import Compressor, Key
+from hvd_compress.errors import WireError
 from hvd_compress.exchange import Parcel, Plan, Transfer
 from hvd_compress.torch._staging import Staged, stage
 from hvd_compress.torch._stats import Counters
@@ -70,7 +73,8 @@ class Lane:
         self.wait_first()
         received = self._receive()
         self.counters.bytes_received += received.size * (1 - 1 / self.plan.ranks)
-        return self.transfer.arrive(received)
+        with self._naming_errors():
+            return self.transfer.arrive(received)
 
     def wait_first(self) -> None:
         """Wait for the first of two collectives and start the second."""
@@ -84,7 +88,8 @@ class Lane:
         if staged is None:
             raise RuntimeError(f"no exchange of {self.name!r} is under way")
         flat, old = staged.flat, self.residual
-        self.transfer.finish(keep, scale)
+        with self._naming_errors():
+            self.transfer.finish(keep, scale)
         # the swap of the two buffers, seen from the tensors that own their memory
         result = flat
         if keep and old is not None:
@@ -118,11 +123,20 @@ class Lane:
         as_owner = 0.0 if owner is None else float(np.linalg.norm(owner.astype(np.float64)))
         return float(np.hypot(own, as_owner))
 
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except WireError as error:
+            rank = self.transfer.position
+            raise WireError(f"exchange of {self.name!r}, received by rank {rank}: {error}") from error
+
     def _reduce(self) -> None:
         received = self._receive()
         begin = time.perf_counter()
         self.counters.bytes_received += received.size - self._own_bytes
-        parcel = self.transfer.reduce(received)
+        with self._naming_errors():
+            parcel = self.transfer.reduce(received)
         self.counters.encode_seconds += time.perf_counter() - begin
         self._send("allgather", parcel)
 
