@@ -567,6 +567,20 @@ def gradients_in_one_flat_buffer_do_not_share_memory_with_residuals() -> None:
 
 
 @cases.add
+def gradients_in_a_buffer_each_do_not_share_memory_with_residuals() -> None:
+    model, oracle = Net(), Oracle(ONEBIT)
+    optimizer = wrap(model)
+    buffers = {p: torch.zeros(p.numel()) for p in model.parameters()}
+    for step in range(4):
+        for p, buffer in buffers.items():
+            buffer.zero_()
+            p.grad = buffer.view_as(p)
+        loss_of(model, step).backward()
+        optimizer.step()
+        oracle.check_step(model, step)
+
+
+@cases.add
 def lr_scheduler_on_top() -> None:
     model, oracle = Net(), Oracle(ONEBIT)
     optimizer = wrap(model, lr=1.0)
