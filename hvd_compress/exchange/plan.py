@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from hvd_compress.compressors import Compressor, TopK
 
-__all__ = ["EXCHANGES", "Plan", "chunk_bounds", "make_plan"]
+__all__ = ["EXCHANGES", "Plan", "chunk_bounds", "make_plan", "ring_bytes"]
 
 EXCHANGES = ("auto", "two_phase", "allgather")
 
@@ -65,6 +65,11 @@ def chunk_bounds(numel: int, chunks: int, group: int) -> tuple[int, ...]:
     return (*(min(numel, unit * (i * units // chunks)) for i in range(chunks)), numel)
 
 
+def ring_bytes(nbytes: float, ranks: int) -> float:
+    """Bytes that each of `ranks` sends, and receives, in a ring allreduce of `nbytes`."""
+    return 2 * (ranks - 1) / ranks * nbytes
+
+
 def _sent_bytes(plan: Plan) -> float:
     """Bytes that a rank sends in one exchange, at most."""
     others = plan.ranks - 1
@@ -96,7 +101,6 @@ def make_plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ran
     if exchange != "auto":
         return _plan(exchange, compressor, shape, ranks)
     best = min((_plan(e, compressor, shape, ranks) for e in ("allgather", "two_phase")), key=_sent_bytes)
-    dense = 2 * (ranks - 1) / ranks * itemsize * math.prod(shape)
-    if ranks > 1 and _sent_bytes(best) >= dense:
+    if ranks > 1 and _sent_bytes(best) >= ring_bytes(itemsize * math.prod(shape), ranks):
         return Plan("dense", shape, ranks, 1, (0, math.prod(shape)), (), ())
     return best

@@ -111,10 +111,7 @@ class Engine:
     def count_dense(self, name: str, tensor: torch.Tensor, sent_itemsize: int) -> None:
         """An uncompressed allreduce of a tensor in elements of `sent_itemsize` bytes."""
         counters = self.dense.setdefault(name, Counters())
-        counters.count_dense(tensor.numel() * sent_itemsize, self._ranks)
-        counters.dense_bytes += (
-            2 * (self._ranks - 1) / self._ranks * tensor.numel() * (tensor.element_size() - sent_itemsize)
-        )
+        counters.count_dense(tensor.numel() * sent_itemsize, tensor.numel() * tensor.element_size(), self._ranks)
 
     def stats(self) -> dict[str, Any]:
         """See `DistributedOptimizer.compression_stats`."""

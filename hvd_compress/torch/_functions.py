@@ -13,7 +13,7 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import make_plan
 from hvd_compress.torch._lane import Lane
-from hvd_compress.torch.compression import horovod_compressor
+from hvd_compress.torch.compression import exchanged, horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
@@ -66,8 +66,7 @@ def grouped_allreduce(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
-    ours = _ours(compression)
-    if ours is None:
+    if exchanged(compression) is None:
         return hvd.grouped_allreduce(
             list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
             process_set,
@@ -80,11 +79,6 @@ def forget_residuals() -> None:
     _lanes.clear()
 
 
-def _ours(compression: Any) -> Compressor | None:
-    horovod_compressor(compression)
-    return compression if isinstance(compression, Compressor) and not compression.reducible else None
-
-
 def _reduce(
     tensors: Sequence[torch.Tensor],
     compression: Any,
@@ -95,13 +89,15 @@ def _reduce(
     postscale_factor: float,
     process_set: hvd.ProcessSet,
 ) -> list[torch.Tensor]:
+    horovods = horovod_compressor(compression)
+
     def plain(tensor: torch.Tensor, its_name: str | None) -> torch.Tensor:
         return hvd.allreduce(
-            tensor, average, its_name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
+            tensor, average, its_name, horovods, op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip
 
-    compressor = _ours(compression)
+    compressor = exchanged(compression)
     if compressor is None or process_set.size() == 1:
         return [plain(tensor, name) for tensor in tensors]
     scale = prescale_factor * postscale_factor * _share(compressor, average, op, process_set.size())

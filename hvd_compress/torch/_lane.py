@@ -13,7 +13,7 @@ import torch
 
 from hvd_compress.compressors import Compressor, Key
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import Parcel, Plan, Transfer
+from hvd_compress.exchange import Parcel, Plan, Transfer, ring_bytes
 from hvd_compress.torch._staging import Staged, stage
 from hvd_compress.torch._stats import Counters
 
@@ -98,7 +98,7 @@ class Lane:
         self._staged = None
         restored = staged.restore(result)
         self.counters.steps += 1
-        self.counters.dense_bytes += self._ring_bytes(staged.gradient)
+        self.counters.dense_bytes += ring_bytes(staged.gradient.nbytes, self.plan.ranks)
         self.counters.decode_seconds += time.perf_counter() - begin
         return restored
 
@@ -164,7 +164,3 @@ class Lane:
         self._waiting_for = ""
         array: np.ndarray[Any, Any] = tensor.numpy()
         return array
-
-    def _ring_bytes(self, gradient: torch.Tensor) -> float:
-        ranks = self.plan.ranks
-        return 2 * (ranks - 1) / ranks * gradient.numel() * gradient.element_size()

@@ -19,7 +19,7 @@ from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
 from hvd_compress.torch._stats import Counters
-from hvd_compress.torch.compression import describe, horovod_compressor
+from hvd_compress.torch.compression import describe, exchanged, horovod_compressor
 
 __all__ = ["DEFAULT_MIN_NUMEL", "DistributedOptimizer"]
 
@@ -34,6 +34,7 @@ class _Overrides:
     _engine: Engine | None = None
     _by_name: dict[str, torch.Tensor]
     _label: str
+    _sent_itemsizes: dict[torch.dtype, int]
 
     # -- what the backward pass calls ----------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ class _Overrides:
             return _InExchange(), None
         self._engine.progress()
         if not is_sparse or self.sparse_as_dense:
-            self._engine.count_dense(name, p.grad, _sent_itemsize(self._compression, p.grad.dtype))
+            self._engine.count_dense(name, p.grad, self._sent_itemsize(p.grad.dtype))
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
     def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
@@ -69,8 +70,15 @@ class _Overrides:
             return [self._allreduce_grad_async(p) for p in ps], None
         if self._engine is not None:
             for p in ps:
-                self._engine.count_dense(self._parameter_names[p], p, _sent_itemsize(self._compression, p.dtype))
+                self._engine.count_dense(self._parameter_names[p], p, self._sent_itemsize(p.dtype))
         return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)
+
+    def _sent_itemsize(self: Any, dtype: torch.dtype) -> int:
+        """Bytes per element of what the Horovod compressor makes of a gradient; asked once, not in every hook."""
+        if dtype not in self._sent_itemsizes:
+            sent, _ = self._compression.compress(torch.zeros(1, dtype=dtype))
+            self._sent_itemsizes[dtype] = sent.element_size()
+        return int(self._sent_itemsizes[dtype])
 
     # -- what the user calls -------------------------------------------------------------------------------------
 
@@ -215,12 +223,6 @@ def _all_finite(output: torch.Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def _sent_itemsize(compressor: Any, dtype: torch.dtype) -> int:
-    """Bytes per element of what a Horovod compressor makes of a gradient."""
-    sent, _ = compressor.compress(torch.zeros(1, dtype=dtype))
-    return int(sent.element_size())
-
-
 def _check_settings(
     exchange: str, min_numel: int, op: Any, gradient_predivide_factor: float, backward_passes_per_step: int, groups: Any
 ) -> None:
@@ -296,7 +298,7 @@ def DistributedOptimizer(
     groups = num_groups if num_groups and groups is None else groups
     _check_settings(exchange, min_numel, op, gradient_predivide_factor, backward_passes_per_step, groups)
     horovods = horovod_compressor(compression)
-    ours = compression if isinstance(compression, Compressor) and not compression.reducible else None
+    ours = exchanged(compression)
     named = list(named_parameters) if named_parameters is not None else None
     if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(
@@ -334,6 +336,7 @@ def DistributedOptimizer(
     )  # fmt: skip
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
+    wrapped._sent_itemsizes = {}
     wrapped._label = repr(compression) if isinstance(compression, Compressor) else describe(compression)
     if takes_part:
         scale = 1.0 / process_set.size() if op == hvd.Average else 1.0

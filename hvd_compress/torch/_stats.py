@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from hvd_compress.exchange import ring_bytes
+
 __all__ = ["Counters"]
 
 
@@ -36,13 +38,12 @@ class Counters:
             if field.name != "steps":
                 setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def count_dense(self, nbytes: int, ranks: int) -> None:
-        """An allreduce of `nbytes` as a ring."""
+    def count_dense(self, sent_bytes: int, gradient_bytes: int, ranks: int) -> None:
+        """An allreduce, as a ring, of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
         self.steps += 1
-        ring = 2 * (ranks - 1) / ranks * nbytes
-        self.bytes_sent += ring
-        self.bytes_received += ring
-        self.dense_bytes += ring
+        self.bytes_sent += ring_bytes(sent_bytes, ranks)
+        self.bytes_received += ring_bytes(sent_bytes, ranks)
+        self.dense_bytes += ring_bytes(gradient_bytes, ranks)
 
     def report(self, residual_norm: float) -> dict[str, float]:
         """The counters as `compression_stats()` shows them."""

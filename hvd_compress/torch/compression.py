@@ -70,6 +70,11 @@ def horovod_compressor(compression: Any) -> Any:
     return compression
 
 
+def exchanged(compression: Any) -> Compressor | None:
+    """The compressor if its payloads need an exchange of ours, None if Horovod's allreduce can sum what it makes."""
+    return compression if isinstance(compression, Compressor) and not compression.reducible else None
+
+
 def describe(compression: Any) -> Any:
     """What the fingerprint compares of a compressor."""
     if isinstance(compression, Compressor):

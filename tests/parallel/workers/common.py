@@ -10,6 +10,7 @@ import horovod.torch as horovod
 import numpy as np
 import torch
 
+import hvd_compress.torch as hvd
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.loopback import Loopback
@@ -46,6 +47,13 @@ class Net(torch.nn.Module):
         super().__init__()
         self.first = Layer(SHAPES["first.weight"], SHAPES["first.bias"], dtype)
         self.second = Layer(SHAPES["second.weight"], SHAPES["second.bias"], dtype)
+
+
+def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> Any:
+    """Plain SGD around a model, its weights compressed (one-bit unless said otherwise) in two phases."""
+    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+    return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression or OneBit(), **settings)
 
 
 def numbers(name: str, rank: int, step: int, shape: Sequence[int]) -> np.ndarray:

@@ -22,7 +22,6 @@ from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
     EXCHANGES,
-    MIN_NUMEL,
     SHAPES,
     Net,
     Oracle,
@@ -34,16 +33,11 @@ from tests.parallel.workers.common import (
     residuals,
     to_numpy,
     train,
+    wrap,
 )
 
 cases = Cases()
 SHAPE = (53, 307)
-
-
-def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> Any:
-    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
-    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
-    return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression or OneBit(), **settings)
 
 
 def mine(name: str, step: int, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:

@@ -16,7 +16,6 @@ from tests.parallel.workers.common import (
     COMPRESSORS,
     COMPRESSORS_AND_EXCHANGES,
     EXCHANGES,
-    MIN_NUMEL,
     SHAPES,
     Net,
     Oracle,
@@ -29,6 +28,7 @@ from tests.parallel.workers.common import (
     residuals,
     to_numpy,
     train,
+    wrap,
 )
 
 cases = Cases()
@@ -43,12 +43,6 @@ STEPLESS = {
     }.items()
     for e in EXCHANGES
 }
-
-
-def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> Any:
-    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
-    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
-    return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression or OneBit(), **settings)
 
 
 # -- a bad number does not poison the future -------------------------------------------------------------------------
