@@ -17,6 +17,7 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors import Key
 from hvd_compress.errors import WireError
+from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan
 
 __all__ = ["Parcel", "Transfer"]
@@ -63,6 +64,11 @@ class Transfer:
         self._residual: Array | None = None
         self._arrived: list[Bytes] = []
 
+    @property
+    def busy(self) -> bool:
+        """Whether a step is between `encode` and `finish`."""
+        return self._gradient is not None
+
     def encode(self, x: Array, residual: Array | None) -> Parcel:
         """Stage 1, every rank: the gradient `x` (flat, spoiled) and its residual become payloads.
 
@@ -71,7 +77,7 @@ class Transfer:
         self._gradient, self._residual = x, residual
         plan = self.plan
         if self._send.size == 0:
-            self._send = np.empty(len(plan.slots) * plan.slot if plan.fixed_size else sum(plan.slots), np.uint8)
+            self._send = aligned_empty(len(plan.slots) * plan.slot if plan.fixed_size else sum(plan.slots), np.uint8)
         sizes = []
         at = 0
         for chunk, part in enumerate(self._chunks()):
@@ -112,7 +118,7 @@ class Transfer:
         for sender, payload in enumerate(self._cut(received, plan.ranks)):
             compressor.decode_into(payload, self._sum, add=sender > 0)
         if self._result.size == 0:
-            self._result = np.empty(plan.slot, np.uint8)
+            self._result = aligned_empty(plan.slot, np.uint8)
         key = self._key_of(hop=1, chunk=self.position)
         nbytes = compressor.encode_into(self._sum, self.owner_residual, self._result, plan.group, key)
         own = plan.slot if plan.fixed_size else nbytes

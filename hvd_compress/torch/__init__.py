@@ -18,8 +18,9 @@ import horovod.torch
 # every public name of horovod.torch; those imported below take the place of Horovod's
 from horovod.torch import *  # noqa: F403
 
+from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
-from hvd_compress.torch._optimizer import DEFAULT_MIN_NUMEL, DistributedOptimizer
+from hvd_compress.torch._optimizer import DistributedOptimizer
 from hvd_compress.torch.compression import Compression
 
 __all__ = [

@@ -10,10 +10,11 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import Compressor
+from hvd_compress.engine import average_share, exchanged
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import make_plan
 from hvd_compress.torch._lane import Lane
-from hvd_compress.torch.compression import exchanged, horovod_compressor
+from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
@@ -111,7 +112,7 @@ def _reduce(
             lane.wait_first()
     finite = {id(lane): lane.wait() for lane in lanes if lane is not None}
     return [
-        plain(tensor, its_name) if lane is None else lane.finish(finite[id(lane)], scale)
+        plain(tensor, its_name) if lane is None else lane.combine(finite[id(lane)], scale)
         for tensor, its_name, lane in zip(tensors, names, lanes, strict=True)
     ]
 
@@ -125,10 +126,9 @@ def _names(name: str | None, number: int) -> list[str]:
 def _share(compressor: Compressor, average: bool | None, op: Any, ranks: int) -> float:
     if average is not None and op is not None:
         raise ValueError("give op or average, not both")
-    if op not in (None, hvd.Average, hvd.Sum):
-        raise UnsupportedError(f"op={op} with {compressor!r}: payloads are summed; use op=Average or op=Sum")
-    averages = average if average is not None else op != hvd.Sum
-    return 1.0 / ranks if averages else 1.0
+    if average is not None:
+        op = hvd.Average if average else hvd.Sum
+    return average_share(compressor, hvd.Average if op is None else op, hvd.Average, hvd.Sum, ranks)
 
 
 def _lane(
@@ -145,7 +145,7 @@ def _lane(
     key = (process_set.process_set_id, process_set.size(), name, tuple(tensor.shape), tensor.dtype, compressor)
     lane = _lanes.get(key)
     if lane is None:
-        lane = Lane(name, plan, compressor, process_set)
+        lane = Lane(name, plan, compressor, process_set.rank(), process_set)
         if keep:
             _lanes[key] = lane
     return lane

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -13,19 +12,23 @@ import torch
 
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor
+from hvd_compress.engine import (
+    DEFAULT_MIN_NUMEL,
+    Counters,
+    check_settings,
+    describe,
+    empty_state,
+    exchanged,
+    refuse_elastic,
+    refuse_residuals,
+)
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import EXCHANGES
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
-from hvd_compress.torch._stats import Counters
-from hvd_compress.torch.compression import describe, exchanged, horovod_compressor
+from hvd_compress.torch.compression import horovod_compressor
 
-__all__ = ["DEFAULT_MIN_NUMEL", "DistributedOptimizer"]
-
-# 64 KiB of float32: on the links that this package is for, a smaller tensor costs Horovod's fused allreduce less than
-# the two collectives of an exchange, about a millisecond each
-DEFAULT_MIN_NUMEL = 16384
+__all__ = ["DistributedOptimizer"]
 
 
 class _Overrides:
@@ -60,7 +63,7 @@ class _Overrides:
             return _InExchange(), None
         self._engine.progress()
         if not is_sparse or self.sparse_as_dense:
-            self._engine.count_dense(name, p.grad, self._sent_itemsize(p.grad.dtype))
+            self._count_dense(name, p.grad)
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
     def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
@@ -70,15 +73,17 @@ class _Overrides:
             return [self._allreduce_grad_async(p) for p in ps], None
         if self._engine is not None:
             for p in ps:
-                self._engine.count_dense(self._parameter_names[p], p, self._sent_itemsize(p.dtype))
+                self._count_dense(self._parameter_names[p], p)
         return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)
 
-    def _sent_itemsize(self: Any, dtype: torch.dtype) -> int:
-        """Bytes per element of what the Horovod compressor makes of a gradient; asked once, not in every hook."""
-        if dtype not in self._sent_itemsizes:
-            sent, _ = self._compression.compress(torch.zeros(1, dtype=dtype))
-            self._sent_itemsizes[dtype] = sent.element_size()
-        return int(self._sent_itemsizes[dtype])
+    def _count_dense(self: Any, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in self._sent_itemsizes:
+            # asked once, not in every hook
+            sent, _ = self._compression.compress(torch.zeros(1, dtype=tensor.dtype))
+            self._sent_itemsizes[tensor.dtype] = sent.element_size()
+        # no nbytes: sparse gradients that are made dense have none
+        numel, itemsize = tensor.numel(), tensor.element_size()
+        self._engine.count_dense(name, numel * self._sent_itemsizes[tensor.dtype], numel * itemsize)
 
     # -- what the user calls -------------------------------------------------------------------------------------
 
@@ -142,7 +147,7 @@ class _Overrides:
             A dict of tensors and plain values that `torch.save` takes; see `hvd_compress.feedback`.
         """
         if self._engine is None:
-            return {"format": 1, "size": 1, "rank": 0, "steps": 0, "residuals": {}, "owner_residuals": {}}
+            return empty_state()
         if self._handles:
             raise StateError("compression_state_dict() while gradients are exchanged; call it after step()")
         return self._engine.state_dict()
@@ -155,11 +160,8 @@ class _Overrides:
         """
         if self._engine is not None:
             self._engine.load_state_dict(state)
-        elif state.get("residuals") or state.get("owner_residuals"):
-            raise StateError(
-                "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
-                "as before, or leave the state out, which drops what was still owed"
-            )
+        else:
+            refuse_residuals(state)
 
     def set_loss_scale(self: Any, loss_scale: float) -> None:
         """Tell the residuals the scale of the losses to come, such as `scaler.get_scale()` after `scaler.update()`.
@@ -204,7 +206,7 @@ class _Overrides:
             output = handle() if callable(handle) else hvd.synchronize(handle)
             finite = _all_finite(output) and finite
             waited[p] = (partial(_identity, output), ctx)
-        results = self._engine.finish(keep=finite)
+        results = self._engine.combine(keep=finite)
         for p in self._handles:
             # Horovod's synchronize calls what is callable (l. 284) and assigns what it returns
             self._handles[p] = waited.get(p) or (partial(_identity, results[self._parameter_names[p]]), None)
@@ -221,23 +223,6 @@ def _identity(output: torch.Tensor) -> torch.Tensor:
 def _all_finite(output: torch.Tensor) -> bool:
     values = output._values() if output.is_sparse else output
     return bool(torch.isfinite(values).all())
-
-
-def _check_settings(
-    exchange: str, min_numel: int, op: Any, gradient_predivide_factor: float, backward_passes_per_step: int, groups: Any
-) -> None:
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
-    if type(min_numel) is not int or min_numel < 0:
-        raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
-    if gradient_predivide_factor != 1.0 and op != hvd.Average:
-        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} goes with op=Average only")
-    if gradient_predivide_factor != 1.0 and hvd.rocm_built():
-        raise ValueError("gradient_predivide_factor is not supported by Horovod with ROCm")
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
-    if groups is not None and not isinstance(groups, list) and groups <= 0:
-        raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
 
 
 def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None) -> list[Any]:
@@ -296,15 +281,14 @@ def DistributedOptimizer(
         MismatchError: the ranks disagree; raised on all of them.
     """
     groups = num_groups if num_groups and groups is None else groups
-    _check_settings(exchange, min_numel, op, gradient_predivide_factor, backward_passes_per_step, groups)
+    check_settings(
+        exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step, groups,
+        hvd.rocm_built(),
+    )  # fmt: skip
+    refuse_elastic(compression)
     horovods = horovod_compressor(compression)
     ours = exchanged(compression)
     named = list(named_parameters) if named_parameters is not None else None
-    if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise UnsupportedError(
-            f"{ours!r} in an elastic run: residuals of ranks that leave would be lost. Start with a fixed number of "
-            "ranks, and use hvd_compress.feedback.redistribute to change it between runs"
-        )
     if op == hvd.Adasum and hvd.size() > 1:
         if ours is not None:
             raise UnsupportedError(

@@ -13,6 +13,7 @@ import hvd_compress
 CORE = [
     "hvd_compress",
     "hvd_compress.compressors",
+    "hvd_compress.engine",
     "hvd_compress.errors",
     "hvd_compress.exchange",
     "hvd_compress.feedback",

@@ -1,0 +1,36 @@
+"""What one rank does with its tensors, whichever framework they come from: routes, residuals, counters, saved state.
+
+Edges subclass `Lane` and `Ledger` with the collectives of their framework. Arrays are NumPy; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from hvd_compress.engine.choice import (
+    DEFAULT_MIN_NUMEL,
+    Defaults,
+    average_share,
+    check_settings,
+    describe,
+    exchanged,
+    horovod_compressor,
+    refuse_elastic,
+)
+from hvd_compress.engine.counters import Counters
+from hvd_compress.engine.lane import Lane
+from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
+
+__all__ = [
+    "DEFAULT_MIN_NUMEL",
+    "Counters",
+    "Defaults",
+    "Lane",
+    "Ledger",
+    "average_share",
+    "check_settings",
+    "describe",
+    "empty_state",
+    "exchanged",
+    "horovod_compressor",
+    "refuse_elastic",
+    "refuse_residuals",
+]

@@ -1,0 +1,132 @@
+"""What the user asked for: the meaning of `compression=` and the checks of the settings beside it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompression, OneBit, Threshold, TopK
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import EXCHANGES
+
+__all__ = [
+    "DEFAULT_MIN_NUMEL",
+    "Defaults",
+    "average_share",
+    "check_settings",
+    "describe",
+    "exchanged",
+    "horovod_compressor",
+    "refuse_elastic",
+]
+
+# 64 KiB of float32: on the links that this package is for, a smaller tensor costs Horovod's fused allreduce less than
+# the two collectives of an exchange, about a millisecond each
+DEFAULT_MIN_NUMEL = 16384
+
+
+class Defaults:
+    """Our compressors with their default settings, to stand beside those of a `horovod.<framework>.Compression`.
+
+    `threshold` has no default and is called with its `tau`: `Compression.threshold(1e-3)`.
+    """
+
+    onebit = OneBit()
+    threshold = Threshold
+    adaptive = Adaptive()
+    qsgd = QSGD()
+    topk = TopK()
+    bf16 = BF16()
+
+
+def exchanged(compression: Any) -> Compressor | None:
+    """The compressor if its payloads need an exchange of ours, None if Horovod's allreduce can sum what it makes."""
+    return compression if isinstance(compression, Compressor) and not compression.reducible else None
+
+
+def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
+    """The object whose `compress` and `decompress` Horovod's own allreduce is to use.
+
+    Args:
+        compression: what the user gave.
+        none: Horovod's compressor that does nothing.
+        dense_route: the one for tensors that go uncompressed beside compressed ones.
+
+    Raises:
+        TypeError: neither one of our compressors nor a Horovod compressor.
+    """
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        raise TypeError(
+            f"compression={compression.__name__} is a class; give a compressor, such as {compression.__name__}(...)"
+        )
+    if isinstance(compression, NoCompression):
+        return none
+    if isinstance(compression, Compressor):
+        return compression if compression.reducible else dense_route
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise TypeError(
+            f"compression={compression!r}: give a compressor of hvd_compress, one of hvd.Compression, or an object "
+            "with Horovod's compress(tensor) and decompress(tensor, ctx)"
+        )
+    return compression
+
+
+def describe(compression: Any) -> Any:
+    """What the fingerprint compares of a compressor."""
+    if isinstance(compression, Compressor):
+        return compression.get_config()
+    kind = compression if isinstance(compression, type) else type(compression)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def average_share(compressor: Compressor, op: Any, average: Any, total: Any, ranks: int) -> float:
+    """The factor on the sum over ranks that `op` stands for; `average` and `total` are Horovod's Average and Sum.
+
+    Raises:
+        UnsupportedError: another `op`.
+    """
+    if op not in (average, total):
+        raise UnsupportedError(f"op={op} with {compressor!r}: payloads are summed; use op=Average or op=Sum")
+    return 1.0 / ranks if op == average else 1.0
+
+
+def check_settings(
+    exchange: str,
+    min_numel: int,
+    averages: bool,
+    gradient_predivide_factor: float,
+    backward_passes_per_step: int,
+    groups: Any,
+    rocm: bool,
+) -> None:
+    """Check what all optimizer wrappers and tapes have in common.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
+    if type(min_numel) is not int or min_numel < 0:
+        raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
+    if gradient_predivide_factor != 1.0 and not averages:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} goes with op=Average only")
+    if gradient_predivide_factor != 1.0 and rocm:
+        raise ValueError("gradient_predivide_factor is not supported by Horovod with ROCm")
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
+    if groups is not None and not isinstance(groups, list) and groups <= 0:
+        raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
+
+
+def refuse_elastic(compression: Any) -> None:
+    """Refuse a compressor that keeps state in a run whose ranks come and go.
+
+    Raises:
+        UnsupportedError: an elastic run with one of our compressors.
+    """
+    ours = exchanged(compression)
+    if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise UnsupportedError(
+            f"{ours!r} in an elastic run: residuals of ranks that leave would be lost. Start with a fixed number of "
+            "ranks, and use hvd_compress.feedback.redistribute to change it between runs"
+        )
