@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress.errors import MismatchError
 
-__all__ = ["check_agreement", "digest", "serialize"]
+__all__ = ["agree", "check_agreement", "digest", "serialize"]
 
 DIGEST_BYTES = 32
 
@@ -43,6 +43,31 @@ must be given the same settings, and parameters of the same names, shapes and or
                 f"the ranks disagree on {where}: rank 0 has {mine!r}, rank {rank} has {theirs!r}. All ranks must be "
                 "given the same settings, and parameters of the same names, shapes and order."
             )
+
+
+def agree(description: dict[str, Any], allgather: Callable[[bytes, str], bytes]) -> None:
+    """Compare the description of this rank with those of all others; a collective call.
+
+    Args:
+        description: JSON-able.
+        allgather: bytes of this rank and the name of the collective -> bytes of all ranks, joined in their order.
+
+    Raises:
+        MismatchError: on all ranks, naming the first difference.
+    """
+    text = serialize(description)
+    mine = digest(text) + len(text).to_bytes(8, "little")
+    everyone = allgather(mine, "digest")
+    rows = [everyone[i : i + len(mine)] for i in range(0, len(everyone), len(mine))]
+    if all(row == mine for row in rows):
+        return
+    joined = allgather(text, "text")
+    texts = []
+    for row in rows:
+        length = int.from_bytes(row[DIGEST_BYTES:], "little")
+        texts.append(joined[:length])
+        joined = joined[length:]
+    check_agreement(texts)
 
 
 def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:

@@ -1,0 +1,276 @@
+"""All exchanges of one tape or optimizer, laid into a graph: every first stage before any second one."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress import wire
+from hvd_compress.compressors import Compressor
+from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger, average_share, describe, exchanged
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import Plan
+from hvd_compress.tensorflow._agreement import require_agreement
+from hvd_compress.tensorflow._lane import Lane
+from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
+from hvd_compress.tensorflow.compression import horovod_compressor
+
+__all__ = ["GradientExchange", "Settings", "Source"]
+
+Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
+
+_names: Counter[tuple[int, str]] = Counter()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are combined; see `DistributedGradientTape` for the meaning of each.
+
+    `groups` holds a number, or one tuple of positions in the list of tensors for each group.
+    """
+
+    compression: Any = hvd.Compression.none
+    op: Any = hvd.Average
+    gradient_predivide_factor: float = 1.0
+    sparse_as_dense: bool = False
+    groups: int | tuple[tuple[int, ...], ...] | None = None
+    process_set: hvd.ProcessSet = hvd.global_process_set
+    exchange: str = "auto"
+    min_numel: int = DEFAULT_MIN_NUMEL
+    device_dense: str = ""
+    device_sparse: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a gradient is of.
+
+    Args:
+        name: the same on all ranks, unique in its list.
+        shape: None where it is not known before a step.
+        dtype: of the gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: tf.DType
+
+
+class GradientExchange(Ledger[Lane]):
+    """Combines the gradients of a fixed list of tensors over all ranks, in eager mode or within a `tf.function`.
+
+    Args:
+        settings: the same on all ranks.
+        sources: of the gradients that `reduce` will be given, the same on all ranks.
+        compared: whether the ranks compare all this now, in a collective call.
+
+    Raises:
+        MismatchError: the ranks disagree; raised on all of them.
+        UnsupportedError: a tensor to be compressed whose shape is not known.
+    """
+
+    def __init__(self, settings: Settings, sources: Sequence[Source], compared: bool = True) -> None:
+        self.settings = settings
+        self._sources = list(sources)
+        self._compressor = exchanged(settings.compression)
+        self._wire_names = [_claim(s.name, settings.process_set) for s in sources]
+        process_set = settings.process_set
+        self.takes_part = process_set.included() and process_set.size() > 1
+        if self.takes_part and compared:
+            require_agreement(self._description(), process_set)
+        ranks = process_set.size() if self.takes_part else 1
+        position = process_set.rank() if self.takes_part else 0
+        super().__init__(
+            self._compressor if self.takes_part else None, settings.exchange, settings.min_numel, ranks, position,
+            [(s.name, self._static_shape(s), s.dtype.size) for s in sources], self._make_lane,
+        )  # fmt: skip
+        self._horovods = horovod_compressor(settings.compression)
+        self._scale = 1.0
+        if self._compressor is not None:
+            self._scale = average_share(self._compressor, settings.op, hvd.Average, hvd.Sum, ranks)
+        with tf.init_scope():
+            # read before the first stage of a step and written after its last one: this is what keeps the steps of a
+            # loop apart, and what makes a step complete even where a result is not used
+            self._turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvd_compress_turn")
+        self._compiled = tf.function(self._lay, autograph=False)
+
+    def reduce(self, gradients: Sequence[Gradient], loss_scale: tf.Tensor | None = None) -> list[Gradient]:
+        """The combined gradients, in the order of the sources; None stays None.
+
+        Args:
+            gradients: one per source, of its shape and dtype.
+            loss_scale: that the gradients are multiplied with; where it changes, residuals are converted.
+
+        Raises:
+            TypeError: a gradient to be compressed is not of a floating type.
+            UnsupportedError: the function is compiled by XLA.
+        """
+        if not self.takes_part or all(g is None for g in gradients):
+            return list(gradients)
+        if tf.executing_eagerly():
+            return list(self._compiled(list(gradients), loss_scale))
+        return self._lay(list(gradients), loss_scale)
+
+    # -- the graph ---------------------------------------------------------------------------------------------------
+
+    def _lay(self, gradients: list[Gradient], loss_scale: tf.Tensor | None) -> list[Gradient]:
+        if is_compiled_by_xla():
+            raise UnsupportedError(
+                "jit_compile=True: XLA cannot compile the exchange of gradients, which runs in Python and in "
+                "Horovod. Use jit_compile=False for the function that combines and applies gradients "
+                "(Keras: model.compile(..., jit_compile=False)); the layers can be in functions of their own"
+            )
+        prepared = [self._prepared(g, s) for g, s in zip(gradients, self._sources, strict=True)]
+        compressed = [
+            i for i, g in enumerate(prepared) if self.compresses(self._sources[i].name) and isinstance(g, tf.Tensor)
+        ]
+        results = self._lay_dense(prepared, set(compressed))
+        finite = [_all_finite(g) for g in results if g is not None] if compressed else []
+        # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
+        with tf.device("CPU:0"):
+            turn = self._turn.read_value()
+            if loss_scale is not None and compressed:
+                turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
+            # No deadlock: no node waits for a collective, and the first ones of all tensors come before the second ones
+            lanes = {i: self.lanes[self._sources[i].name] for i in compressed}
+            payloads = {i: lane.lay_encode(prepared[i], turn) for i, lane in lanes.items()}
+            last = {
+                i: lane.lay_reduce(payloads[i]) if lane.plan.exchange == "two_phase" else payloads[i][0]
+                for i, lane in lanes.items()
+            }
+            finite += [lane.lay_arrive(last[i]) for i, lane in lanes.items()]
+            keep = tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+            for i, lane in lanes.items():
+                results[i] = lane.lay_finish(prepared[i], keep, self._scale)
+            self._lay_end(prepared, results, compressed, turn)
+        return results
+
+    def _lay_dense(self, gradients: list[Gradient], compressed: set[int]) -> list[Gradient]:
+        """Results of what goes through Horovod's own allreduce; None for the others."""
+        settings = self.settings
+        factor = settings.gradient_predivide_factor if settings.op == hvd.Average else 1.0
+        reduce = {
+            "device_dense": settings.device_dense, "device_sparse": settings.device_sparse,
+            "compression": self._horovods, "op": settings.op, "prescale_factor": 1.0 / factor,
+            "postscale_factor": factor, "process_set": settings.process_set,
+        }  # fmt: skip
+        results: list[Gradient] = [None] * len(gradients)
+        for group in self._groups(gradients, compressed):
+            if len(group) == 1 and settings.groups is None:
+                (i,) = group
+                name = f"hvd_compress.allreduce.{self._wire_names[i]}"
+                # Horovod names the two allgathers of a sparse gradient itself
+                results[i] = hvd.allreduce(gradients[i], name=name, ignore_name_scope=True, **reduce)
+            elif group:
+                name = f"hvd_compress.grouped_allreduce.{self._wire_names[group[0]]}"
+                combined = hvd.grouped_allreduce([gradients[i] for i in group], name=name, ignore_name_scope=True, **reduce)
+                for i, result in zip(group, combined, strict=True):
+                    results[i] = result
+        return results
+
+    def _lay_end(
+        self, gradients: list[Gradient], results: list[Gradient], compressed: list[int], turn: tf.Tensor
+    ) -> None:
+        """Count the step when all of it is done, and give the turn to the next one."""
+        dense = [
+            (self._sources[i].name, *self._dense_bytes(g))
+            for i, g in enumerate(gradients)
+            if isinstance(g, tf.Tensor) and i not in compressed and g.shape.is_fully_defined()
+        ]
+
+        def end(turn: np.int64) -> np.int64:
+            self.count_step()
+            for name, sent_bytes, gradient_bytes in dense:
+                self.count_dense(name, sent_bytes, gradient_bytes)
+            return np.int64(turn + 1)
+
+        done = [r.op for g in results if g is not None for r in (g.values if isinstance(g, tf.IndexedSlices) else g,)]
+        with tf.control_dependencies(done):
+            self._turn.assign(tf.reshape(tf.numpy_function(end, [turn], tf.int64, stateful=False), []))
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, gradient: Gradient, source: Source) -> Gradient:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices) and not self.settings.sparse_as_dense:
+            return gradient
+        gradient = tf.convert_to_tensor(gradient)
+        if self.compresses(source.name):
+            if not gradient.dtype.is_floating:
+                raise TypeError(
+                    f"gradient of {source.name!r} is {gradient.dtype.name}; compressors take float16, bfloat16, "
+                    "float32 and float64. Leave such tensors to another tape or optimizer without compression"
+                )
+            gradient.shape.assert_is_compatible_with(source.shape)
+        return gradient
+
+    def _groups(self, gradients: list[Gradient], compressed: set[int]) -> list[list[int]]:
+        """Positions of dense gradients that Horovod is to combine together."""
+        left = [i for i, g in enumerate(gradients) if g is not None and i not in compressed]
+        groups = self.settings.groups
+        if groups is None:
+            return [[i] for i in left]
+        if isinstance(groups, int):
+            return [list(part) for part in split_list(left, groups)] if left else []
+        named = [[i for i in group if i in left] for group in groups]
+        grouped = {i for group in named for i in group}
+        return named + [[i] for i in left if i not in grouped]
+
+    def _dense_bytes(self, gradient: tf.Tensor) -> tuple[int, int]:
+        numel = int(np.prod(gradient.shape.as_list(), dtype=np.int64))
+        with tf.init_scope():
+            sent, _ = self._horovods.compress(tf.zeros([1], gradient.dtype))
+        return numel * sent.dtype.size, numel * gradient.dtype.size
+
+    def _rescale(self, turn: np.int64, loss_scale: np.float32) -> np.int64:
+        self.set_loss_scale(float(loss_scale))
+        return turn
+
+    def _static_shape(self, source: Source) -> tuple[int, ...]:
+        if source.shape is not None:
+            return source.shape
+        if self._compressor is not None and self.takes_part:
+            raise UnsupportedError(
+                f"{source.name!r} has a shape that is not known before the step: {self._compressor!r} needs it to lay "
+                "out payloads. Set the shape, or use compression=hvd.Compression.none"
+            )
+        return ()
+
+    def _make_lane(self, name: str, plan: Plan, compressor: Compressor, position: int) -> Lane:
+        wire_name = self._wire_names[next(i for i, s in enumerate(self._sources) if s.name == name)]
+        return Lane(name, plan, compressor, position, self.settings.process_set, wire_name)
+
+    def _description(self) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "wire version": wire.VERSION,
+            "compression": describe(settings.compression),
+            "exchange": settings.exchange,
+            "min_numel": settings.min_numel,
+            "op": str(settings.op),
+            "gradient_predivide_factor": settings.gradient_predivide_factor,
+            "sparse_as_dense": settings.sparse_as_dense,
+            "groups": settings.groups,
+            "parameters": [[s.name, s.shape, s.dtype.name] for s in self._sources],
+        }
+
+
+def _claim(name: str, process_set: hvd.ProcessSet) -> str:
+    """`name` for collectives: what a graph allows, and unique in this process, on all ranks in the same way."""
+    allowed = re.sub(r"[^A-Za-z0-9_.-]", ".", name)
+    taken = _names[process_set.process_set_id, allowed]
+    _names[process_set.process_set_id, allowed] += 1
+    return f"{allowed}.again{taken}" if taken else allowed
+
+
+def _all_finite(gradient: Gradient) -> tf.Tensor:
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)

@@ -1,0 +1,156 @@
+"""`allreduce` and `grouped_allreduce` of single tensors, with compression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_compress.compressors import Compressor
+from hvd_compress.engine import exchanged
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
+from hvd_compress.tensorflow.compression import horovod_compressor
+
+__all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
+
+# named tensors keep their residual from call to call, as an optimizer's do
+_exchanges: dict[tuple[Any, ...], GradientExchange] = {}
+_unnamed = count()
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Average or sum a tensor over all ranks, as `horovod.tensorflow.allreduce` does, compressed if so asked.
+
+    With error feedback and a name, what a call leaves out is added to the next call of that name, shape and compressor;
+    without a name it is lost. Tensors that compression would not make smaller travel as they are.
+
+    Args:
+        tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; `tf.IndexedSlices` travel as
+            Horovod sends them.
+        average: old form of `op`.
+        device_dense: of Horovod's allreduce.
+        device_sparse: of Horovod's allgathers.
+        compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
+        op: Average (default) or Sum with a compressor of hvd_compress; any of Horovod's without.
+        prescale_factor: factor on each rank's tensor.
+        postscale_factor: factor on the result.
+        name: the same on all ranks.
+        process_set: the ranks that take part.
+        ignore_name_scope: of Horovod's allreduce; collectives of an exchange never use the scope.
+
+    Raises:
+        UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress.
+        TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
+    """
+    if exchanged(compression) is None or isinstance(tensor, tf.IndexedSlices) or process_set.size() == 1:
+        return hvd.allreduce(
+            tensor, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
+            postscale_factor, name, process_set, ignore_name_scope,
+        )  # fmt: skip
+    factor = prescale_factor * postscale_factor
+    return _exchange([tensor], average, compression, op, factor, name, process_set)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """`allreduce` of several tensors at once; their exchanges are in flight together."""
+    if exchanged(compression) is None or process_set.size() == 1 or not tensors:
+        combined: list[Any] = hvd.grouped_allreduce(
+            tensors, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
+            postscale_factor, process_set, ignore_name_scope, name,
+        )  # fmt: skip
+        return combined
+    factor = prescale_factor * postscale_factor
+    return _exchange(tensors, average, compression, op, factor, name, process_set)
+
+
+def forget_residuals() -> None:
+    """Drop the residuals that named calls of `allreduce` have kept; all ranks must do so at the same point.
+
+    Functions that are traced already keep theirs.
+    """
+    _exchanges.clear()
+
+
+@tf.autograph.experimental.do_not_convert
+def _exchange(
+    tensors: Sequence[Any],
+    average: bool | None,
+    compression: Compressor,
+    op: Any,
+    factor: float,
+    name: str | None,
+    process_set: hvd.ProcessSet,
+) -> list[Any]:
+    if average is not None and op is not None:
+        raise ValueError("give op or average, not both")
+    if op is None:
+        op = hvd.Sum if average is False else hvd.Average
+    given = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors]
+    sources = [
+        Source(n, tuple(t.shape.as_list()) if t.shape.is_fully_defined() else None, t.dtype)
+        for t, n in zip(given, _names(name, len(given)), strict=True)
+    ]
+    settings = Settings(_for_one_call(compression) if name is None else compression, op,
+                        process_set=process_set, min_numel=0)  # fmt: skip
+    key = (process_set.process_set_id, process_set.size(), op, compression, *sources)
+    exchange = _exchanges.get(key)
+    if exchange is None:
+        exchange = GradientExchange(settings, sources, compared=False)
+        if name is not None:
+            _exchanges[key] = exchange
+
+    @tf.custom_gradient
+    def combine(*values: Any) -> Any:
+        def refuse(*_: Any) -> Any:
+            raise UnsupportedError(
+                f"a gradient through allreduce of {name!r} with {compression!r}: compression does not pass it on. "
+                "Use tf.stop_gradient on the tensor, or compression=hvd.Compression.none"
+            )
+
+        return exchange.reduce(values), refuse
+
+    combined = combine(*given)
+    combined = list(combined) if isinstance(combined, list | tuple) else [combined]
+    return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
+
+
+def _names(name: str | None, number: int) -> list[str]:
+    if name is None:
+        return [f"allreduce.noname.{next(_unnamed)}" for _ in range(number)]
+    return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]
+
+
+def _for_one_call(compressor: Compressor) -> Compressor:
+    """Without error feedback: a node of a graph runs many times, but calls without a name know nothing of each other."""
+    if any(field.name == "error_feedback" for field in fields(compressor)):  # type: ignore[arg-type]
+        return replace(compressor, error_feedback=False)  # type: ignore[type-var]
+    return compressor

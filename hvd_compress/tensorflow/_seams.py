@@ -1,0 +1,29 @@
+"""The private seams of TensorFlow and of horovod.tensorflow 0.28, all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+from horovod.common.util import split_list
+from tensorflow.python.ops import control_flow_util
+
+__all__ = ["is_compiled_by_xla", "overlay", "split_list"]
+
+
+def is_compiled_by_xla() -> bool:
+    """Whether the function being traced is compiled as a whole (`jit_compile=True`); TensorFlow has no public name."""
+    graph = tf.compat.v1.get_default_graph()
+    return not tf.executing_eagerly() and bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def overlay(tape: tf.GradientTape, methods: type) -> Any:
+    """The same tape, recording included, as an object of a class with `methods` laid over those of its own.
+
+    Horovod makes a new tape from three private attributes instead (tensorflow/__init__.py, l. 1130). The two objects
+    here share all attributes, so either can be entered, watched and reset.
+    """
+    cls = type(type(tape).__name__, (methods, type(tape)), {"__module__": type(tape).__module__})
+    wrapped = object.__new__(cls)
+    wrapped.__dict__ = tape.__dict__
+    return wrapped

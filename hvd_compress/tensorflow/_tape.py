@@ -1,0 +1,292 @@
+"""`DistributedGradientTape`: a tape whose `gradient` returns the combined gradients of all ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_compress.engine import DEFAULT_MIN_NUMEL, check_settings, refuse_elastic
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
+from hvd_compress.tensorflow._seams import overlay
+from hvd_compress.tensorflow.compression import horovod_compressor
+
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
+
+# A training step makes a new tape, residuals must stay: exchanges belong to what the gradients are of.
+_exchanges: dict[tuple[Settings, tuple[int, ...]], GradientExchange] = {}
+
+
+class _Overrides(tf.GradientTape):
+    """Methods laid over those of a tape; see `_seams.overlay`."""
+
+    _hvd_settings: Settings
+    _hvd_groups: Any
+    _hvd_scale_local: bool
+    _hvd_local: list[Any]
+
+    @tf.autograph.experimental.do_not_convert
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """The combined gradients of all ranks, in the structure of `sources`; a collective call.
+
+        Args:
+            target: what to differentiate.
+            sources: variables or watched tensors, nested as you like; the same on all ranks.
+            output_gradients: see `tf.GradientTape.gradient`.
+            use_generic_names: Horovod's; collectives are always named by source here.
+            unconnected_gradients: see `tf.GradientTape.gradient`.
+
+        Raises:
+            UnsupportedError: within a function compiled by XLA.
+            MismatchError: the ranks disagree; raised on all of them at the first call.
+        """
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        flat_sources, flat = _flatten(sources), list(_flatten(gradients))
+        shared = [i for i, s in enumerate(flat_sources) if not self._is_local(s)]
+        if shared:
+            exchange = self._exchange([flat_sources[i] for i in shared], [flat[i] for i in shared])
+            for i, combined in zip(shared, exchange.reduce([flat[i] for i in shared]), strict=True):
+                flat[i] = combined
+        if self._hvd_scale_local:
+            ranks = self._hvd_settings.process_set.size() if self._hvd_settings.process_set.included() else 1
+            for i in set(range(len(flat))) - set(shared):
+                flat[i] = divided(flat[i], ranks)
+        return _pack(sources, flat)
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradient of `source` to this rank: divided by the number of ranks, but not combined."""
+        self._hvd_local.append(source)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """`gradient` as (source, gradient) pairs: those of local sources, and all others."""
+        gradients = self.gradient(target, sources, output_gradients, use_generic_names)
+        pairs = list(zip(_flatten(sources), _flatten(gradients), strict=True))
+        return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
+
+    def compression_stats(self, sources: Any) -> dict[str, Any]:
+        """Bytes, seconds and residual norms of all exchanges of `sources` so far on this rank.
+
+        Returns:
+            As `DistributedOptimizer.compression_stats` of `hvd_compress.torch` does, but `exchange_seconds` are those
+            between a stage and the next, in which other tensors make progress.
+        """
+        return {"compressor": repr(self._hvd_settings.compression), **self._exchange_of(sources).stats()}
+
+    def compression_state_dict(self, sources: Any) -> dict[str, Any]:
+        """The residuals of this rank for `sources`, to be saved per rank; values are NumPy arrays."""
+        return self._exchange_of(sources).state_dict()
+
+    def load_compression_state_dict(self, state: dict[str, Any], sources: Any) -> None:
+        """Take over what `compression_state_dict` returned on this rank; a collective call if it is the first one.
+
+        Raises:
+            StateError: not such a state, of another rank or number of ranks, or of other tensors.
+        """
+        self._exchange_of(sources).load_state_dict(state)
+
+    def _is_local(self, source: Any) -> bool:
+        return any(source is local for local in self._hvd_local)
+
+    def _exchange_of(self, sources: Any) -> GradientExchange:
+        return self._exchange([s for s in _flatten(sources) if not self._is_local(s)], None)
+
+    def _exchange(self, sources: Sequence[Any], gradients: Sequence[Any] | None) -> GradientExchange:
+        key = (self._hvd_settings, tuple(map(id, sources)))
+        if key not in _exchanges:
+            positions = {id(s): i for i, s in enumerate(sources)}
+            groups: Any = self._hvd_groups
+            if isinstance(groups, list):
+                groups = tuple(tuple(positions[id(v)] for v in group if id(v) in positions) for group in groups)
+            settings = replace(self._hvd_settings, groups=groups)
+            _exchanges[key] = GradientExchange(settings, describe_sources(sources))
+            for source in sources:
+                # an id may be given to another object when this one is gone
+                weakref.finalize(source, _exchanges.pop, key, None)
+        return _exchanges[key]
+
+
+def describe_sources(sources: Sequence[Any]) -> list[Source]:
+    """Names (of Keras 3: paths), made unique by their position, with shapes and dtypes."""
+    described: dict[str, Source] = {}
+    for i, source in enumerate(sources):
+        # an eager tensor has no name, and a Keras variable's is not unique
+        base = getattr(source, "path", None) or _name_of(source) or f"source_{i}"
+        name = base if base not in described else f"{base}.{i}"
+        shape = tf.TensorShape(source.shape)
+        known = tuple(shape.as_list()) if shape.is_fully_defined() else None
+        described[name] = Source(name, known, tf.as_dtype(source.dtype))
+    return list(described.values())
+
+
+def divided(gradient: Any, ranks: int) -> Any:
+    """A gradient, sparse ones too, divided by `ranks`; None stays None."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / ranks, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else gradient / ranks
+
+
+def _name_of(source: Any) -> str | None:
+    try:
+        return str(source.name).partition(":")[0]
+    except AttributeError:
+        return None
+
+
+def _flatten(structure: Any) -> list[Any]:
+    # tf.nest would take a sparse gradient apart
+    if isinstance(structure, dict):
+        return [leaf for key in sorted(structure) for leaf in _flatten(structure[key])]
+    if isinstance(structure, list | tuple):
+        return [leaf for part in structure for leaf in _flatten(part)]
+    return [structure]
+
+
+def _pack(structure: Any, leaves: list[Any]) -> Any:
+    return tf.nest.map_structure(lambda i: leaves[i], tf.nest.pack_sequence_as(structure, list(range(len(leaves)))))
+
+
+def make_settings(
+    compression: Any,
+    sparse_as_dense: bool,
+    op: Any,
+    gradient_predivide_factor: float,
+    backward_passes_per_step: int,
+    groups: Any,
+    process_set: hvd.ProcessSet,
+    exchange: str,
+    min_numel: int,
+    device_dense: str,
+    device_sparse: str,
+) -> Settings:
+    """Settings, checked as those of every wrapper are.
+
+    Raises:
+        ValueError: a setting out of its range.
+        TypeError: `compression` is no compressor.
+        UnsupportedError: another `op`, or an elastic run, with a compressor.
+    """
+    check_settings(
+        exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step, groups,
+        hvd.rocm_built(),
+    )  # fmt: skip
+    horovod_compressor(compression)
+    refuse_elastic(compression)
+    if op not in (hvd.Average, hvd.Sum):
+        raise UnsupportedError(f"op={op}: gradients are combined by op=Average or op=Sum")
+    return Settings(
+        compression, op, gradient_predivide_factor, sparse_as_dense, groups if isinstance(groups, int) else None,
+        process_set, exchange, min_numel, device_dense, device_sparse,
+    )  # fmt: skip
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    exchange: str = "auto",
+    min_numel: int = DEFAULT_MIN_NUMEL,
+) -> Any:
+    """Wrap a tape so that `gradient()` returns the combined gradients of all ranks, exchanged compressed.
+
+    Works in eager mode and inside `tf.function`, with variables of TensorFlow and of Keras. Residuals belong to the
+    list of sources, not to the tape: a new tape in every step goes on where the last one ended.
+
+    Args:
+        gradtape: to wrap; both share what is recorded.
+        device_dense: of Horovod's allreduce.
+        device_sparse: of Horovod's allgathers of sparse gradients.
+        compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
+        sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
+        op: Average or Sum; Adasum without compression only, as in Horovod.
+        gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
+            in float32 by us the factors cancel, and the result is the average.
+        num_groups: old name of `groups`.
+        groups: of gradients that Horovod's allreduce combines together: a number, or lists of variables. Compressed
+            ones have exchanges of their own.
+        process_set: the ranks that take part; others get their own gradients back.
+        scale_local_gradients: divide the gradients of local sources by the number of ranks.
+        exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
+        min_numel: gradients with fewer elements go through Horovod's own fused allreduce, uncompressed.
+
+    Raises:
+        ValueError: a setting out of its range.
+        TypeError: `compression` is no compressor.
+        UnsupportedError: Adasum, Min, Max or Product, or an elastic run, with a compressor.
+
+    Example, on one rank::
+
+        >>> import tensorflow as tf, hvd_compress.tensorflow as hvd
+        >>> hvd.init()
+        >>> w = tf.Variable([1.0, 2.0])
+        >>> with tf.GradientTape() as tape:
+        ...     loss = tf.reduce_sum(w * w)
+        >>> tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.onebit)
+        >>> tape.gradient(loss, [w])[0].numpy().tolist()
+        [2.0, 4.0]
+    """
+    groups = num_groups if num_groups and groups is None else groups
+    wrapped = overlay(gradtape, _Overrides)
+    wrapped._hvd_settings = make_settings(
+        compression, sparse_as_dense, op, gradient_predivide_factor, 1, groups, process_set, exchange, min_numel,
+        device_dense, device_sparse,
+    )  # fmt: skip
+    wrapped._hvd_groups = groups
+    wrapped._hvd_scale_local = scale_local_gradients
+    wrapped._hvd_local = []
+    return wrapped
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None, **settings: Any
+) -> Any:
+    """`DistributedGradientTape` that leaves the weights of some layers to each rank.
+
+    Args:
+        gradtape: to wrap.
+        arguments: of `DistributedGradientTape`, in its order.
+        local_layers: one Keras layer, or several.
+        settings: of `DistributedGradientTape`, by name.
+
+    Raises:
+        ValueError: one of `local_layers` has no weights of its own to leave out.
+    """
+    tape = DistributedGradientTape(gradtape, *arguments, **settings)
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The trainable weights of one or several layers.
+
+    Raises:
+        ValueError: not Keras layers.
+    """
+    layers: Iterable[Any] = () if local_layers is None else local_layers
+    layers = list(layers) if isinstance(layers, Iterable) else [layers]
+    if not all(hasattr(layer, "trainable_weights") for layer in layers):
+        raise ValueError(f"local_layers={local_layers!r}: must be a Keras layer or a list of them")
+    return [v for layer in layers for v in layer.trainable_weights]

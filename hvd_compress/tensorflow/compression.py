@@ -1,0 +1,46 @@
+"""`Compression`: Horovod's namespace of compressors, with ours beside its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_compress import engine
+
+__all__ = ["Compression"]
+
+
+class Compression(hvd.Compression, engine.Defaults):
+    """Compressors with their default settings; `none` and `fp16` are Horovod's own.
+
+    `threshold` has no default and is called with its `tau`: `Compression.threshold(1e-3)`.
+
+    Example:
+        >>> from hvd_compress.tensorflow import Compression
+        >>> Compression.onebit
+        OneBit(group='row', sample=None, error_feedback=True)
+    """
+
+
+class DenseRoute:
+    """How gradients that are not compressed travel beside compressed ones.
+
+    They go as they are, but bfloat16, which Horovod does not know, as float32.
+    """
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
+        """The tensor in a type that Horovod can sum."""
+        return (tf.cast(tensor, tf.float32), tensor.dtype) if tensor.dtype == tf.bfloat16 else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
+        """The tensor in the type it had."""
+        return tensor if ctx is None else tf.cast(tensor, ctx)
+
+
+def horovod_compressor(compression: Any) -> Any:
+    """See `engine.horovod_compressor`."""
+    return engine.horovod_compressor(compression, hvd.Compression.none, DenseRoute)
