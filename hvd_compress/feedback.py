@@ -11,15 +11,19 @@ Both kinds count in the units of the sum over ranks. Residuals are per rank: a s
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvd_compress.errors import StateError
 
-__all__ = ["FORMAT", "check_state", "redistribute"]
+__all__ = ["FORMAT", "check_state", "read_state", "redistribute", "write_state"]
 
 FORMAT = 1
 State = dict[str, Any]
@@ -41,6 +45,44 @@ def check_state(state: Any) -> None:
     for name, entry in state["owner_residuals"].items():
         if not 0 <= entry["start"] <= entry["start"] + len(entry["values"]) <= math.prod(entry["shape"]):
             raise StateError(f"owner residual of {name!r} lies outside of shape {tuple(entry['shape'])}")
+
+
+def write_state(path: str | os.PathLike[str], state: State) -> None:
+    """Write a state to a file of NumPy's npz format, whole or not at all; further JSON-able entries are kept."""
+    check_state(state)
+    arrays: dict[str, Any] = {}
+    plain = dict(state)
+    for kind in ("residuals", "owner_residuals"):
+        plain[kind] = {}
+        for name, entry in state[kind].items():
+            key = f"values{len(arrays)}"
+            arrays[key] = np.asarray(entry["values"])
+            plain[kind][name] = {**entry, "values": key}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        np.savez(file, plain=np.frombuffer(json.dumps(plain).encode(), np.uint8), **arrays)
+    partial.replace(path)
+
+
+def read_state(path: str | os.PathLike[str]) -> State:
+    """The state that `write_state` wrote.
+
+    Raises:
+        StateError: the file is something else, or damaged.
+        FileNotFoundError: there is none.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            state: State = json.loads(file["plain"].tobytes())
+            for kind in ("residuals", "owner_residuals"):
+                for entry in state[kind].values():
+                    entry["values"] = file[entry["values"]]
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise StateError(f"{path} is not a file with a compressor state: {error}") from error
+    check_state(state)
+    return state
 
 
 def redistribute(states: Sequence[State], size: int) -> list[State]:

@@ -110,6 +110,27 @@ class Lane:
 
     # -- what is owed --------------------------------------------------------------------------------------------
 
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether error feedback is on."""
+        return self._feedback
+
+    def is_owing(self) -> bool:
+        """Whether anything is left of what this rank was to send."""
+        owed = (self.residual, self.transfer.owner_residual)
+        return any(r is not None and r.any() for r in owed)
+
+    def inherit(self, other: Lane) -> None:
+        """Take over the residuals, counters and step of a lane of the same tensor with another compressor."""
+        self.counters, self.transfer.step = other.counters, other.transfer.step
+        if other.residual is not None:
+            self.residual = other.residual
+            owed = other.transfer.owner_residual
+            if owed is not None:
+                # both are in units of the sum; the chunks of another compressor may have other bounds
+                start = other.plan.bounds[other.transfer.position]
+                self.residual[start : start + owed.size] += owed
+
     def rescale(self, factor: float) -> None:
         """Multiply both residuals."""
         for owed in (self.residual, self.transfer.owner_residual):

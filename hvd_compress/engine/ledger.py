@@ -11,7 +11,7 @@ import numpy as np
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane
-from hvd_compress.errors import StateError
+from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Plan, make_plan
 from hvd_compress.feedback import FORMAT, check_state
 
@@ -89,6 +89,27 @@ class Ledger(Generic[AnyLane]):
         for lane in self.lanes.values():
             if lane.busy:
                 lane.abandon()
+
+    def inherit(self, other: Ledger[AnyLane]) -> None:
+        """Take over what `other`, a ledger of the same tensors with another compressor, still owes, and its counters.
+
+        Raises:
+            UnsupportedError: something is owed of a tensor that is not compressed with error feedback here.
+        """
+        for name, lane in other.lanes.items():
+            if lane.is_owing() and (name not in self.lanes or not self.lanes[name].keeps_residual):
+                raise UnsupportedError(
+                    f"{self.compressor!r} keeps no residual, but {lane.residual_norm():.3g} is still owed of {name!r}: "
+                    "take a compressor with error feedback, such as the last one"
+                )
+        for name, lane in self.lanes.items():
+            if name in other.lanes:
+                lane.inherit(other.lanes[name])
+            elif name in other.dense:
+                lane.counters = other.dense[name]
+        for name in self.dense:
+            self.dense[name] = other.dense.get(name) or other.lanes[name].counters
+        self._steps, self._loss_scale = other._steps, other._loss_scale
 
     def set_loss_scale(self, loss_scale: float) -> None:
         """Convert the residuals, which are in units of the scaled gradients, to another loss scale."""

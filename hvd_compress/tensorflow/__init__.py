@@ -20,6 +20,7 @@ from horovod.tensorflow import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.tensorflow._functions import allreduce, forget_residuals, grouped_allreduce
+from hvd_compress.tensorflow._optimizer import DistributedOptimizer
 from hvd_compress.tensorflow._tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvd_compress.tensorflow.compression import Compression
 
@@ -28,6 +29,7 @@ __all__ = [
     "DEFAULT_MIN_NUMEL",
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "allreduce",
     "forget_residuals",

@@ -170,7 +170,9 @@ class GradientExchange(Ledger[Lane]):
                 results[i] = hvd.allreduce(gradients[i], name=name, ignore_name_scope=True, **reduce)
             elif group:
                 name = f"hvd_compress.grouped_allreduce.{self._wire_names[group[0]]}"
-                combined = hvd.grouped_allreduce([gradients[i] for i in group], name=name, ignore_name_scope=True, **reduce)
+                combined = hvd.grouped_allreduce(
+                    [gradients[i] for i in group], name=name, ignore_name_scope=True, **reduce
+                )
                 for i, result in zip(group, combined, strict=True):
                     results[i] = result
         return results

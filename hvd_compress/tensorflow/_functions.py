@@ -150,7 +150,7 @@ def _names(name: str | None, number: int) -> list[str]:
 
 
 def _for_one_call(compressor: Compressor) -> Compressor:
-    """Without error feedback: a node of a graph runs many times, but calls without a name know nothing of each other."""
+    """Without error feedback: a node of a graph runs many times, and calls without a name owe each other nothing."""
     if any(field.name == "error_feedback" for field in fields(compressor)):  # type: ignore[arg-type]
         return replace(compressor, error_feedback=False)  # type: ignore[type-var]
     return compressor

@@ -24,6 +24,6 @@ def overlay(tape: tf.GradientTape, methods: type) -> Any:
     here share all attributes, so either can be entered, watched and reset.
     """
     cls = type(type(tape).__name__, (methods, type(tape)), {"__module__": type(tape).__module__})
-    wrapped = object.__new__(cls)
+    wrapped: Any = object.__new__(cls)
     wrapped.__dict__ = tape.__dict__
     return wrapped

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvd_compress._keras.optimizer import local_variables
 from hvd_compress.engine import DEFAULT_MIN_NUMEL, check_settings, refuse_elastic
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
@@ -271,22 +272,9 @@ def PartialDistributedGradientTape(
         settings: of `DistributedGradientTape`, by name.
 
     Raises:
-        ValueError: one of `local_layers` has no weights of its own to leave out.
+        ValueError: `local_layers` are no layers, or not built.
     """
     tape = DistributedGradientTape(gradtape, *arguments, **settings)
     for variable in local_variables(local_layers):
         tape.register_local_source(variable)
     return tape
-
-
-def local_variables(local_layers: Any) -> list[Any]:
-    """The trainable weights of one or several layers.
-
-    Raises:
-        ValueError: not Keras layers.
-    """
-    layers: Iterable[Any] = () if local_layers is None else local_layers
-    layers = list(layers) if isinstance(layers, Iterable) else [layers]
-    if not all(hasattr(layer, "trainable_weights") for layer in layers):
-        raise ValueError(f"local_layers={local_layers!r}: must be a Keras layer or a list of them")
-    return [v for layer in layers for v in layer.trainable_weights]

@@ -1,0 +1,56 @@
+"""Joins the callbacks of this package with the Keras and the edge that an edge's module is for."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from hvd_compress._keras import callbacks, compression_callbacks
+from hvd_compress._keras.link import Link
+
+__all__ = ["bound_callbacks"]
+
+_MIXINS = [
+    *(callbacks.__dict__[name] for name in callbacks.__all__ if name != "LinkedCallback"),
+    *(compression_callbacks.__dict__[name] for name in compression_callbacks.__all__),
+]
+
+
+def bound_callbacks(keras: Any, link: Link, module: str) -> ModuleType:
+    """A module named `module` with all callbacks, as subclasses of `keras.callbacks.Callback`."""
+    bound = ModuleType(module, "Callbacks for `fit`: Horovod's, and those that tell of compression.")
+    for mixin in _MIXINS:
+        body = {"link": link, "__doc__": mixin.__doc__, "__module__": module}
+        setattr(bound, mixin.__name__, type(mixin.__name__, (mixin, keras.callbacks.Callback), body))
+    bound.BestModelCheckpoint = _best_model_checkpoint(keras, module)
+    return bound
+
+
+def _best_model_checkpoint(keras: Any, module: str) -> type:
+    class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+        """`ModelCheckpoint` that keeps the best model only; every rank of a run would write the same file.
+
+        Args:
+            monitor: the metric that decides.
+            verbose: 1 prints a line when it saves.
+            mode: "min", "max" or "auto".
+            save_freq: "epoch", or a number of batches.
+            filepath: of the model; Horovod's has none, which Keras 3 does not take.
+        """
+
+        def __init__(
+            self,
+            monitor: str = "val_loss",
+            verbose: int = 0,
+            mode: str = "auto",
+            save_freq: str | int = "epoch",
+            filepath: str = "best_model.keras",
+        ) -> None:
+            super().__init__(
+                filepath=filepath, monitor=monitor, verbose=verbose, save_best_only=True, save_weights_only=False,
+                mode=mode, save_freq=save_freq,
+            )  # fmt: skip
+
+    BestModelCheckpoint.__module__ = module
+    BestModelCheckpoint.__qualname__ = "BestModelCheckpoint"
+    return BestModelCheckpoint

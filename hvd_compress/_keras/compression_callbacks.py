@@ -1,0 +1,136 @@
+"""Callbacks for `fit` that Horovod does not have: what compression does, when it begins, and its state in files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hvd_compress._keras.callbacks import LinkedCallback
+from hvd_compress._keras.warmup import compression_at, same, warmup_stages
+from hvd_compress.feedback import read_state, redistribute, write_state
+
+__all__ = ["CompressionCheckpointCallback", "CompressionStatsCallback", "CompressionWarmupCallback"]
+
+
+class CompressionStatsCallback(LinkedCallback):
+    """Puts what compression did in an epoch into `logs`; put it before callbacks that show or write them.
+
+    Keys, each of this rank: `compression_ratio` (bytes of a dense ring allreduce / bytes sent), `bytes_sent`, and
+    `residual_norm` (Euclidean, of what is owed at the end of the epoch).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = {"bytes_sent": 0.0, "dense_bytes": 0.0}
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember the counters."""
+        self._before = {**self._before, **self.optimizer().compression_stats()["total"]}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Put the epoch's share into the logs."""
+        total = self.optimizer().compression_stats()["total"]
+        if logs is None or not total:
+            return
+        sent = total["bytes_sent"] - self._before["bytes_sent"]
+        dense = total["dense_bytes"] - self._before["dense_bytes"]
+        logs["compression_ratio"] = dense / sent if sent else 1.0
+        logs["bytes_sent"] = float(sent)
+        logs["residual_norm"] = total["residual_norm"]
+
+
+class CompressionWarmupCallback(LinkedCallback):
+    """Trains dense first, then sends less and less, until the optimizer's own compressor takes over.
+
+    Error feedback delays gradients, which hurts most while they still change fast. Sources: Lin et al., Deep Gradient
+    Compression (ICLR 2018), section 3.3: top-k keeps 25 % of the values in the first epoch of the warm-up, then 6.25 %,
+    and so on; here adaptive's pi grows likewise, and compressors without such a number start after the dense epochs, as
+    in Tang et al., 1-bit Adam (ICML 2021), whose variance this does not freeze.
+
+    Args:
+        warmup_epochs: during which top-k and adaptive tighten.
+        dense_epochs: without compression before that.
+        stages: {first epoch: compression} instead of both; must have an entry for epoch 0.
+
+    Raises:
+        ValueError: a number below 0, or stages that do not begin with epoch 0.
+    """
+
+    def __init__(self, warmup_epochs: int = 4, dense_epochs: int = 1, stages: dict[int, Any] | None = None) -> None:
+        super().__init__()
+        if warmup_epochs < 0 or dense_epochs < 0:
+            raise ValueError(f"warmup_epochs={warmup_epochs}, dense_epochs={dense_epochs}: must be 0 or more")
+        if stages is not None and 0 not in stages:
+            raise ValueError(f"stages={stages!r}: must say what epoch 0 uses")
+        self.warmup_epochs = warmup_epochs
+        self.dense_epochs = dense_epochs
+        self.stages = stages
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Lay out the stages."""
+        if self.stages is None:
+            settings = self.optimizer()._hvd.settings
+            self.stages = warmup_stages(settings["compression"], self.dense_epochs, self.warmup_epochs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Change the compression, if it is time."""
+        optimizer = self.optimizer()
+        wanted = compression_at(self.stages or {}, epoch)
+        if same(wanted, optimizer._hvd.settings["compression"]):
+            return
+        optimizer.set_compression(wanted)
+        # the sizes of payloads are part of the traced step
+        self.model.make_train_function(force=True)
+
+
+class CompressionCheckpointCallback(LinkedCallback):
+    """Saves what each rank owes beside the model's checkpoints, and takes it up again where training goes on.
+
+    At the end of each epoch every rank writes a file of its own. When training begins, all ranks take up theirs if all
+    of them have one that belongs to the optimizer's present number of iterations; else none does, with a warning. For
+    another number of ranks the files of all former ranks are read and divided, so that their sum is kept. Put it after
+    the callbacks that restore and broadcast the model.
+
+    Args:
+        directory: for the files; on a file system that all ranks see if their number is to change.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.directory = Path(directory)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Write this rank's state."""
+        optimizer = self.optimizer()
+        state = {**optimizer.compression_state_dict(), "iterations": int(optimizer.iterations)}
+        write_state(self.directory / f"compression-{self.link.rank()}.npz", state)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take up the state, on all ranks or on none."""
+        optimizer = self.optimizer()
+        state, problem = self._read(int(optimizer.iterations))
+        ready = self.link.average([float(state is not None)], ["ranks with a compressor state"])[0]
+        if ready == 1.0 and state is not None:
+            optimizer.load_compression_state_dict(state)
+        elif problem or ready > 0:
+            warnings.warn(
+                f"compressor state in {self.directory} is left out on all ranks, which drops what was still owed: "
+                f"{problem or 'other ranks cannot use theirs'}",
+                stacklevel=2,
+            )
+
+    def _read(self, iterations: int) -> tuple[dict[str, Any] | None, str]:
+        """The state for this rank, or None with the reason; there is none if nothing was ever saved."""
+        files = sorted(self.directory.glob("compression-*.npz"))
+        if not files:
+            return None, ""
+        own = self.directory / f"compression-{self.link.rank()}.npz"
+        state = read_state(own if own in files else files[0])
+        if state["iterations"] != iterations:
+            return None, f"it was saved after {state['iterations']} iterations, the optimizer has done {iterations}"
+        if state["size"] == self.link.size():
+            return (state, "") if own in files else (None, f"{own.name} is missing")
+        states = [read_state(self.directory / f"compression-{rank}.npz") for rank in range(state["size"])]
+        return redistribute(states, self.link.size())[self.link.rank()], ""

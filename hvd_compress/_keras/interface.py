@@ -1,0 +1,190 @@
+"""The functions of `horovod.keras`, written once for both backends and both generations of Keras."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_compress._keras.link import Link
+from hvd_compress._keras.optimizer import local_variables, wrap
+from hvd_compress.engine import DEFAULT_MIN_NUMEL
+
+__all__ = ["Interface"]
+
+
+class Interface:
+    """Functions that an edge exports as its own.
+
+    Args:
+        link: to the edge.
+        keras: the Keras that models are loaded with.
+    """
+
+    def __init__(self, link: Link, keras: Any) -> None:
+        self._link = link
+        self._keras = keras
+
+    def DistributedOptimizer(
+        self,
+        optimizer: Any,
+        name: str | None = None,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = None,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        op: Any = None,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        num_groups: int = 0,
+        groups: Any = None,
+        process_set: Any = None,
+        scale_local_gradients: bool = True,
+        *,
+        exchange: str = "auto",
+        min_numel: int = DEFAULT_MIN_NUMEL,
+    ) -> Any:
+        """Wrap a Keras optimizer so that its updates work with the combined gradients of all ranks, sent compressed.
+
+        Works under `fit`, `train_on_batch` and in loops of your own (`apply_gradients`). Class, name and configuration
+        stay those of the wrapped optimizer, so that a saved model loads without this package. The optimizer's variables
+        are copied if it has been built.
+
+        Args:
+            optimizer: of `keras.optimizers`, a `LossScaleOptimizer` too. Where the global dtype policy is
+                mixed_float16, one is added, as `model.compile` would do.
+            name: Horovod's prefix of operations; not used, they are named by variable.
+            device_dense: of Horovod's allreduce on TensorFlow.
+            device_sparse: of Horovod's allgathers of sparse gradients on TensorFlow.
+            compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod (default: none).
+            sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
+            gradient_predivide_factor: splits the averaging before and after the sum; only for Average.
+            op: Average (default) or Sum.
+            backward_passes_per_step: gradients of so many steps are summed before an exchange and an update. With Keras
+                3 it becomes the optimizer's `gradient_accumulation_steps`. Within a LossScaleOptimizer gradients are
+                exchanged in every step, since all ranks must know whether they are finite.
+            average_aggregated_gradients: divide that sum by the number of passes.
+            num_groups: old name of `groups`.
+            groups: of gradients that Horovod's allreduce combines together: a number, or lists of variables. Compressed
+                ones have exchanges of their own. No effect on the torch backend.
+            process_set: the ranks that take part, all by default; others go on with their own gradients.
+            scale_local_gradients: divide the gradients of local variables by the number of ranks.
+            exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
+            min_numel: gradients with fewer elements go through Horovod's own allreduce, uncompressed.
+
+        Raises:
+            ValueError: a setting out of its range.
+            TypeError: `compression` is no compressor, or `optimizer` no Keras optimizer.
+            UnsupportedError: another `op`, an elastic run, an optimizer that is distributed already.
+
+        Example, on one rank::
+
+            import hvd_compress.keras as hvd
+            from hvd_compress import Adaptive
+
+            hvd.init()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=Adaptive(pi=64))
+            model.compile(optimizer, "sparse_categorical_crossentropy")
+        """
+        groups = num_groups if num_groups and groups is None else groups
+        settings = {
+            "compression": self._link.none if compression is None else compression,
+            "sparse_as_dense": sparse_as_dense,
+            "op": self._link.average_op if op is None else op,
+            "gradient_predivide_factor": gradient_predivide_factor,
+            "process_set": self._link.all_ranks if process_set is None else process_set,
+            "exchange": exchange,
+            "min_numel": min_numel,
+            "device_dense": device_dense,
+            "device_sparse": device_sparse,
+        }
+        self._link.check(backward_passes_per_step=backward_passes_per_step, groups=groups, **settings)
+        return wrap(
+            optimizer, self._link, settings, groups, backward_passes_per_step, average_aggregated_gradients,
+            scale_local_gradients,
+        )  # fmt: skip
+
+    def PartialDistributedOptimizer(
+        self, optimizer: Any, *arguments: Any, local_layers: Any = None, **settings: Any
+    ) -> Any:
+        """`DistributedOptimizer` that leaves the weights of some layers, built already, to each rank.
+
+        Args:
+            optimizer: to wrap.
+            arguments: of `DistributedOptimizer`, in its order.
+            local_layers: one Keras layer, or several.
+            settings: of `DistributedOptimizer`, by name.
+
+        Raises:
+            ValueError: `local_layers` are no layers, or not built.
+        """
+        wrapped = self.DistributedOptimizer(optimizer, *arguments, **settings)
+        for variable in local_variables(local_layers):
+            wrapped.register_local_var(variable)
+        return wrapped
+
+    def load_model(
+        self,
+        filepath: str | os.PathLike[str],
+        custom_optimizers: Sequence[type] | None = None,
+        custom_objects: dict[str, Any] | None = None,
+        compression: Any = None,
+        legacy_opts: bool = False,
+        **settings: Any,
+    ) -> Any:
+        """Load a saved Keras model, its optimizer wrapped again with the state that was saved.
+
+        Args:
+            filepath: of the model.
+            custom_optimizers: optimizer classes that Keras does not know.
+            custom_objects: other names that the model needs.
+            compression: see `DistributedOptimizer`.
+            legacy_opts: Horovod's; the saved model says itself which optimizer it has.
+            settings: others of `DistributedOptimizer`.
+        """
+        objects = {**{cls.__name__: cls for cls in custom_optimizers or ()}, **(custom_objects or {})}
+        model = self._keras.models.load_model(filepath, custom_objects=objects)
+        if getattr(model, "optimizer", None) is not None:
+            # what was saved names the plain optimizer; compile anew, with its state
+            config = self._keras.saving.deserialize_keras_object(model.get_compile_config(), custom_objects=objects)
+            wrapped = self.DistributedOptimizer(model.optimizer, compression=compression, **settings)
+            model.compile(**{**config, "optimizer": wrapped})
+        return model
+
+    def broadcast_global_variables(self, root_rank: int) -> None:
+        """Horovod's, for TensorFlow 1.
+
+        Raises:
+            RuntimeError: always, as Horovod's does where there are no global variables.
+        """
+        raise RuntimeError(
+            "there are no global variables: use hvd.callbacks.BroadcastGlobalVariablesCallback"
+            f"({root_rank}) under fit, or hvd.broadcast_variables"
+        )
+
+    def allreduce(
+        self,
+        value: Any,
+        name: str | None = None,
+        average: bool | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        op: Any = None,
+        compression: Any = None,
+    ) -> Any:
+        """Average or sum what can be made a tensor over all ranks; see `allreduce` of the backend's edge."""
+        compression = self._link.none if compression is None else compression
+        return self._link.allreduce(value, name, average, prescale_factor, postscale_factor, op, compression)
+
+    def allgather(self, value: Any, name: str | None = None) -> Any:
+        """Concatenate what can be made a tensor over all ranks, along its first axis."""
+        return self._link.allgather(value, name)
+
+    def broadcast(self, value: Any, root_rank: int, name: str | None = None) -> Any:
+        """The value of one rank, as a tensor."""
+        return self._link.broadcast_value(value, root_rank, name)
+
+    def reducescatter(self, value: Any, name: str | None = None, op: Any = None) -> Any:
+        """This rank's share, along the first axis, of the average or sum of what can be made a tensor."""
+        return self._link.reducescatter(value, name, self._link.average_op if op is None else op)

@@ -1,0 +1,384 @@
+"""Optimizers of Keras 2 and 3 whose updates work with the combined gradients of all ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_compress._keras.link import Exchange, Link
+from hvd_compress.engine import empty_state, refuse_residuals
+from hvd_compress.errors import UnsupportedError
+
+__all__ = ["distributed", "keras_of", "local_variables", "wrap"]
+
+
+class Distribution:
+    """What a wrapped optimizer has beyond its base.
+
+    Args:
+        link: to the edge.
+        settings: of the exchange, by name, without groups.
+        groups: see `DistributedOptimizer`.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
+        scale: factor on combined gradients.
+        passes: backward passes that are summed before an exchange; of Keras 2, Keras 3 counts them itself.
+        state_of_base: values of the wrapped optimizer's variables, for Keras 2 to restore when it builds its own.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        settings: dict[str, Any],
+        groups: Any,
+        scale_local_gradients: bool,
+        scale: float,
+        passes: int = 1,
+        state_of_base: Sequence[Any] = (),
+    ) -> None:
+        self.settings = settings
+        self.passes = passes
+        self.state_of_base = state_of_base
+        self.accumulators: Any = link.accumulators(passes) if passes > 1 else None
+        self.of_gradients: list[Any] = []
+        self.local: list[Any] = []
+        self._link = link
+        self._groups = groups
+        self._scale_local = scale_local_gradients
+        self._scale = scale
+        self._variables: list[Any] = []
+        self._pending: dict[str, Any] | None = None
+        self._replaced: Exchange | None = None
+        self.exchange: Exchange | None = None
+
+    def combine(
+        self, gradients: Sequence[Any], variables: Sequence[Any], known: Sequence[Any], loss_scale: Any = None
+    ) -> list[Any]:
+        """The gradients of all ranks, combined; those of local variables stay.
+
+        Args:
+            gradients: one per variable.
+            variables: what they are of.
+            known: all variables that the optimizer will ever be given; the exchange is made for these.
+            loss_scale: that gradients are multiplied with.
+        """
+        by_id = {id(v): g for v, g in zip(variables, gradients, strict=True)}
+        exchange = self._exchange_for(known)
+        self._check_known(variables)
+        combined = exchange.reduce([by_id.get(id(v)) for v in self._variables], loss_scale)
+        if self._scale != 1.0:
+            combined = [None if g is None else g * self._scale for g in combined]
+        by_id.update({id(v): g for v, g in zip(self._variables, combined, strict=True) if g is not None})
+        if self._scale_local and self.local:
+            ranks = self._link.ranks_of(self.settings["process_set"])
+            by_id.update({id(v): self._link.divided(by_id[id(v)], ranks) for v in self.local if id(v) in by_id})
+        return [by_id[id(v)] for v in variables]
+
+    def replace_compression(self, compression: Any) -> None:
+        """Use another compressor from the next step on; what is owed is kept. All ranks must do so at the same step.
+
+        Raises:
+            UnsupportedError: a compressor without error feedback, while something is owed.
+        """
+        settings = {**self.settings, "compression": compression}
+        self._link.check(**settings)
+        self.settings = settings
+        if self.exchange is not None:
+            self._replaced, self.exchange = self.exchange, None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a state now, or as soon as it is known what variables there are."""
+        if self.exchange is None:
+            self._pending = state
+        elif not self.exchange.takes_part:
+            refuse_residuals(state)
+        else:
+            self.exchange.load_state_dict(state)
+
+    def _check_known(self, variables: Sequence[Any]) -> None:
+        known = {id(v) for v in [*self._variables, *self.local]}
+        unknown = [_path(v) for v in variables if id(v) not in known]
+        if unknown:
+            raise ValueError(
+                f"gradients of {', '.join(map(repr, unknown))}, which this optimizer was not built with: it combines "
+                f"those of {', '.join(repr(_path(v)) for v in self._variables)}. Use another optimizer for them"
+            )
+
+    def _exchange_for(self, known: Sequence[Any]) -> Exchange:
+        if self.exchange is None:
+            self._variables = [v for v in known if not any(v is local for local in self.local)]
+            self.exchange = self._link.exchange(self._variables, self._groups, self.settings)
+            if self._replaced is not None:
+                self.exchange.inherit(self._replaced)
+                self._replaced = None
+            if self._pending is not None:
+                state, self._pending = self._pending, None
+                self.load(state)
+        return self.exchange
+
+
+class _Distributed:
+    """Methods that every wrapped optimizer has."""
+
+    _hvd: Distribution
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradient of `var` to this rank: divided by the number of ranks, but not combined.
+
+        Raises:
+            ValueError: gradients have been exchanged already.
+        """
+        if self._hvd.exchange is not None:
+            raise ValueError("register_local_var() after the first step: register local variables before training")
+        self._hvd.local.append(var)
+
+    def compression_stats(self) -> dict[str, Any]:
+        """Bytes, seconds and residual norms of all steps so far on this rank; empty before the first one.
+
+        Returns:
+            {"compressor": repr, "total": counters, "tensors": {path of the variable: counters}}; see
+            `DistributedOptimizer` of `hvd_compress.torch` for the counters.
+        """
+        label = repr(self._hvd.settings["compression"])
+        if self._hvd.exchange is None:
+            return {"compressor": label, "total": {}, "tensors": {}}
+        return {"compressor": label, **self._hvd.exchange.stats()}
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """The residuals of this rank, to be saved per rank: they are not the same on all ranks."""
+        exchange = self._hvd.exchange
+        return exchange.state_dict() if exchange is not None and exchange.takes_part else empty_state()
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `compression_state_dict` returned on this rank; before the first step it is kept until then.
+
+        Raises:
+            StateError: not such a state, of another rank or number of ranks, or of other variables.
+        """
+        self._hvd.load(state)
+
+    def set_compression(self, compression: Any) -> None:
+        """Use another compressor from the next step on; what is still owed is kept.
+
+        All ranks must call it at the same step. A training function that is traced already must be made again, as
+        `model.make_train_function(force=True)` does; `CompressionWarmupCallback` does both.
+
+        Raises:
+            TypeError: `compression` is no compressor.
+            UnsupportedError: at the next step, a compressor without error feedback while something is owed.
+        """
+        self._hvd.replace_compression(compression)
+
+
+class _Keras3(_Distributed):
+    """Combines where Keras 3 clips: after local accumulation and unscaling, before clipping and the update."""
+
+    _of_gradients: list[Any]
+    _loss_scale_factor: float | None = None
+
+    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
+        self._hvd.of_gradients = list(trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self: Any, grads: Any) -> Any:
+        combined = self._hvd.combine(grads, self._hvd.of_gradients, self._trainable_variables)
+        return super()._clip_gradients(combined)  # type: ignore[misc]
+
+    @property
+    def loss_scale_factor(self: Any) -> Any:
+        """A static loss scale, or None."""
+        return self._loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self: Any, value: Any) -> None:
+        # LossScaleOptimizer.__init__ sets None on what it wraps
+        if value is None and hasattr(self, "_hvd"):
+            raise UnsupportedError(
+                "a LossScaleOptimizer around hvd.DistributedOptimizer would let each rank decide on its own gradients "
+                "whether to take part in a step, and the others would wait for ever. Wrap the other way round: "
+                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). model.compile adds a "
+                "LossScaleOptimizer of its own where the model computes in float16"
+            )
+        object.__setattr__(self, "_loss_scale_factor", value)
+
+
+class _Keras3LossScale(_Distributed):
+    """Combines the scaled gradients, so that all ranks decide alike whether they are finite."""
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if not self.built:
+            # the scale is a variable, which exists from here on
+            self.build(list(trainable_variables))
+            self.built = True
+        variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
+        scale = self.dynamic_scale.value
+        combined = self._hvd.combine(list(grads), variables, self._trainable_variables, scale)
+        super().apply(combined, trainable_variables)  # type: ignore[misc]
+
+
+class _Keras2(_Distributed):
+    """Combines where Keras 2 aggregates: before clipping, and before a LossScaleOptimizer checks what is finite."""
+
+    def build(self: Any, var_list: Any) -> None:
+        super().build(var_list)  # type: ignore[misc]
+        state, self._hvd.state_of_base = self._hvd.state_of_base, ()
+        for variable, value in zip(_variables(self), state, strict=False):
+            variable.assign(value)
+
+    def aggregate_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        variables = [v for _, v in pairs]
+        return list(zip(self._hvd.combine([g for g, _ in pairs], variables, variables), variables, strict=True))
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._hvd.passes == 1:
+            return super().apply_gradients(grads_and_vars, *args, **kwargs)  # type: ignore[misc]
+        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        sums = self._hvd.accumulators.add([g for g, _ in pairs])
+        step = super().apply_gradients  # type: ignore[misc]
+
+        def update() -> Any:
+            step([(s.read_value(), v) for s, (_, v) in zip(sums, pairs, strict=True)], *args, **kwargs)
+            return self._hvd.accumulators.clear()
+
+        def wait() -> Any:
+            return self.iterations.assign_add(1).op
+
+        self._hvd.accumulators.when_full(update, wait)
+        return self.iterations
+
+
+class _Keras2Legacy(_Keras2):
+    """The optimizers of `keras.optimizers.legacy`, which call it by another name."""
+
+    def _aggregate_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+        return self.aggregate_gradients(grads_and_vars)
+
+
+def local_variables(local_layers: Any) -> list[Any]:
+    """The trainable weights of one or several Keras layers.
+
+    Raises:
+        ValueError: not layers, or layers that have no weights yet.
+    """
+    given = [] if local_layers is None else local_layers
+    layers = list(given) if isinstance(given, list | tuple | set) else [given]
+    if not all(getattr(layer, "built", False) for layer in layers):
+        raise ValueError(f"local_layers={local_layers!r}: must be a Keras layer, or a list of them, built")
+    return [v for layer in layers for v in layer.trainable_weights]
+
+
+def keras_of(optimizer: Any) -> Any:
+    """The Keras package that an optimizer comes from: keras (2 or 3) or tf_keras."""
+    for base in type(optimizer).__mro__:
+        root = base.__module__.partition(".")[0]
+        if root in ("keras", "tf_keras"):
+            return sys.modules[root]
+    raise TypeError(f"{optimizer!r} is no Keras optimizer; give one of keras.optimizers")
+
+
+def wrap(
+    optimizer: Any,
+    link: Link,
+    settings: dict[str, Any],
+    groups: Any,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    scale_local_gradients: bool,
+) -> Any:
+    """An optimizer of the same class, name and configuration that combines gradients over all ranks.
+
+    Raises:
+        TypeError: no Keras optimizer.
+        UnsupportedError: one that is distributed already.
+        ValueError: passes are accumulated twice.
+    """
+    keras = keras_of(optimizer)
+    if distributed(optimizer) is not None:
+        raise UnsupportedError("this optimizer is distributed already: wrap it once")
+    if int(keras.__version__.partition(".")[0]) < 3:
+        return _wrap_keras2(keras, optimizer, link, settings, groups, backward_passes_per_step,
+                            average_aggregated_gradients, scale_local_gradients)  # fmt: skip
+    scale = 1.0
+    if backward_passes_per_step > 1:
+        counted = getattr(optimizer, "inner_optimizer", optimizer)
+        if counted.gradient_accumulation_steps:
+            raise ValueError(
+                f"backward_passes_per_step={backward_passes_per_step} and the optimizer's "
+                f"gradient_accumulation_steps={counted.gradient_accumulation_steps}: give one of them"
+            )
+        # Keras divides by the number of passes, Horovod sums unless told otherwise
+        scale = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if not is_scaled and keras.config.dtype_policy().name == "mixed_float16":
+        # what model.compile would do around our optimizer, where it would be too late
+        optimizer, is_scaled = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer"), True
+    wrapped = _same_class(optimizer, _Keras3LossScale if is_scaled else _Keras3)
+    if backward_passes_per_step > 1:
+        getattr(wrapped, "inner_optimizer", wrapped).gradient_accumulation_steps = backward_passes_per_step
+    if optimizer.built:
+        wrapped.build(optimizer._trainable_variables)
+        for variable, original in zip(wrapped.variables, optimizer.variables, strict=False):
+            variable.assign(original)
+    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale)
+    return wrapped
+
+
+def distributed(optimizer: Any) -> Any:
+    """The wrapped optimizer in `optimizer`: itself, or what a LossScaleOptimizer of Keras 2 holds; None if neither."""
+    for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        # not isinstance: a wrapped optimizer says that it is of its base's class
+        if issubclass(type(candidate), _Distributed):
+            return candidate
+    return None
+
+
+def _wrap_keras2(
+    keras: Any,
+    optimizer: Any,
+    link: Link,
+    settings: dict[str, Any],
+    groups: Any,
+    passes: int,
+    average: bool,
+    scale_local_gradients: bool,
+) -> Any:
+    if hasattr(optimizer, "inner_optimizer"):
+        inner = _wrap_keras2(keras, optimizer.inner_optimizer, link, settings, groups, passes, average,
+                             scale_local_gradients)  # fmt: skip
+        return type(optimizer)(
+            inner, dynamic=optimizer.dynamic, initial_scale=optimizer.initial_scale,
+            dynamic_growth_steps=optimizer.dynamic_growth_steps,
+        )  # fmt: skip
+    is_legacy = not hasattr(optimizer, "aggregate_gradients")
+    wrapped = _same_class(optimizer, _Keras2Legacy if is_legacy else _Keras2)
+    scale = 1.0 / passes if average else 1.0
+    state = [v.numpy() for v in _variables(optimizer)]
+    if is_legacy and len(state) > 1:
+        raise UnsupportedError(
+            "a legacy Keras optimizer with state (momentum and the like) cannot be wrapped without losing it: wrap it "
+            "before training, or use keras.optimizers instead of keras.optimizers.legacy"
+        )
+    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale, passes, state)
+    return wrapped
+
+
+def _same_class(optimizer: Any, methods: type) -> Any:
+    """A new optimizer of the same configuration, with `methods` laid over its own.
+
+    It says that it is of the class it was made from, so that what Keras saves of it names that class, and loads
+    without this package.
+    """
+    base = type(optimizer)
+    body = {"__module__": base.__module__, "__class__": property(lambda self: base)}
+    return type(base.__name__, (methods, base), body).from_config(optimizer.get_config())  # type: ignore[attr-defined]
+
+
+def _variables(optimizer: Any) -> list[Any]:
+    found = optimizer.variables
+    # a method in the legacy optimizers, a list that can be called in between
+    return list(found if isinstance(found, list) else found())
+
+
+def _path(variable: Any) -> str:
+    return getattr(variable, "path", None) or str(variable.name)

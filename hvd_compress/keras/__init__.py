@@ -1,0 +1,73 @@
+"""Drop-in for `horovod.keras`, for Keras 3 on the TensorFlow and on the torch backend.
+
+Example, `KERAS_BACKEND=torch horovodrun -np 4 python train.py`::
+
+    import hvd_compress.keras as hvd  # was: import horovod.keras as hvd
+    from hvd_compress import Adaptive
+
+    hvd.init()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), compression=Adaptive(pi=64)), "mse")
+    model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from hvd_compress._keras.binding import bound_callbacks
+from hvd_compress._keras.interface import Interface
+from hvd_compress.errors import UnsupportedError
+
+# of the backend that Keras runs on, and of no other: (edge, its link)
+_EDGES = {
+    "tensorflow": ("hvd_compress.tensorflow", "hvd_compress.tensorflow.keras._link"),
+    "torch": ("hvd_compress.torch", "hvd_compress.torch._keras_link"),
+}
+if keras.backend.backend() not in _EDGES:
+    raise UnsupportedError(
+        f"Keras runs on the {keras.backend.backend()} backend, which Horovod does not know: set "
+        "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before importing Keras"
+    )
+_edge = import_module(_EDGES[keras.backend.backend()][0])
+_link = import_module(_EDGES[keras.backend.backend()][1]).LINK
+
+# what horovod.keras takes from horovod.tensorflow
+_OF_HOROVOD = [
+    "Adasum", "Average", "Compression", "Sum", "ProcessSet", "add_process_set", "ccl_built", "cross_rank", "cross_size",
+    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_initialized",
+    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
+    "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
+]  # fmt: skip
+globals().update({name: getattr(_edge, name) for name in _OF_HOROVOD})
+
+_interface = Interface(_link, keras)
+DistributedOptimizer = _interface.DistributedOptimizer
+PartialDistributedOptimizer = _interface.PartialDistributedOptimizer
+allgather = _interface.allgather
+allreduce = _interface.allreduce
+broadcast = _interface.broadcast
+broadcast_global_variables = _interface.broadcast_global_variables
+load_model = _interface.load_model
+reducescatter = _interface.reducescatter
+callbacks = sys.modules[f"{__name__}.callbacks"] = bound_callbacks(keras, _link, f"{__name__}.callbacks")
+
+__all__ = [
+    *_OF_HOROVOD,
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "load_model",
+    "reducescatter",
+]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
