@@ -22,12 +22,12 @@ def bound_callbacks(keras: Any, link: Link, module: str) -> ModuleType:
     for mixin in _MIXINS:
         body = {"link": link, "__doc__": mixin.__doc__, "__module__": module}
         setattr(bound, mixin.__name__, type(mixin.__name__, (mixin, keras.callbacks.Callback), body))
-    bound.BestModelCheckpoint = _best_model_checkpoint(keras, module)
+    setattr(bound, "BestModelCheckpoint", _best_model_checkpoint(keras, module))  # noqa: B010, a module has no such name
     return bound
 
 
 def _best_model_checkpoint(keras: Any, module: str) -> type:
-    class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         """`ModelCheckpoint` that keeps the best model only; every rank of a run would write the same file.
 
         Args:
