@@ -16,7 +16,7 @@ import launcher
 SETTINGS = ["none", "OneBit()", "Adaptive(pi=64)", "QSGD(bits=4)", "TopK(ratio=0.01)", "Threshold(tau=0.003)"]
 # Chosen by trial. Error feedback delays what it sends by some dozens of steps, so a run needs many of them: with
 # batches of 64 and momentum 0.9 (1170 steps instead of 2340), Adaptive stays further behind dense.
-TRAINING = ["--batch-size", "32", "--lr", "0.3", "--momentum", "0"]
+TRAINING = ["--batch-size", "32", "--lr", "0.3"]
 # ranks that wait leave the core to those that compute
 MPI_ARGUMENTS = "--oversubscribe --mca mpi_yield_when_idle 1" + " --allow-run-as-root" * (os.geteuid() == 0)
 LIMIT_SECONDS = 1500  # per training
@@ -26,20 +26,23 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", default=SETTINGS, help="compressors; the first is compared with")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--keras", action="store_true", help="train with Keras, on the backend of KERAS_BACKEND")
     parser.add_argument("--mpi", action="store_true", help="run over MPI instead of Gloo: faster on one machine")
     parser.add_argument("--json", type=Path, help="write all results there")
     known, rest = parser.parse_known_args()
-    known.rest = rest  # for pytorch_mnist.py, such as --epochs 1
+    known.rest = rest  # for the example, such as --epochs 1
     return known
 
 
 def main() -> int:
     options = arguments()
     launch = ("--mpi", f"--mpi-args={MPI_ARGUMENTS}") if options.mpi else ("--gloo",)
+    script = "keras_mnist.py" if options.keras else "pytorch_mnist.py"
+    own = [] if options.keras else ["--momentum", "0"]
     results = []
     for setting in options.settings:
-        given = ["--compression", setting, "--epochs", "5", "--width", "1024", *TRAINING, *options.rest]
-        results.append(launcher.train(options.ranks, *given, limit_seconds=LIMIT_SECONDS, launch=launch))
+        given = ["--compression", setting, "--epochs", "5", "--width", "1024", *TRAINING, *own, *options.rest]
+        results.append(launcher.train(options.ranks, *given, limit_seconds=LIMIT_SECONDS, launch=launch, script=script))
         if options.json:
             options.json.write_text(json.dumps(results, indent=2))
     first = results[0]

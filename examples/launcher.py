@@ -1,4 +1,4 @@
-"""Runs pytorch_mnist.py on several ranks, passes rank 0's lines on, and returns its results."""
+"""Runs one of the MNIST examples on several ranks, passes rank 0's lines on, and returns its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).with_name("pytorch_mnist.py")
 PREFIX = re.compile(r"\[\d+\]<std(?:out|err)>:")  # horovodrun's, before each line of a rank
 BAR_SECONDS_WITHOUT_TERMINAL = 15
 
@@ -23,8 +22,14 @@ class RunError(RuntimeError):
     """The training failed or took too long; the message holds the end of its output."""
 
 
-def train(ranks: int, *arguments: str, limit_seconds: float, launch: tuple[str, ...] = ("--gloo",)) -> dict[str, Any]:
-    """What rank 0 of `pytorch_mnist.py *arguments` reports.
+def train(
+    ranks: int,
+    *arguments: str,
+    limit_seconds: float,
+    launch: tuple[str, ...] = ("--gloo",),
+    script: str = "pytorch_mnist.py",
+) -> dict[str, Any]:
+    """What rank 0 of `script *arguments` reports.
 
     Raises:
         RunError: the ranks failed, or were ended after `limit_seconds`.
@@ -33,7 +38,7 @@ def train(ranks: int, *arguments: str, limit_seconds: float, launch: tuple[str, 
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "result.json"
         command = [str(bin_folder / "horovodrun"), *launch, "-np", str(ranks)]
-        command += [sys.executable, str(SCRIPT), *arguments, "--json", str(report)]
+        command += [sys.executable, str(Path(__file__).with_name(script)), *arguments, "--json", str(report)]
         environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
         # a session of its own, so that the time limit reaches horovodrun and nothing else
         process = subprocess.Popen(

@@ -7,7 +7,7 @@ import os
 import shutil
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,15 @@ def load(data_dir: str | None = None, download: bool = True) -> Digits:
     if download and _download(_cache()):
         return _standardized(source="MNIST, downloaded", **_read(_cache()))
     return _bundled()
+
+
+def load_on_all_ranks(hvd: Any, data_dir: str | None, limit_train: int | None) -> Digits:
+    """The same digits on every rank; rank 0 goes first and downloads, if that is needed, for all."""
+    data = load(data_dir) if hvd.rank() == 0 else None
+    hvd.allgather(np.zeros(1, np.float32), name="data_is_there")
+    data = data or load(data_dir, download=False)
+    keep = limit_train or len(data.train_y)
+    return data._replace(train_x=data.train_x[:keep], train_y=data.train_y[:keep])
 
 
 def places(data_dir: str | None) -> list[Path]:

@@ -6,7 +6,6 @@ horovodrun -np 2 python examples/pytorch_mnist.py --compression "Adaptive(pi=64)
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -17,35 +16,16 @@ from typing import Any
 
 import mnist_data
 import torch
+from compressor_argument import compressor
 from torch import nn
 from tqdm import tqdm
 
-import hvd_compress
 import hvd_compress.torch as hvd
-
-
-def compressor(text: str) -> Any:
-    """The compressor that `text` writes down, such as "OneBit()" or "TopK(ratio=0.01)"; "none", "fp16": Horovod's."""
-    if text in ("none", "fp16"):
-        return getattr(hvd.Compression, text)
-    try:
-        call = ast.parse(text, mode="eval").body
-        if (
-            not isinstance(call, ast.Call)
-            or not isinstance(call.func, ast.Name)
-            or call.func.id not in dir(hvd_compress)
-        ):
-            raise ValueError("expected none, fp16 or a compressor such as Adaptive(pi=64)")
-        positional = [ast.literal_eval(value) for value in call.args]
-        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
-        return getattr(hvd_compress, call.func.id)(*positional, **named)
-    except (SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"--compression {text!r}: {error}") from error
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compression", default="Adaptive(pi=64)", help="an expression, or none, or fp16")
+    parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
     parser.add_argument("--exchange", default="auto", choices=["auto", "two_phase", "allgather"])
     parser.add_argument(
         "--min-numel", type=int, help="smaller tensors go dense (default: that of DistributedOptimizer)"
@@ -61,21 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, help="stop after so many steps")
     parser.add_argument("--json", type=Path, help="rank 0 writes its results there")
     parser.add_argument("--no-progress", action="store_true")
-    options = parser.parse_args()
-    try:
-        options.compressor = compressor(options.compression)
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def load_data(options: argparse.Namespace) -> mnist_data.Digits:
-    """The same digits on every rank; rank 0 goes first and downloads, if that is needed, for all."""
-    data = mnist_data.load(options.data_dir) if hvd.rank() == 0 else None
-    hvd.barrier()
-    data = data or mnist_data.load(options.data_dir, download=False)
-    keep = options.limit_train or len(data.train_y)
-    return data._replace(train_x=data.train_x[:keep], train_y=data.train_y[:keep])
+    return parser.parse_args()
 
 
 def network(features: int, width: int) -> nn.Sequential:
@@ -101,7 +67,7 @@ def train(model: nn.Module, optimizer: Any, data: mnist_data.Digits, options: ar
     batches = (batch for epoch in range(options.epochs) for batch in shards(len(y), options, epoch))
     quiet = options.no_progress or hvd.rank() != 0
     seconds = []
-    bar = tqdm(range(total), desc=options.compression, unit="step", disable=quiet)
+    bar = tqdm(range(total), desc=repr(options.compression), unit="step", disable=quiet)
     for _, batch in zip(bar, batches, strict=False):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -129,12 +95,12 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
     torch.manual_seed(options.seed)
-    data = load_data(options)
+    data = mnist_data.load_on_all_ranks(hvd, options.data_dir, options.limit_train)
     model = network(data.train_x.shape[1], options.width)
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     extra = {} if options.min_numel is None else {"min_numel": options.min_numel}
     optimizer = hvd.DistributedOptimizer(
-        sgd, model.named_parameters(), options.compressor, exchange=options.exchange, **extra
+        sgd, model.named_parameters(), options.compression, exchange=options.exchange, **extra
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -144,7 +110,7 @@ def main() -> None:
     if hvd.rank() == 0:
         sent = optimizer.compression_stats()["total"]
         result = {
-            "compression": options.compression,
+            "compression": repr(options.compression),
             "data": data.source,
             "ranks": hvd.size(),
             "parameters": sum(p.numel() for p in model.parameters()),

@@ -1,0 +1,95 @@
+"""Train a ReLU network on MNIST with Keras 3 `fit` and compressed gradients.
+
+KERAS_BACKEND=torch horovodrun -np 2 python examples/keras_mnist.py --compression "Adaptive(pi=64)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import zlib
+from pathlib import Path
+
+import keras
+import mnist_data
+import numpy as np
+from compressor_argument import compressor
+
+import hvd_compress.keras as hvd
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
+    parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
+    parser.add_argument("--lr", type=float, default=0.3, help="at the start; falls linearly to 0")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--data-dir", help="holds MNIST's four idx.gz files, or a folder mnist/ with them")
+    parser.add_argument("--limit-train", type=int, help="use only so many training images")
+    parser.add_argument("--json", type=Path, help="rank 0 writes its results there")
+    return parser.parse_args()
+
+
+class Shards(keras.utils.PyDataset):
+    """This rank's batches: in each epoch all ranks deal out the same shuffled deck."""
+
+    def __init__(self, data: mnist_data.Digits, options: argparse.Namespace) -> None:
+        super().__init__()
+        self.data, self.options, self.epoch = data, options, 0
+        self.on_epoch_end()
+
+    def __len__(self) -> int:
+        return len(self.data.train_y) // (self.options.batch_size * hvd.size())
+
+    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        first = (step * hvd.size() + hvd.rank()) * self.options.batch_size
+        batch = self.order[first : first + self.options.batch_size]
+        return self.data.train_x[batch], self.data.train_y[batch]
+
+    def on_epoch_end(self) -> None:
+        self.order = np.random.default_rng([self.options.seed, self.epoch]).permutation(len(self.data.train_y))
+        self.epoch += 1
+
+
+def main() -> None:
+    options = arguments()
+    hvd.init()
+    keras.utils.set_random_seed(options.seed)
+    data = mnist_data.load_on_all_ranks(hvd, options.data_dir, options.limit_train)
+    shards = Shards(data, options)
+    hidden = [keras.layers.Dense(options.width, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.layers.Input(data.train_x.shape[1:]), *hidden, keras.layers.Dense(10)])
+    schedule = keras.optimizers.schedules.PolynomialDecay(options.lr, options.epochs * len(shards), 0.0)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(schedule), compression=options.compression)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.CompressionStatsCallback(),
+    ]
+    start = time.perf_counter()
+    model.fit(shards, epochs=options.epochs, callbacks=callbacks, verbose=2 if hvd.rank() == 0 else 0)
+    seconds = time.perf_counter() - start
+
+    digest = zlib.crc32(b"".join(w.tobytes() for w in model.get_weights()))
+    digests = np.asarray(hvd.allgather(np.array([digest]), name="digest"))
+    if hvd.rank() == 0:
+        steps, sent = options.epochs * len(shards), optimizer.compression_stats()["total"]
+        result = {
+            "compression": repr(options.compression), "backend": keras.backend.backend(), "data": data.source,
+            "ranks": hvd.size(), "steps": steps, "seconds_per_step": seconds / steps,
+            "test_accuracy": model.evaluate(data.test_x, data.test_y, batch_size=500, verbose=0)[1],
+            "replicas_identical": bool((digests == digests[0]).all()),
+            "bytes_per_step": sent["bytes_sent"] / steps, "dense_bytes_per_step": sent["dense_bytes"] / steps,
+        }  # fmt: skip
+        print(json.dumps(result, indent=2), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
