@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,17 @@ class Outcome:
         return "\n".join(lines)
 
 
-def run(topic: str, ranks: int, launcher: str, *arguments: str, limit_seconds: float = 240.0) -> Outcome:
+def run(
+    topic: str,
+    ranks: int,
+    launcher: str,
+    *arguments: str,
+    limit_seconds: float = 240.0,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
     """Run `tests/parallel/workers/<topic>.py` on real ranks; returns within `limit_seconds` and a little."""
     command = LAUNCHERS[launcher](ranks)
-    environment = _environment()
+    environment = {**_environment(), **(environment or {})}
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:
         pytest.fail(f"{command[0]} is not on PATH; `make setup` installs it")
@@ -123,9 +130,9 @@ def run(topic: str, ranks: int, launcher: str, *arguments: str, limit_seconds: f
 
 
 @functools.cache
-def launched(topic: str, ranks: int, launcher: str) -> Outcome:
-    """The outcome of a worker's whole list of cases; started once per session."""
-    return run(topic, ranks, launcher)
+def launched(topic: str, ranks: int, launcher: str, **environment: str) -> Outcome:
+    """The outcome of a worker's whole list of cases; started once per session and environment."""
+    return run(topic, ranks, launcher, environment=environment)
 
 
 def _environment() -> dict[str, str]:
@@ -136,6 +143,7 @@ def _environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_NUM_INTRAOP_THREADS": "1",
         # a rank that waits for a collective which another never starts is an error after this, not a hang
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",

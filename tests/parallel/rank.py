@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,8 @@ class Report:
         self._stack.close()
 
 
-def run_cases(cases: Cases, report: Report) -> None:
+def run_cases(cases: Cases, report: Report, wait_for_all: Callable[[], Any]) -> None:
     """Run all cases on this rank; one that fails does not keep the others from running."""
-    import horovod.torch as hvd
-
     for name, case in cases.items():
         report(running=name)
         begin = time.perf_counter()
@@ -55,7 +54,7 @@ def run_cases(cases: Cases, report: Report) -> None:
         except Exception:
             error = traceback.format_exc()
         report(case=name, error=error, seconds=round(time.perf_counter() - begin, 3))
-        hvd.barrier()
+        wait_for_all()
 
 
 def be_strict() -> None:
@@ -69,19 +68,28 @@ def main() -> None:
     """Import the worker, start Horovod, run."""
     topic, folder, *arguments = sys.argv[1:]
     be_strict()
-    import horovod.torch as hvd
-    import torch
-
-    torch.set_num_threads(1)
     worker = importlib.import_module(f"tests.parallel.workers.{topic}")
+    hvd = importlib.import_module(f"horovod.{getattr(worker, 'FRAMEWORK', 'torch')}")
     hvd.init(process_sets=getattr(worker, "PROCESS_SETS", None))
     with contextlib.closing(Report(Path(folder), hvd.rank())) as report:
         report(size=hvd.size())
         if hasattr(worker, "cases"):
-            run_cases(worker.cases, report)
+            run_cases(worker.cases, report, _barrier(hvd))
         else:
             worker.main(report, *arguments)
         report(end=True)
+
+
+def _barrier(hvd: Any) -> Callable[[], Any]:
+    if hvd.__name__ == "horovod.torch":
+        import torch
+
+        torch.set_num_threads(1)
+        return hvd.barrier
+    import numpy as np
+
+    # horovod.tensorflow has no barrier
+    return lambda: hvd.allgather(np.zeros(1, np.float32), name="tests.barrier")
 
 
 if __name__ == "__main__":

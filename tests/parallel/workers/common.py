@@ -11,24 +11,38 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress import OneBit
 from hvd_compress.compressors import Compressor
 from hvd_compress.loopback import Loopback
+from tests.parallel.workers.neutral import (
+    COMPRESSORS,
+    COMPRESSORS_AND_EXCHANGES,
+    EXCHANGES,
+    MIN_NUMEL,
+    SHAPES,
+    numbers,
+    raises,
+)
 
-COMPRESSORS: dict[str, Compressor] = {
-    "onebit": OneBit(),
-    "threshold": Threshold(0.5),
-    "adaptive": Adaptive(pi=16),
-    "qsgd": QSGD(bits=4),
-    "topk": TopK(ratio=0.05),
-    "bf16": BF16(),
-}
-EXCHANGES = ("two_phase", "allgather")
-COMPRESSORS_AND_EXCHANGES = {f"{c}-{e}": (COMPRESSORS[c], e) for c in COMPRESSORS for e in EXCHANGES}
-
-# weights above, biases below; no size is a multiple of the number of ranks, of a group or of 8
-MIN_NUMEL = 1000
-SHAPES = {"first.weight": (48, 601), "first.bias": (48,), "second.weight": (37, 803), "second.bias": (37,)}
+__all__ = [
+    "COMPRESSORS",
+    "COMPRESSORS_AND_EXCHANGES",
+    "EXCHANGES",
+    "MIN_NUMEL",
+    "SHAPES",
+    "Net",
+    "Oracle",
+    "bytes_of",
+    "check_equal_on_all_ranks",
+    "gradient",
+    "loss_of",
+    "numbers",
+    "raises",
+    "residuals",
+    "to_numpy",
+    "train",
+    "wrap",
+]
 
 
 class Layer(torch.nn.Module):
@@ -54,12 +68,6 @@ def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> An
     settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
     sgd = torch.optim.SGD(model.parameters(), lr=0.125)
     return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression or OneBit(), **settings)
-
-
-def numbers(name: str, rank: int, step: int, shape: Sequence[int]) -> np.ndarray:
-    """The gradient of a parameter on a rank in a step, float32."""
-    rng = np.random.default_rng([zlib.crc32(name.encode()), rank, step])
-    return rng.standard_normal(tuple(shape)).astype(np.float32)
 
 
 def gradient(name: str, rank: int, step: int, p: torch.Tensor) -> torch.Tensor:
@@ -169,15 +177,3 @@ def residuals(optimizer: Any) -> dict[str, bytes]:
         for kind in ("residuals", "owner_residuals")
         for name, entry in state[kind].items()
     }
-
-
-def raises(kind: type[BaseException], call: Callable[[], Any], *parts: str) -> None:
-    """Fail unless the call raises an error of this kind that says all of these parts."""
-    try:
-        call()
-    except kind as error:
-        said = f"{type(error).__name__}: {error}"
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
-    missing = [part for part in parts if part not in said]
-    assert not missing, f"this does not say {missing}: {said}"

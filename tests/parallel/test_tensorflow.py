@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launched, run
+from tests.parallel.workers import tensorflow_values
+
+STARTS = [(2, "gloo"), (4, "mpi")]
+
+
+@pytest.mark.parametrize("case", tensorflow_values.cases)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_values(case: str, ranks: int, launcher: str) -> None:
+    launched("tensorflow_values", ranks, launcher).check(case)
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_every_rank_took_part(ranks: int, launcher: str) -> None:
+    outcome = launched("tensorflow_values", ranks, launcher)
+    outcome.check_ended_well()
+    assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
+
+
+@pytest.mark.parametrize("inter_op", ["1", "2"])
+def test_64_variables_in_one_function_never_stall(inter_op: str) -> None:
+    environment = {"TF_NUM_INTEROP_THREADS": inter_op}
+    outcome = run("tensorflow_many", 4, "mpi", limit_seconds=280.0, environment=environment)
+    outcome.check_ended_well()
+    assert outcome.value("steps") == dict.fromkeys(range(4), 200)
+    assert len(set(outcome.value("digest").values())) == 1
+
+
+def test_torch_tensorflow_and_loopback_send_the_same_bytes() -> None:
+    outcome = run("mixed_frameworks", 2, "mpi")
+    outcome.check_ended_well()
+    assert outcome.value("framework") == {0: "torch", 1: "tensorflow"}
+    assert outcome.value("same") == {0: True, 1: True}

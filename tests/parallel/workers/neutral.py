@@ -1,0 +1,45 @@
+"""What workers of all frameworks share: settings, shapes, gradients that are known on every rank."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress.compressors import Compressor
+
+COMPRESSORS: dict[str, Compressor] = {
+    "onebit": OneBit(),
+    "threshold": Threshold(0.5),
+    "adaptive": Adaptive(pi=16),
+    "qsgd": QSGD(bits=4),
+    "topk": TopK(ratio=0.05),
+    "bf16": BF16(),
+}
+EXCHANGES = ("two_phase", "allgather")
+COMPRESSORS_AND_EXCHANGES = {f"{c}-{e}": (COMPRESSORS[c], e) for c in COMPRESSORS for e in EXCHANGES}
+
+# weights above, biases below; no size is a multiple of the number of ranks, of a group or of 8
+MIN_NUMEL = 1000
+SHAPES = {"first.weight": (48, 601), "first.bias": (48,), "second.weight": (37, 803), "second.bias": (37,)}
+
+
+def numbers(name: str, rank: int, step: int, shape: Sequence[int]) -> np.ndarray:
+    """The gradient of a parameter on a rank in a step, float32."""
+    rng = np.random.default_rng([zlib.crc32(name.encode()), rank, step])
+    return rng.standard_normal(tuple(shape)).astype(np.float32)
+
+
+def raises(kind: type[BaseException], call: Callable[[], Any], *parts: str) -> None:
+    """Fail unless the call raises an error of this kind that says all of these parts."""
+    try:
+        call()
+    except kind as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError(f"{kind.__name__} was not raised")
+    missing = [part for part in parts if part not in said]
+    assert not missing, f"this does not say {missing}: {said}"

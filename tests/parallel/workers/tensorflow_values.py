@@ -1,0 +1,344 @@
+"""`hvd_compress.tensorflow` against the loopback, stock Horovod and arithmetic, in eager mode and in tf.function."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as horovod
+import numpy as np
+import tensorflow as tf
+
+import hvd_compress.tensorflow as hvd
+from hvd_compress import OneBit, TopK
+from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.loopback import Loopback
+from tests.parallel.cases import Cases
+from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, numbers, raises
+
+FRAMEWORK = "tensorflow"
+EVEN, ODD = horovod.ProcessSet([0, 2]), horovod.ProcessSet([1, 3])
+PROCESS_SETS = [EVEN, ODD]
+
+cases = Cases()
+_runs = itertools.count()
+
+
+def variables(dtype: tf.DType = tf.float32) -> list[tf.Variable]:
+    return [tf.Variable(tf.zeros(shape, dtype), name=name) for name, shape in SHAPES.items()]
+
+
+def given(step: int, rank: int | None = None, dtype: tf.DType = tf.float32) -> list[tf.Tensor]:
+    rank = horovod.rank() if rank is None else rank
+    return [tf.cast(numbers(name, rank, step, shape), dtype) for name, shape in SHAPES.items()]
+
+
+def wrapped(tape: tf.GradientTape, compression: Any = None, **settings: Any) -> Any:
+    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
+    return hvd.DistributedGradientTape(tape, compression=compression or OneBit(), **settings)
+
+
+def gradients(of: Sequence[Any], wanted: Sequence[tf.Tensor], wrap: Callable[[Any], Any]) -> list[Any]:
+    """What a wrapped tape returns for a loss whose gradients are `wanted`."""
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(tf.cast(v * g, tf.float64)) for v, g in zip(of, wanted, strict=True)])
+    return wrap(tape).gradient(loss, of)
+
+
+def check_against(
+    loopback: Loopback, name: str, found: tf.Tensor, step: int, ranks: Sequence[int], op: str = "average"
+) -> None:
+    arrays = [numbers(name, rank, step, SHAPES[name]) for rank in ranks]
+    if arrays[0].size >= MIN_NUMEL:
+        assert found.numpy().tobytes() == loopback.allreduce(arrays, name=name)[0].tobytes(), f"{name}, step {step}"
+    else:
+        combined = np.mean(arrays, axis=0) if op == "average" else np.sum(arrays, axis=0)
+        np.testing.assert_allclose(found, combined, rtol=1e-5, atol=1e-6)
+
+
+@cases.each(COMPRESSORS_AND_EXCHANGES)
+def the_tape_is_the_loopback(setting: Any) -> None:
+    compressor, exchange = setting
+    for op, name_of_op in ((hvd.Average, "average"), (hvd.Sum, "sum")):
+        of, loopback = variables(), Loopback(horovod.size(), compressor, exchange, name_of_op)
+
+        def step(wanted: Any, of: Any = of, op: Any = op) -> Any:
+            return gradients(of, wanted, lambda tape: wrapped(tape, compressor, exchange=exchange, op=op))
+
+        in_graph = tf.function(step)
+        for i in range(4):
+            for name, found in zip(SHAPES, (in_graph if i % 2 else step)(given(i)), strict=True):
+                check_against(loopback, name, found, i, range(horovod.size()), name_of_op)
+
+
+@cases.each({"none": hvd.Compression.none, "fp16": hvd.Compression.fp16})
+def without_a_compressor_the_tape_is_horovods(compression: Any) -> None:
+    for settings in ({}, {"op": hvd.Sum}, {"gradient_predivide_factor": 2.0}, {"groups": 2}):
+        of = variables()
+        # small whole numbers: their sums are exact in any order, which fusion may change
+        wanted = [tf.round(4 * g) for g in given(0)]
+        mine = gradients(of, wanted, lambda t, s=settings: hvd.DistributedGradientTape(t, compression=compression, **s))
+        theirs = gradients(
+            of, wanted, lambda t, s=settings: horovod.DistributedGradientTape(t, compression=compression, **s)
+        )
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.numpy().tobytes() == b.numpy().tobytes(), settings
+
+
+@cases.add
+def without_a_compressor_random_numbers_are_horovods_too() -> None:
+    of = variables()
+    mine = gradients(of, given(0), hvd.DistributedGradientTape)
+    theirs = gradients(of, given(0), horovod.DistributedGradientTape)
+    for a, b in zip(mine, theirs, strict=True):
+        if horovod.size() == 2:
+            assert a.numpy().tobytes() == b.numpy().tobytes()
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@cases.add
+def one_value_that_is_not_finite_takes_all_residuals_back() -> None:
+    for where in range(len(SHAPES)):
+        of = variables()
+        wrap = wrapped
+        for i in range(2):
+            gradients(of, given(i), wrap)
+        before = wrapped(tf.GradientTape()).compression_state_dict(of)
+        spoiled = given(2)
+        if horovod.rank() == horovod.size() - 1:
+            spoiled[where] = tf.concat([spoiled[where][:-1], spoiled[where][-1:] + np.inf], axis=0)
+        found = gradients(of, spoiled, wrap)
+        assert not np.isfinite(found[where]).all()
+        after = wrapped(tf.GradientTape()).compression_state_dict(of)
+        for kind in ("residuals", "owner_residuals"):
+            for name, entry in before[kind].items():
+                assert entry["values"].tobytes() == after[kind][name]["values"].tobytes(), (where, kind, name)
+
+
+@cases.add
+def a_loop_in_the_graph_keeps_steps_apart() -> None:
+    # the gradient does not depend on the variable: nothing but the exchange itself orders the steps
+    v, loopback = tf.Variable(tf.zeros([64, 300])), Loopback(horovod.size(), TopK(0.02), "two_phase")
+    constant = tf.constant(numbers("loop", horovod.rank(), 0, (64, 300)))
+
+    @tf.function
+    def loop() -> None:
+        for _ in tf.range(10):
+            (found,) = gradients([v], [constant], lambda tape: wrapped(tape, TopK(0.02), min_numel=0))
+            v.assign_add(found)
+
+    loop()
+    expected = np.zeros((64, 300), np.float32)
+    for _ in range(10):
+        arrays = [numbers("loop", rank, 0, (64, 300)) for rank in range(horovod.size())]
+        expected += loopback.allreduce(arrays, name=v.name.partition(":")[0])[0]
+    assert v.numpy().tobytes() == expected.tobytes()
+
+
+@cases.add
+def a_result_that_is_not_used_still_completes_the_step() -> None:
+    of, loopback = variables(), Loopback(horovod.size(), OneBit())
+
+    @tf.function
+    def step(wanted: Any) -> Any:
+        return gradients(of, wanted, wrapped)[0]
+
+    for i in range(3):
+        found = step(given(i))
+        check_against(loopback, "first.weight", found, i, range(horovod.size()))
+    assert wrapped(tf.GradientTape()).compression_stats(of)["tensors"]["second.weight"]["steps"] == 3
+
+
+@cases.each({"float16": tf.float16, "bfloat16": tf.bfloat16, "float64": tf.float64})
+def other_types(dtype: tf.DType) -> None:
+    of, loopback = variables(dtype), Loopback(horovod.size(), OneBit())
+    found = gradients(of, given(0, dtype=dtype), wrapped)
+    wide = tf.float64 if dtype == tf.float64 else tf.float32
+    for i, (name, combined) in enumerate(zip(SHAPES, found, strict=True)):
+        assert combined.dtype == dtype
+        arrays = [tf.cast(given(0, rank, dtype)[i], wide).numpy() for rank in range(horovod.size())]
+        if arrays[0].size >= MIN_NUMEL:
+            expected = tf.cast(loopback.allreduce(arrays, name=name)[0], dtype)
+            assert tf.reduce_all(expected == combined), name
+        else:
+            np.testing.assert_allclose(tf.cast(combined, tf.float32), np.mean(arrays, axis=0), rtol=0.02, atol=0.02)
+
+
+@cases.add
+def sparse_gradients() -> None:
+    table = tf.Variable(tf.ones([500, 31]), name="table")
+    indices = tf.constant([3, 7 + horovod.rank(), 400])
+
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, indices) * (1.0 + horovod.rank()))
+        return wrap(tape).gradient(loss, [table])[0]
+
+    mine, theirs = run(wrapped), run(horovod.DistributedGradientTape)
+    assert isinstance(mine, tf.IndexedSlices)
+    assert tf.reduce_all(tf.convert_to_tensor(mine) == tf.convert_to_tensor(theirs))
+    dense = run(lambda tape: wrapped(tape, TopK(0.5), sparse_as_dense=True))
+    np.testing.assert_allclose(dense, tf.convert_to_tensor(theirs), rtol=1e-6)
+
+
+@cases.add
+def local_sources_stay_local() -> None:
+    of, wanted = variables(), given(0)
+
+    def wrap(tape: Any) -> Any:
+        tape = wrapped(tape)
+        tape.register_local_source(of[0])
+        return tape
+
+    found = gradients(of, wanted, wrap)
+    np.testing.assert_allclose(found[0], wanted[0] / horovod.size(), rtol=1e-6)
+    check_against(Loopback(horovod.size(), OneBit()), "second.weight", found[2], 0, range(horovod.size()))
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(v) for v in of])
+    local, shared = wrap(tape).get_local_and_global_gradients(loss, of)
+    assert [v is of[0] for v, _ in local] == [True]
+    assert len(shared) == 3
+
+
+@cases.add
+def missing_gradients_stay_missing_and_structures_are_kept() -> None:
+    of = variables()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(of[0] * 2.0)
+    found = wrapped(tape).gradient(loss, {"a": of[0], "b": [of[1], of[2]]})
+    assert found["b"] == [None, None]
+    np.testing.assert_allclose(found["a"], 2.0, rtol=1e-6)
+
+
+@cases.add
+def two_lists_of_variables_of_the_same_names_do_not_meet() -> None:
+    one, other = variables(), variables()
+
+    @tf.function
+    def both(wanted: Any) -> Any:
+        return gradients(one, wanted, wrapped), gradients(other, [2.0 * g for g in wanted], wrapped)
+
+    loopbacks = Loopback(horovod.size(), OneBit()), Loopback(horovod.size(), OneBit())
+    for i in range(2):
+        first, second = both(given(i))
+        for loopback, found, factor in ((loopbacks[0], first, 1), (loopbacks[1], second, 2)):
+            arrays = [factor * numbers("first.weight", r, i, SHAPES["first.weight"]) for r in range(horovod.size())]
+            assert found[0].numpy().tobytes() == loopback.allreduce(arrays, name="first.weight")[0].tobytes()
+
+
+@cases.add
+def keras_variables() -> None:
+    import keras
+
+    of = [keras.Variable(np.zeros(shape, np.float32), name=name.replace(".", "_")) for name, shape in SHAPES.items()]
+    found = gradients(of, given(0), lambda tape: wrapped(tape, TopK(0.5)))
+    assert set(wrapped(tf.GradientTape(), TopK(0.5)).compression_stats(of)["tensors"]) == {v.path for v in of}
+    assert [tuple(g.shape) for g in found] == list(SHAPES.values())
+
+
+@cases.each({"loading": True, "not loading": False})
+def a_resumed_run_is_bit_identical(loads: bool) -> None:
+    of = variables()
+    for i in range(2):
+        gradients(of, given(i), wrapped)
+    tape = wrapped(tf.GradientTape())
+    state = tape.compression_state_dict(of)
+    expected = gradients(of, given(2), wrapped)
+    again = variables()
+    if loads:
+        tape.load_compression_state_dict(state, again)
+    found = gradients(again, given(2), wrapped)
+    same = [a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(expected, found, strict=True)]
+    # the dense ones have no state
+    assert same == [loads, True, loads, True]
+    raises(StateError, lambda: tape.load_compression_state_dict({**state, "rank": 99}, again), "rank 99")
+
+
+@cases.add
+def statistics_count_what_is_sent() -> None:
+    of = variables()
+    for i in range(3):
+        gradients(of, given(i), wrapped)
+    stats = wrapped(tf.GradientTape()).compression_stats(of)
+    loopback = Loopback(horovod.size(), OneBit())
+    for i in range(3):
+        for name in ("first.weight", "second.weight"):
+            loopback.allreduce([numbers(name, r, i, SHAPES[name]) for r in range(horovod.size())], name=name)
+    tensors = stats["tensors"]
+    sent = sum(tensors[name]["bytes_sent"] for name in ("first.weight", "second.weight"))
+    assert sent == loopback.bytes_sent[horovod.rank()]
+    assert tensors["first.bias"]["exchange"] == "dense"
+    assert stats["total"]["steps"] == 3
+    assert stats["total"]["residual_norm"] > 0
+    assert all(stats["total"][f"{kind}_seconds"] > 0 for kind in ("encode", "exchange", "decode"))
+
+
+@cases.add
+def functions() -> None:
+    ranks, loopback = range(horovod.size()), Loopback(horovod.size(), OneBit())
+    shape = (48, 601)
+    of_rank = [[numbers("f", rank, i, shape) for rank in ranks] for i in range(3)]
+    name = f"tensor{next(_runs)}"
+    in_graph = tf.function(lambda x: hvd.allreduce(x, name=name, compression=OneBit()))
+    for i in range(3):
+        call = in_graph if i == 1 else lambda x: hvd.allreduce(x, name=name, compression=OneBit())
+        assert (
+            call(of_rank[i][horovod.rank()]).numpy().tobytes() == loopback.allreduce(of_rank[i], name=name)[0].tobytes()
+        )
+    unnamed = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, compression=OneBit(), prescale_factor=0.5))
+    for i in range(2):
+        fresh = Loopback(horovod.size(), OneBit(), op="sum")
+        expected = 0.5 * fresh.allreduce(of_rank[i], name="any")[0]
+        np.testing.assert_array_equal(unnamed(of_rank[i][horovod.rank()]), expected)
+    together = hvd.grouped_allreduce([of_rank[0][horovod.rank()]] * 2, name=f"group{name}", compression=OneBit())
+    fresh = Loopback(horovod.size(), OneBit())
+    np.testing.assert_array_equal(together[1], fresh.allreduce(of_rank[0], name="any")[0])
+    x = tf.constant(of_rank[0][horovod.rank()])
+    raises(UnsupportedError, lambda: hvd.allreduce(x, op=hvd.Max, compression=OneBit()), "op=Average or op=Sum")
+
+    def differentiate() -> None:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = hvd.allreduce(x, name=f"{name}.d", compression=OneBit())
+        tape.gradient(y, x)
+
+    raises(UnsupportedError, differentiate, "stop_gradient")
+
+
+@cases.add
+def ranks_that_disagree_are_told_so() -> None:
+    pi = TopK(0.1 if horovod.rank() == 0 else 0.2)
+    raises(MismatchError, lambda: gradients(variables(), given(0), lambda t: wrapped(t, pi)), "ratio", "0.1", "0.2")
+
+
+@cases.add
+def what_cannot_be_done_is_refused() -> None:
+    v = tf.Variable(tf.zeros([100, 200]))
+
+    @tf.function(jit_compile=True, autograph=False)
+    def compiled() -> Any:
+        return gradients([v], [tf.ones([100, 200])], wrapped)
+
+    raises(UnsupportedError, compiled, "jit_compile=False")
+    whole = tf.Variable(tf.zeros([100, 200], tf.float32), shape=tf.TensorShape(None))
+    raises(UnsupportedError, lambda: gradients([whole], [tf.ones([100, 200])], wrapped), "shape", "Compression.none")
+    raises(ValueError, lambda: wrapped(tf.GradientTape(), exchange="ring"), "two_phase")
+    raises(TypeError, lambda: wrapped(tf.GradientTape(), OneBit), "OneBit(...)")
+    legacy = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+    raises(UnsupportedError, lambda: hvd.DistributedOptimizer(legacy, compression=OneBit()), "DistributedGradientTape")
+
+
+@cases.add
+def process_sets() -> None:
+    if horovod.size() < 4:
+        return
+    mine, ranks = (EVEN, (0, 2)) if horovod.rank() % 2 == 0 else (ODD, (1, 3))
+    of, loopback = variables(), Loopback(2, OneBit())
+    for i in range(2):
+        found = gradients(of, given(i), lambda tape: wrapped(tape, process_set=mine))
+        for name, combined in zip(SHAPES, found, strict=True):
+            check_against(loopback, name, combined, i, ranks)
+    only = gradients(variables(), given(0), lambda tape: wrapped(tape, process_set=EVEN))
+    if horovod.rank() % 2:
+        np.testing.assert_array_equal(only[0], given(0)[0])
