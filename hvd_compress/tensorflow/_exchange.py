@@ -20,6 +20,7 @@ from hvd_compress.exchange import Plan
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._lane import Lane
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
+from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["GradientExchange", "Settings", "Source"]
@@ -95,10 +96,7 @@ class GradientExchange(Ledger[Lane]):
         self._scale = 1.0
         if self._compressor is not None:
             self._scale = average_share(self._compressor, settings.op, hvd.Average, hvd.Sum, ranks)
-        with tf.init_scope():
-            # read before the first stage of a step and written after its last one: this is what keeps the steps of a
-            # loop apart, and what makes a step complete even where a result is not used
-            self._turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvd_compress_turn")
+        self._turn = Turn()
         self._compiled = tf.function(self._lay, autograph=False)
 
     def reduce(self, gradients: Sequence[Gradient], loss_scale: tf.Tensor | None = None) -> list[Gradient]:
@@ -135,7 +133,7 @@ class GradientExchange(Ledger[Lane]):
         finite = [_all_finite(g) for g in results if g is not None] if compressed else []
         # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
         with tf.device("CPU:0"):
-            turn = self._turn.read_value()
+            turn = self._turn.read()
             if loss_scale is not None and compressed:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
             # No deadlock: no node waits for a collective, and the first ones of all tensors come before the second ones
@@ -195,7 +193,7 @@ class GradientExchange(Ledger[Lane]):
 
         done = [r.op for g in results if g is not None for r in (g.values if isinstance(g, tf.IndexedSlices) else g,)]
         with tf.control_dependencies(done):
-            self._turn.assign(tf.reshape(tf.numpy_function(end, [turn], tf.int64, stateful=False), []))
+            self._turn.write(tf.numpy_function(end, [turn], tf.int64, stateful=False))
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

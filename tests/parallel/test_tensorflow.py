@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.launch import launched, run
-from tests.parallel.workers import tensorflow_values
+from tests.parallel.workers import tensorflow_process_sets, tensorflow_values
 
 STARTS = [(2, "gloo"), (4, "mpi")]
 
@@ -19,6 +19,11 @@ def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     outcome = launched("tensorflow_values", ranks, launcher)
     outcome.check_ended_well()
     assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
+
+
+@pytest.mark.parametrize("case", tensorflow_process_sets.cases)
+def test_process_sets(case: str) -> None:
+    launched("tensorflow_process_sets", 4, "mpi").check(case)
 
 
 @pytest.mark.parametrize("inter_op", ["1", "2"])

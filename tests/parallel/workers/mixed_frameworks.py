@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ def main(report: Any) -> None:
     _record(sent)
     same = True
     for label, compressor in COMPRESSORS.items():
-        loopback = Loopback(2, compressor, "two_phase")
+        loopback = Loopback(2, compressor)
         for step in range(3):
             arrays = [numbers("mixed", rank, step, SHAPE) for rank in range(2)]
             found = _combined(arrays[RANK], label, compressor)
@@ -51,12 +52,14 @@ def _record(sent: list[bytes]) -> None:
     """Keep the bytes of every parcel that leaves a stage from now on."""
     from hvd_compress.exchange import Transfer
 
-    for stage in ("encode", "reduce"):
-
-        def recording(self: Any, *arguments: Any, original: Any = getattr(Transfer, stage)) -> Any:
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def stage(self: Any, *arguments: Any) -> Any:
             parcel = original(self, *arguments)
             size = parcel.buffer.size if parcel.sizes is None else sum(parcel.sizes)
             sent.append(parcel.buffer[:size].tobytes())
             return parcel
 
-        setattr(Transfer, stage, recording)
+        return stage
+
+    for name in ("encode", "reduce"):
+        setattr(Transfer, name, recording(getattr(Transfer, name)))

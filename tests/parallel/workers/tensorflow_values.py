@@ -18,8 +18,8 @@ from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, numbers, raises
 
 FRAMEWORK = "tensorflow"
-EVEN, ODD = horovod.ProcessSet([0, 2]), horovod.ProcessSet([1, 3])
-PROCESS_SETS = [EVEN, ODD]
+
+EXCHANGE = "two_phase"
 
 cases = Cases()
 _runs = itertools.count()
@@ -35,7 +35,7 @@ def given(step: int, rank: int | None = None, dtype: tf.DType = tf.float32) -> l
 
 
 def wrapped(tape: tf.GradientTape, compression: Any = None, **settings: Any) -> Any:
-    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
+    settings = {"exchange": EXCHANGE, "min_numel": MIN_NUMEL, **settings}
     return hvd.DistributedGradientTape(tape, compression=compression or OneBit(), **settings)
 
 
@@ -138,7 +138,7 @@ def a_loop_in_the_graph_keeps_steps_apart() -> None:
 
 @cases.add
 def a_result_that_is_not_used_still_completes_the_step() -> None:
-    of, loopback = variables(), Loopback(horovod.size(), OneBit())
+    of, loopback = variables(), Loopback(horovod.size(), OneBit(), EXCHANGE)
 
     @tf.function
     def step(wanted: Any) -> Any:
@@ -152,7 +152,7 @@ def a_result_that_is_not_used_still_completes_the_step() -> None:
 
 @cases.each({"float16": tf.float16, "bfloat16": tf.bfloat16, "float64": tf.float64})
 def other_types(dtype: tf.DType) -> None:
-    of, loopback = variables(dtype), Loopback(horovod.size(), OneBit())
+    of, loopback = variables(dtype), Loopback(horovod.size(), OneBit(), EXCHANGE)
     found = gradients(of, given(0, dtype=dtype), wrapped)
     wide = tf.float64 if dtype == tf.float64 else tf.float32
     for i, (name, combined) in enumerate(zip(SHAPES, found, strict=True)):
@@ -193,7 +193,7 @@ def local_sources_stay_local() -> None:
 
     found = gradients(of, wanted, wrap)
     np.testing.assert_allclose(found[0], wanted[0] / horovod.size(), rtol=1e-6)
-    check_against(Loopback(horovod.size(), OneBit()), "second.weight", found[2], 0, range(horovod.size()))
+    check_against(Loopback(horovod.size(), OneBit(), EXCHANGE), "second.weight", found[2], 0, range(horovod.size()))
     with tf.GradientTape() as tape:
         loss = tf.add_n([tf.reduce_sum(v) for v in of])
     local, shared = wrap(tape).get_local_and_global_gradients(loss, of)
@@ -219,7 +219,7 @@ def two_lists_of_variables_of_the_same_names_do_not_meet() -> None:
     def both(wanted: Any) -> Any:
         return gradients(one, wanted, wrapped), gradients(other, [2.0 * g for g in wanted], wrapped)
 
-    loopbacks = Loopback(horovod.size(), OneBit()), Loopback(horovod.size(), OneBit())
+    loopbacks = Loopback(horovod.size(), OneBit(), EXCHANGE), Loopback(horovod.size(), OneBit(), EXCHANGE)
     for i in range(2):
         first, second = both(given(i))
         for loopback, found, factor in ((loopbacks[0], first, 1), (loopbacks[1], second, 2)):
@@ -261,7 +261,7 @@ def statistics_count_what_is_sent() -> None:
     for i in range(3):
         gradients(of, given(i), wrapped)
     stats = wrapped(tf.GradientTape()).compression_stats(of)
-    loopback = Loopback(horovod.size(), OneBit())
+    loopback = Loopback(horovod.size(), OneBit(), EXCHANGE)
     for i in range(3):
         for name in ("first.weight", "second.weight"):
             loopback.allreduce([numbers(name, r, i, SHAPES[name]) for r in range(horovod.size())], name=name)
@@ -327,18 +327,3 @@ def what_cannot_be_done_is_refused() -> None:
     raises(TypeError, lambda: wrapped(tf.GradientTape(), OneBit), "OneBit(...)")
     legacy = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     raises(UnsupportedError, lambda: hvd.DistributedOptimizer(legacy, compression=OneBit()), "DistributedGradientTape")
-
-
-@cases.add
-def process_sets() -> None:
-    if horovod.size() < 4:
-        return
-    mine, ranks = (EVEN, (0, 2)) if horovod.rank() % 2 == 0 else (ODD, (1, 3))
-    of, loopback = variables(), Loopback(2, OneBit())
-    for i in range(2):
-        found = gradients(of, given(i), lambda tape: wrapped(tape, process_set=mine))
-        for name, combined in zip(SHAPES, found, strict=True):
-            check_against(loopback, name, combined, i, ranks)
-    only = gradients(variables(), given(0), lambda tape: wrapped(tape, process_set=EVEN))
-    if horovod.rank() % 2:
-        np.testing.assert_array_equal(only[0], given(0)[0])
