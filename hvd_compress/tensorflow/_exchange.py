@@ -145,9 +145,11 @@ class GradientExchange(Ledger[Lane]):
             }
             finite += [lane.lay_arrive(last[i]) for i, lane in lanes.items()]
             keep = tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
+            finished = []
             for i, lane in lanes.items():
-                results[i] = lane.lay_finish(prepared[i], keep, self._scale)
-            self._lay_end(prepared, results, compressed, turn)
+                results[i], done = lane.lay_finish(prepared[i], keep, self._scale)
+                finished.append(done)
+            self._lay_end(prepared, finished, turn)
         return results
 
     def _lay_dense(self, gradients: list[Gradient], compressed: set[int]) -> list[Gradient]:
@@ -175,25 +177,22 @@ class GradientExchange(Ledger[Lane]):
                     results[i] = result
         return results
 
-    def _lay_end(
-        self, gradients: list[Gradient], results: list[Gradient], compressed: list[int], turn: tf.Tensor
-    ) -> None:
+    def _lay_end(self, gradients: list[Gradient], finished: list[tf.Tensor], turn: tf.Tensor) -> None:
         """Count the step when all of it is done, and give the turn to the next one."""
         dense = [
-            (self._sources[i].name, *self._dense_bytes(g))
-            for i, g in enumerate(gradients)
-            if isinstance(g, tf.Tensor) and i not in compressed and g.shape.is_fully_defined()
+            (source.name, *self._dense_bytes(g))
+            for source, g in zip(self._sources, gradients, strict=True)
+            if isinstance(g, tf.Tensor) and not self.compresses(source.name) and g.shape.is_fully_defined()
         ]
 
-        def end(turn: np.int64) -> np.int64:
+        def end(turn: np.int64, _: np.int64) -> np.int64:
             self.count_step()
             for name, sent_bytes, gradient_bytes in dense:
                 self.count_dense(name, sent_bytes, gradient_bytes)
             return np.int64(turn + 1)
 
-        done = [r.op for g in results if g is not None for r in (g.values if isinstance(g, tf.IndexedSlices) else g,)]
-        with tf.control_dependencies(done):
-            self._turn.write(tf.numpy_function(end, [turn], tf.int64, stateful=False))
+        done = tf.add_n(finished) if finished else tf.constant(0, tf.int64)
+        self._turn.write(tf.numpy_function(end, [turn, done], tf.int64, stateful=False))
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -75,16 +75,21 @@ class Lane(engine.Lane):
         finite.set_shape([])
         return finite
 
-    def lay_finish(self, gradient: tf.Tensor, keep: tf.Tensor, scale: float) -> tf.Tensor:
-        """Stage 3: the combined gradient; `keep` is the same for all tensors of the step."""
+    def lay_finish(self, gradient: tf.Tensor, keep: tf.Tensor, scale: float) -> tuple[tf.Tensor, tf.Tensor]:
+        """Stage 3: (the combined gradient, a number that exists when this stage has run).
+
+        `keep` is the same for all tensors of the step. A control dependency would not do instead of the number:
+        TensorFlow's optimizer takes nodes whose values nobody uses out of the graph, and keeps the dependency only.
+        """
         dtype = tf.float64 if gradient.dtype == tf.float64 else tf.float32
         gradient_bytes = self.plan.numel * gradient.dtype.size
 
-        def finish(keep: np.bool_) -> Array:
-            return self.finish(bool(keep), scale, gradient_bytes)
+        def finish(keep: np.bool_) -> tuple[Array, np.int64]:
+            return self.finish(bool(keep), scale, gradient_bytes), np.int64(1)
 
-        flat = tf.numpy_function(finish, [keep], dtype, stateful=False)
-        return tf.cast(tf.reshape(flat, self.plan.shape), gradient.dtype)
+        flat, done = tf.numpy_function(finish, [keep], [dtype, tf.int64], stateful=False)
+        done.set_shape([])
+        return tf.cast(tf.reshape(flat, self.plan.shape), gradient.dtype), done
 
     # -- what the nodes run ------------------------------------------------------------------------------------------
 
