@@ -78,9 +78,13 @@ class BroadcastGlobalVariablesCallback(LinkedCallback):
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if all variables exist already."""
-        if self.model.built and getattr(self.model.optimizer, "built", False):
-            self._broadcast()
+        """Broadcast if all variables exist already, or can be made."""
+        optimizer = self.model.optimizer
+        if not self.model.built or not hasattr(optimizer, "build"):
+            return
+        if not getattr(optimizer, "built", False):
+            optimizer.build(self.model.trainable_variables)
+        self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast if that has not been done yet."""

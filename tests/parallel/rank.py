@@ -62,6 +62,8 @@ def be_strict() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=r"builtin type .* has no __module__", category=DeprecationWarning)
+    # Keras 3 hands torch tensors to NumPy 2, whose __array__ has no copy argument
+    warnings.filterwarnings("ignore", message=r"__array__ implementation doesn't accept", category=DeprecationWarning)
 
 
 def main() -> None:

@@ -1,0 +1,236 @@
+"""Keras `fit` with wrapped optimizers, on the backend that KERAS_BACKEND names, or with Keras 2 if so asked."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import FP16, NoCompression, OneBit, TopK
+from hvd_compress.errors import MismatchError, UnsupportedError
+from tests.parallel.cases import Cases
+from tests.parallel.workers.neutral import COMPRESSORS, raises
+
+FRAMEWORK = "torch" if os.environ.get("KERAS_BACKEND") == "torch" else "tensorflow"
+KERAS = int(os.environ.get("HVD_COMPRESS_KERAS", "3"))
+if KERAS == 2:
+    from tensorflow import keras
+
+    import hvd_compress.tensorflow.keras as hvd
+else:
+    import keras
+
+    import hvd_compress.keras as hvd
+
+cases = Cases()
+
+
+def network(dropout: float = 0.0) -> Any:
+    # other weights on each rank: only a broadcast makes them equal
+    keras.utils.set_random_seed(1 + hvd.rank())
+    layers = [
+        keras.layers.Dense(64, activation="relu", name="first"),
+        keras.layers.Dropout(dropout),
+        keras.layers.Dense(10, name="second"),
+    ]
+    model = keras.Sequential(layers)
+    model.build((None, 40))
+    return model
+
+
+def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(hvd.rank() if rank is None else rank).standard_normal((96, 40)).astype(np.float32)
+    return x, x[:, :10].argmax(1)
+
+
+def wrapped(optimizer: Any = None, compression: Any = None, **settings: Any) -> Any:
+    optimizer = optimizer or keras.optimizers.SGD(0.05, momentum=0.9)
+    return hvd.DistributedOptimizer(optimizer, compression=compression or OneBit(), **{"min_numel": 100, **settings})
+
+
+def trained(optimizer: Any, *callbacks: Any, model: Any = None, epochs: int = 2, **compile_settings: Any) -> Any:
+    model = model or network()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **compile_settings)
+    callbacks = (hvd.callbacks.BroadcastGlobalVariablesCallback(0), *callbacks)
+    history = model.fit(*data(), batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks))
+    model.seen = history.history
+    return model
+
+
+def check_equal_on_all_ranks(model: Any) -> None:
+    digest = zlib.crc32(b"".join(w.tobytes() for w in model.get_weights()))
+    digests = np.asarray(hvd.allgather(np.array([digest], np.int64), name="digest")).tolist()
+    assert len(set(digests)) == 1, f"the ranks' weights differ: {digests}"
+
+
+@cases.each({**COMPRESSORS, "none": NoCompression(), "fp16": FP16()})
+def weights_are_equal_after_fit(compressor: Any) -> None:
+    model = trained(wrapped(keras.optimizers.Adam(0.01), compressor), model=network(dropout=0.2))
+    check_equal_on_all_ranks(model)
+    steps = model.optimizer.compression_stats()["total"]["steps"]
+    assert steps == int(model.optimizer.iterations) == 12
+
+
+@cases.add
+def without_compression_fit_is_training_on_all_data() -> None:
+    model = trained(wrapped(keras.optimizers.SGD(0.1), NoCompression()), epochs=1)
+    alone = network()
+    hvd_weights = [np.asarray(hvd.broadcast(w, 0, name=f"w{i}")) for i, w in enumerate(network().get_weights())]
+    alone.set_weights(hvd_weights)
+    alone.compile(keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    parts = [data(rank) for rank in range(hvd.size())]
+    for first in range(0, 96, 16):
+        x, y = (np.concatenate([part[i][first : first + 16] for part in parts]) for i in range(2))
+        alone.train_on_batch(x, y)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@cases.each({"clipnorm": {"clipnorm": 0.01}, "clipvalue": {"clipvalue": 0.001}, "global": {"global_clipnorm": 0.01}})
+def clipping_sees_combined_gradients(clip: Any) -> None:
+    model = network()
+    start = [np.array(hvd.broadcast(w, 0, name=f"start{i}")) for i, w in enumerate(model.get_weights())]
+    model = trained(wrapped(keras.optimizers.SGD(1.0, **clip)), model=model, epochs=1)
+    check_equal_on_all_ranks(model)
+    moved = [w - s for w, s in zip(model.get_weights(), start, strict=True)]
+    if "clipvalue" in clip:
+        assert max(np.abs(m).max() for m in moved) <= 6 * 0.001 * 1.001
+    else:
+        assert max(np.linalg.norm(m) for m in moved) <= 6 * 0.01 * 1.001
+    assert max(np.abs(m).max() for m in moved) > 0
+
+
+@cases.each({"sum": False, "average": True})
+def backward_passes_are_accumulated(average: bool) -> None:
+    optimizer = wrapped(keras.optimizers.SGD(0.01), backward_passes_per_step=3, average_aggregated_gradients=average)
+    model = trained(optimizer)
+    check_equal_on_all_ranks(model)
+    stats = model.optimizer.compression_stats()["total"]
+    # 12 batches; Keras 3 counts updates, Keras 2 batches
+    assert stats["steps"] == 4
+    assert int(model.optimizer.iterations) == (12 if KERAS == 2 else 4)
+
+
+@cases.add
+def loss_scaling_skips_a_step_on_all_ranks() -> None:
+    scaled = keras.optimizers.LossScaleOptimizer if hasattr(keras.optimizers, "LossScaleOptimizer") else None
+    scaled = scaled or keras.mixed_precision.LossScaleOptimizer
+    optimizer = wrapped(scaled(keras.optimizers.SGD(0.05), initial_scale=2.0**10))
+    model = trained(optimizer)
+    check_equal_on_all_ranks(model)
+    before = model.get_weights()
+    x, y = data()
+    if hvd.rank() == hvd.size() - 1:
+        x[0] = np.inf
+    model.train_on_batch(x[:16], y[:16])
+    for a, b in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    model.train_on_batch(*data(0))
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def mixed_float16_trains() -> None:
+    policy = keras.mixed_precision
+    policy.set_global_policy("mixed_float16")
+    try:
+        model = trained(wrapped())
+    finally:
+        policy.set_global_policy("float32")
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def class_name_and_configuration_are_those_of_the_base() -> None:
+    plain = keras.optimizers.Adam(0.01, clipnorm=1.0)
+    mine = wrapped(plain)
+    assert mine.get_config() == plain.get_config()
+    assert mine.name == plain.name
+    assert isinstance(mine, keras.optimizers.Adam)
+    assert keras.saving.serialize_keras_object(mine) == keras.saving.serialize_keras_object(plain)
+    raises(UnsupportedError, lambda: wrapped(mine), "wrap it once")
+
+
+@cases.add
+def a_saved_model_loads_with_and_without_us_and_goes_on() -> None:
+    model = trained(wrapped())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model.save(path)
+        plain = keras.models.load_model(path)
+        again = hvd.load_model(path, compression=OneBit(), min_numel=100)
+    assert not hasattr(type(plain.optimizer), "compression_stats")
+    again.fit(*data(), batch_size=16, verbose=0, shuffle=False)
+    check_equal_on_all_ranks(again)
+    assert int(again.optimizer.iterations) == 18
+    assert again.optimizer.compression_stats()["total"]["steps"] == 6
+
+
+@cases.add
+def a_resumed_training_is_bit_identical() -> None:
+    straight = trained(wrapped(), epochs=3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        keeper = hvd.callbacks.CompressionCheckpointCallback(Path(folder) / "state")
+        trained(wrapped(), keeper, epochs=2).save(path)
+        again = hvd.load_model(path, compression=OneBit(), min_numel=100)
+        again.fit(*data(), batch_size=16, verbose=0, shuffle=False, callbacks=[keeper])
+        for a, b in zip(straight.get_weights(), again.get_weights(), strict=True):
+            assert a.tobytes() == b.tobytes()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trained(wrapped(), keeper, epochs=1)
+        assert any("left out on all ranks" in str(w.message) for w in seen)
+
+
+@cases.add
+def callbacks_tell_the_same_on_all_ranks() -> None:
+    stats, warmup = hvd.callbacks.CompressionStatsCallback(), hvd.callbacks.LearningRateWarmupCallback(0.08, 2)
+    model = trained(wrapped(), hvd.callbacks.MetricAverageCallback(), stats, warmup, epochs=3)
+    seen = model.seen
+    assert seen["compression_ratio"][0] > 5
+    assert seen["residual_norm"][0] > 0
+    np.testing.assert_allclose(seen["lr"][1:], 0.08, rtol=1e-6)
+    first = 0.08 / hvd.size() * (1 * (hvd.size() - 1) / 2 + 1)
+    np.testing.assert_allclose(seen["lr"][0], first, rtol=1e-6)
+    for name in ("loss", "accuracy"):
+        everyone = np.asarray(hvd.allgather(np.array(seen[name]), name=f"seen.{name}")).reshape(hvd.size(), -1)
+        assert (everyone == everyone[0]).all(), name
+    schedule = hvd.callbacks.LearningRateScheduleCallback(0.04, 0.5, start_epoch=1)
+    model = trained(wrapped(keras.optimizers.SGD(0.04)), schedule, epochs=3)
+    np.testing.assert_allclose(model.seen["lr"], [0.04, 0.04, 0.02], rtol=1e-6)
+
+
+@cases.add
+def compression_warms_up() -> None:
+    warmup = hvd.callbacks.CompressionWarmupCallback(warmup_epochs=1, dense_epochs=1)
+    model = trained(wrapped(compression=TopK(0.01)), warmup, hvd.callbacks.CompressionStatsCallback(), epochs=3)
+    check_equal_on_all_ranks(model)
+    dense, wide, narrow = model.seen["compression_ratio"]
+    assert dense == 1.0
+    assert 1.0 < wide < narrow
+
+
+@cases.add
+def local_layers_stay_local() -> None:
+    model = network()
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=OneBit(), min_numel=100, local_layers=model.layers[0]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    model.fit(*data(), batch_size=16, verbose=0)
+    tensors = model.optimizer.compression_stats()["tensors"]
+    assert len(tensors) == 2, tensors
+
+
+@cases.add
+def ranks_that_disagree_are_told_so() -> None:
+    compression = TopK(0.1 if hvd.rank() == 0 else 0.2)
+    raises(MismatchError, lambda: trained(wrapped(compression=compression), run_eagerly=True), "ratio")
