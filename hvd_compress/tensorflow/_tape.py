@@ -10,6 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvd_compress._keras.names import stable_name
 from hvd_compress._keras.optimizer import local_variables
 from hvd_compress.engine import DEFAULT_MIN_NUMEL, check_settings, refuse_elastic
 from hvd_compress.errors import UnsupportedError
@@ -121,11 +122,12 @@ class _Overrides(tf.GradientTape):
 
 
 def describe_sources(sources: Sequence[Any]) -> list[Source]:
-    """Names (of Keras 3: paths), made unique by their position, with shapes and dtypes."""
+    """Names (of Keras 3: layer and variable), made unique by their position, with shapes and dtypes."""
     described: dict[str, Source] = {}
     for i, source in enumerate(sources):
         # an eager tensor has no name, and a Keras variable's is not unique
-        base = getattr(source, "path", None) or _name_of(source) or f"source_{i}"
+        path = getattr(source, "path", None)
+        base = stable_name(path) if path else _name_of(source) or f"source_{i}"
         name = base if base not in described else f"{base}.{i}"
         shape = tf.TensorShape(source.shape)
         known = tuple(shape.as_list()) if shape.is_fully_defined() else None

@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress import wire
+from hvd_compress._keras.names import stable_name
 from hvd_compress.engine import Ledger, average_share, check_settings, describe, exchanged, refuse_elastic
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch._agreement import require_agreement
@@ -119,7 +120,7 @@ class TorchExchange:
     """Combines the gradients of Keras variables on the torch backend: all exchanges in flight, then awaited.
 
     Args:
-        variables: of Keras; their paths name the tensors.
+        variables: of Keras; layer and variable name the tensors.
         settings: of the exchange, by name.
     """
 
@@ -127,7 +128,7 @@ class TorchExchange:
         self._variables = list(variables)
         self._settings = settings
         compression, process_set = settings["compression"], settings["process_set"]
-        names = [v.path for v in variables]
+        names = [stable_name(v.path) for v in variables]
         self._names = [n if n not in names[:i] else f"{n}.{i}" for i, n in enumerate(names)]
         self.takes_part = bool(process_set.included() and process_set.size() > 1)
         self._horovods = horovod_compressor(compression)
