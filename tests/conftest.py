@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+# --doctest-modules imports what it collects; a worker is to be imported by a rank, which knows its number
+collect_ignore_glob = ["parallel/workers/*"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
