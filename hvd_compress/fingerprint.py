@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from hvd_compress.errors import MismatchError
 __all__ = ["agree", "check_agreement", "digest", "serialize"]
 
 DIGEST_BYTES = 32
+
+_calls: Counter[int] = Counter()
 
 
 def serialize(description: dict[str, Any]) -> bytes:
@@ -45,23 +48,27 @@ must be given the same settings, and parameters of the same names, shapes and or
             )
 
 
-def agree(description: dict[str, Any], allgather: Callable[[bytes, str], bytes]) -> None:
+def agree(description: dict[str, Any], process_set_id: int, allgather: Callable[[bytes, str], bytes]) -> None:
     """Compare the description of this rank with those of all others; a collective call.
 
     Args:
         description: JSON-able.
+        process_set_id: of the ranks that compare.
         allgather: bytes of this rank and the name of the collective -> bytes of all ranks, joined in their order.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
+    # numbered by call and process set: all ranks wrap their optimizers in the same order, or are told so here
+    name = f"hvd_compress.fingerprint.{process_set_id}.{_calls[process_set_id]}"
+    _calls[process_set_id] += 1
     text = serialize(description)
     mine = digest(text) + len(text).to_bytes(8, "little")
-    everyone = allgather(mine, "digest")
+    everyone = allgather(mine, f"{name}.digest")
     rows = [everyone[i : i + len(mine)] for i in range(0, len(everyone), len(mine))]
     if all(row == mine for row in rows):
         return
-    joined = allgather(text, "text")
+    joined = allgather(text, f"{name}.text")
     texts = []
     for row in rows:
         length = int.from_bytes(row[DIGEST_BYTES:], "little")

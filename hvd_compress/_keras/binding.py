@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
 from hvd_compress._keras import callbacks, compression_callbacks
+from hvd_compress._keras.interface import Interface
 from hvd_compress._keras.link import Link
 
-__all__ = ["bound_callbacks"]
+__all__ = ["bound"]
 
 _MIXINS = [
     *(callbacks.__dict__[name] for name in callbacks.__all__ if name != "LinkedCallback"),
@@ -16,14 +18,22 @@ _MIXINS = [
 ]
 
 
-def bound_callbacks(keras: Any, link: Link, module: str) -> ModuleType:
+def bound(keras: Any, link: Link, module: str) -> dict[str, Any]:
+    """What an edge's module named `module` has of its own: functions, and the module `callbacks`, importable too."""
+    interface = Interface(link, keras)
+    functions = {name: getattr(interface, name) for name in dir(interface) if not name.startswith("_")}
+    callbacks = sys.modules[f"{module}.callbacks"] = _bound_callbacks(keras, link, f"{module}.callbacks")
+    return {**functions, "callbacks": callbacks}
+
+
+def _bound_callbacks(keras: Any, link: Link, module: str) -> ModuleType:
     """A module named `module` with all callbacks, as subclasses of `keras.callbacks.Callback`."""
-    bound = ModuleType(module, "Callbacks for `fit`: Horovod's, and those that tell of compression.")
+    made = ModuleType(module, "Callbacks for `fit`: Horovod's, and those that tell of compression.")
     for mixin in _MIXINS:
         body = {"link": link, "__doc__": mixin.__doc__, "__module__": module}
-        setattr(bound, mixin.__name__, type(mixin.__name__, (mixin, keras.callbacks.Callback), body))
-    setattr(bound, "BestModelCheckpoint", _best_model_checkpoint(keras, module))  # noqa: B010, a module has no such name
-    return bound
+        setattr(made, mixin.__name__, type(mixin.__name__, (mixin, keras.callbacks.Callback), body))
+    setattr(made, "BestModelCheckpoint", _best_model_checkpoint(keras, module))  # noqa: B010, a module has no such name
+    return made
 
 
 def _best_model_checkpoint(keras: Any, module: str) -> type:

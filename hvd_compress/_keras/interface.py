@@ -175,7 +175,10 @@ class Interface:
     ) -> Any:
         """Average or sum what can be made a tensor over all ranks; see `allreduce` of the backend's edge."""
         compression = self._link.none if compression is None else compression
-        return self._link.allreduce(value, name, average, prescale_factor, postscale_factor, op, compression)
+        return self._link.allreduce(
+            value, average=average, name=name, compression=compression, op=op, prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+        )  # fmt: skip
 
     def allgather(self, value: Any, name: str | None = None) -> Any:
         """Concatenate what can be made a tensor over all ranks, along its first axis."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from hvd_compress.engine import check_settings, refuse_other_ops
 
 __all__ = ["Exchange", "Link"]
 
@@ -29,42 +32,62 @@ class Exchange(Protocol):
         """Take over what `state_dict` returned on this rank."""
 
 
-class Link(Protocol):
-    """An edge, seen from Keras.
+class Link(ABC):
+    """An edge, seen from Keras; edges fill in what differs between frameworks.
 
     Args:
-        none: Horovod's compressor that does nothing.
-        average_op: Horovod's Average.
-        all_ranks: the global process set.
+        hvd: Horovod for the framework.
+        allreduce: of the edge.
+        horovod_compressor: of the edge.
+        require_agreement: of the edge.
     """
 
-    none: Any
-    average_op: Any
-    all_ranks: Any
+    def __init__(
+        self,
+        hvd: Any,
+        allreduce: Callable[..., Any],
+        horovod_compressor: Callable[[Any], Any],
+        require_agreement: Callable[[dict[str, Any], Any], None],
+    ) -> None:
+        self.none, self.average_op, self.all_ranks = hvd.Compression.none, hvd.Average, hvd.global_process_set
+        self._hvd = hvd
+        self._allreduce = allreduce
+        self._horovod_compressor = horovod_compressor
+        self._require_agreement = require_agreement
+
+    # -- what is the same for all ------------------------------------------------------------------------------------
 
     def rank(self) -> int:
         """Of this process, among all."""
+        return int(self._hvd.rank())
 
     def size(self) -> int:
         """The number of processes."""
-
-    def check(self, **settings: Any) -> None:
-        """Raise what a wrong setting of a wrapper is to raise."""
-
-    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> Exchange:
-        """An exchange for the gradients of Keras variables; a collective call."""
+        return int(self._hvd.size())
 
     def ranks_of(self, process_set: Any) -> int:
         """How many ranks a process set has; 1 where this one is not among them."""
+        return int(process_set.size()) if process_set.included() else 1
 
-    def divided(self, gradient: Any, ranks: int) -> Any:
-        """A gradient, sparse ones too, divided by `ranks`."""
-
-    def accumulators(self, passes: int) -> Any:
-        """Sums of the gradients of several backward passes, for Keras 2."""
-
-    def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
-        """Make Keras variables those of the root; a collective call."""
+    def check(
+        self,
+        *,
+        compression: Any,
+        op: Any,
+        exchange: str,
+        min_numel: int,
+        gradient_predivide_factor: float,
+        backward_passes_per_step: int = 1,
+        groups: Any = None,
+        **_: Any,
+    ) -> None:
+        """Raise what a wrong setting of a wrapper is to raise."""
+        check_settings(
+            compression, exchange, min_numel, op == self.average_op, gradient_predivide_factor,
+            backward_passes_per_step, groups, self._hvd.rocm_built(),
+        )  # fmt: skip
+        self._horovod_compressor(compression)
+        refuse_other_ops(op, self.average_op, self._hvd.Sum)
 
     def average(self, values: Sequence[float], names: Sequence[str]) -> list[float]:
         """Averages over all ranks; a collective call.
@@ -72,24 +95,47 @@ class Link(Protocol):
         Raises:
             MismatchError: the ranks have values of other names.
         """
+        self._require_agreement({"names of the metrics": list(names)}, self.all_ranks)
+        return self.mean(values, "hvd_compress.metrics")
 
-    def allreduce(
-        self,
-        value: Any,
-        name: str | None,
-        average: bool | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        op: Any,
-        compression: Any,
-    ) -> Any:
+    def allreduce(self, value: Any, **settings: Any) -> Any:
         """See `Interface.allreduce`."""
+        return self._allreduce(self.tensor(value), **settings)
 
     def allgather(self, value: Any, name: str | None) -> Any:
         """See `Interface.allgather`."""
+        return self._hvd.allgather(self.tensor(value), name=name)
 
     def broadcast_value(self, value: Any, root_rank: int, name: str | None) -> Any:
         """See `Interface.broadcast`."""
+        return self._hvd.broadcast(self.tensor(value), root_rank, name=name)
 
     def reducescatter(self, value: Any, name: str | None, op: Any) -> Any:
         """See `Interface.reducescatter`."""
+        return self._hvd.reducescatter(self.tensor(value), op=op, name=name)
+
+    # -- what a framework has in its own way -------------------------------------------------------------------------
+
+    @abstractmethod
+    def tensor(self, value: Any) -> Any:
+        """What can be made a tensor, as one that Horovod takes."""
+
+    @abstractmethod
+    def mean(self, values: Sequence[float], name: str) -> list[float]:
+        """Averages over all ranks, in float64; a collective call."""
+
+    @abstractmethod
+    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> Exchange:
+        """An exchange for the gradients of Keras variables; a collective call."""
+
+    @abstractmethod
+    def divided(self, gradient: Any, ranks: int) -> Any:
+        """A gradient, sparse ones too, divided by `ranks`; None stays None."""
+
+    @abstractmethod
+    def accumulators(self, passes: int) -> Any:
+        """Sums of the gradients of several backward passes, for Keras 2."""
+
+    @abstractmethod
+    def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
+        """Make Keras variables those of the root; a collective call."""

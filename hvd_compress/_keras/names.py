@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["stable_name"]
+from collections.abc import Sequence
+
+__all__ = ["stable_name", "unique"]
 
 
 def stable_name(path: str) -> str:
@@ -13,3 +15,13 @@ def stable_name(path: str) -> str:
         'first/kernel'
     """
     return "/".join(path.split("/")[-2:])
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Names of which those that come again have their position behind them.
+
+    Example:
+        >>> unique(["bias", "kernel", "bias"])
+        ['bias', 'kernel', 'bias.2']
+    """
+    return [name if name not in names[:i] else f"{name}.{i}" for i, name in enumerate(names)]

@@ -173,7 +173,6 @@ class _Distributed:
 class _Keras3(_Distributed):
     """Combines where Keras 3 clips: after local accumulation and unscaling, before clipping and the update."""
 
-    _of_gradients: list[Any]
     _loss_scale_factor: float | None = None
 
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:

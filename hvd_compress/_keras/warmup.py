@@ -8,7 +8,7 @@ from typing import Any
 from hvd_compress.compressors import Adaptive, NoCompression, TopK
 from hvd_compress.engine import describe
 
-__all__ = ["compression_at", "tightened", "warmup_stages"]
+__all__ = ["compression_at", "same", "tightened", "warmup_stages"]
 
 # Lin et al., Deep Gradient Compression (ICLR 2018), section 3.3: 25 %, 6.25 %, 1.5625 %, ... of the values in the
 # epochs of the warm-up

@@ -11,9 +11,12 @@ from hvd_compress.engine.choice import (
     average_share,
     check_settings,
     describe,
+    description,
     exchanged,
     horovod_compressor,
-    refuse_elastic,
+    names_of_call,
+    op_of_call,
+    refuse_other_ops,
 )
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane
@@ -28,9 +31,12 @@ __all__ = [
     "average_share",
     "check_settings",
     "describe",
+    "description",
     "empty_state",
     "exchanged",
     "horovod_compressor",
-    "refuse_elastic",
+    "names_of_call",
+    "op_of_call",
+    "refuse_other_ops",
     "refuse_residuals",
 ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
+from hvd_compress import wire
 from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompression, OneBit, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import EXCHANGES
@@ -15,14 +18,19 @@ __all__ = [
     "average_share",
     "check_settings",
     "describe",
+    "description",
     "exchanged",
     "horovod_compressor",
-    "refuse_elastic",
+    "names_of_call",
+    "op_of_call",
+    "refuse_other_ops",
 ]
 
 # 64 KiB of float32: on the links that this package is for, a smaller tensor costs Horovod's fused allreduce less than
 # the two collectives of an exchange, about a millisecond each
 DEFAULT_MIN_NUMEL = 16384
+
+_unnamed = count()
 
 
 class Defaults:
@@ -79,6 +87,17 @@ def describe(compression: Any) -> Any:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def description(compression: Any, op: Any, parameters: Sequence[Any], **settings: Any) -> dict[str, Any]:
+    """What the fingerprint compares of an optimizer, a tape or an exchange."""
+    return {
+        "wire version": wire.VERSION,
+        "compression": describe(compression),
+        "op": str(op),
+        **settings,
+        "parameters": list(parameters),
+    }
+
+
 def average_share(compressor: Compressor, op: Any, average: Any, total: Any, ranks: int) -> float:
     """The factor on the sum over ranks that `op` stands for; `average` and `total` are Horovod's Average and Sum.
 
@@ -90,7 +109,34 @@ def average_share(compressor: Compressor, op: Any, average: Any, total: Any, ran
     return 1.0 / ranks if op == average else 1.0
 
 
+def refuse_other_ops(op: Any, average: Any, total: Any) -> None:
+    """Raise UnsupportedError unless gradients can be combined by `op`; see `average_share` for the others."""
+    if op not in (average, total):
+        raise UnsupportedError(f"op={op}: gradients are combined by op=Average or op=Sum")
+
+
+def op_of_call(average: bool | None, op: Any, average_op: Any, total: Any) -> Any:
+    """The `op` of a call of allreduce that may have been given in its old form, `average`.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if average is not None and op is not None:
+        raise ValueError("give op or average, not both")
+    if op is not None:
+        return op
+    return total if average is False else average_op
+
+
+def names_of_call(name: str | None, number: int) -> list[str]:
+    """The names of `number` tensors in one call of allreduce, the same on all ranks."""
+    if name is None:
+        return [f"allreduce.noname.{next(_unnamed)}" for _ in range(number)]
+    return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]
+
+
 def check_settings(
+    compression: Any,
     exchange: str,
     min_numel: int,
     averages: bool,
@@ -103,6 +149,7 @@ def check_settings(
 
     Raises:
         ValueError: a setting out of its range.
+        UnsupportedError: an elastic run with one of our compressors.
     """
     if exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
@@ -116,14 +163,6 @@ def check_settings(
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
     if groups is not None and not isinstance(groups, list) and groups <= 0:
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
-
-
-def refuse_elastic(compression: Any) -> None:
-    """Refuse a compressor that keeps state in a run whose ranks come and go.
-
-    Raises:
-        UnsupportedError: an elastic run with one of our compressors.
-    """
     ours = exchanged(compression)
     if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(

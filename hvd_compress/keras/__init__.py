@@ -12,14 +12,12 @@ Example, `KERAS_BACKEND=torch horovodrun -np 4 python train.py`::
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from hvd_compress._keras.binding import bound_callbacks
-from hvd_compress._keras.interface import Interface
+from hvd_compress._keras.binding import bound
 from hvd_compress.errors import UnsupportedError
 
 # of the backend that Keras runs on, and of no other: (edge, its link)
@@ -44,29 +42,11 @@ _OF_HOROVOD = [
 ]  # fmt: skip
 globals().update({name: getattr(_edge, name) for name in _OF_HOROVOD})
 
-_interface = Interface(_link, keras)
-DistributedOptimizer = _interface.DistributedOptimizer
-PartialDistributedOptimizer = _interface.PartialDistributedOptimizer
-allgather = _interface.allgather
-allreduce = _interface.allreduce
-broadcast = _interface.broadcast
-broadcast_global_variables = _interface.broadcast_global_variables
-load_model = _interface.load_model
-reducescatter = _interface.reducescatter
-callbacks = sys.modules[f"{__name__}.callbacks"] = bound_callbacks(keras, _link, f"{__name__}.callbacks")
+# those that an edge of Keras has of its own, in the place of Horovod's
+_OWN = bound(keras, _link, __name__)
+globals().update(_OWN)
 
-__all__ = [
-    *_OF_HOROVOD,
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "load_model",
-    "reducescatter",
-]
+__all__ = [*_OF_HOROVOD, *_OWN]
 
 if TYPE_CHECKING:
 

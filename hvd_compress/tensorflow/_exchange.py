@@ -12,9 +12,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import wire
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger, average_share, describe, exchanged
+from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger, average_share, description, exchanged
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Plan
 from hvd_compress.tensorflow._agreement import require_agreement
@@ -81,7 +80,7 @@ class GradientExchange(Ledger[Lane]):
         self.settings = settings
         self._sources = list(sources)
         self._compressor = exchanged(settings.compression)
-        self._wire_names = [_claim(s.name, settings.process_set) for s in sources]
+        self._wire_names = {s.name: _claim(s.name, settings.process_set) for s in sources}
         process_set = settings.process_set
         self.takes_part = process_set.included() and process_set.size() > 1
         if self.takes_part and compared:
@@ -165,11 +164,11 @@ class GradientExchange(Ledger[Lane]):
         for group in self._groups(gradients, compressed):
             if len(group) == 1 and settings.groups is None:
                 (i,) = group
-                name = f"hvd_compress.allreduce.{self._wire_names[i]}"
+                name = f"hvd_compress.allreduce.{self._wire_names[self._sources[i].name]}"
                 # Horovod names the two allgathers of a sparse gradient itself
                 results[i] = hvd.allreduce(gradients[i], name=name, ignore_name_scope=True, **reduce)
             elif group:
-                name = f"hvd_compress.grouped_allreduce.{self._wire_names[group[0]]}"
+                name = f"hvd_compress.grouped_allreduce.{self._wire_names[self._sources[group[0]].name]}"
                 combined = hvd.grouped_allreduce(
                     [gradients[i] for i in group], name=name, ignore_name_scope=True, **reduce
                 )
@@ -244,22 +243,15 @@ class GradientExchange(Ledger[Lane]):
         return ()
 
     def _make_lane(self, name: str, plan: Plan, compressor: Compressor, position: int) -> Lane:
-        wire_name = self._wire_names[next(i for i, s in enumerate(self._sources) if s.name == name)]
-        return Lane(name, plan, compressor, position, self.settings.process_set, wire_name)
+        return Lane(name, plan, compressor, position, self.settings.process_set, self._wire_names[name])
 
     def _description(self) -> dict[str, Any]:
         settings = self.settings
-        return {
-            "wire version": wire.VERSION,
-            "compression": describe(settings.compression),
-            "exchange": settings.exchange,
-            "min_numel": settings.min_numel,
-            "op": str(settings.op),
-            "gradient_predivide_factor": settings.gradient_predivide_factor,
-            "sparse_as_dense": settings.sparse_as_dense,
-            "groups": settings.groups,
-            "parameters": [[s.name, s.shape, s.dtype.name] for s in self._sources],
-        }
+        return description(
+            settings.compression, settings.op, [[s.name, s.shape, s.dtype.name] for s in self._sources],
+            exchange=settings.exchange, min_numel=settings.min_numel, sparse_as_dense=settings.sparse_as_dense,
+            gradient_predivide_factor=settings.gradient_predivide_factor, groups=settings.groups,
+        )  # fmt: skip
 
 
 def _claim(name: str, process_set: hvd.ProcessSet) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import count
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import exchanged
+from hvd_compress.engine import exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -20,7 +19,6 @@ __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _exchanges: dict[tuple[Any, ...], GradientExchange] = {}
-_unnamed = count()
 
 
 def allreduce(
@@ -110,14 +108,11 @@ def _exchange(
     name: str | None,
     process_set: hvd.ProcessSet,
 ) -> list[Any]:
-    if average is not None and op is not None:
-        raise ValueError("give op or average, not both")
-    if op is None:
-        op = hvd.Sum if average is False else hvd.Average
+    op = op_of_call(average, op, hvd.Average, hvd.Sum)
     given = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors]
     sources = [
         Source(n, tuple(t.shape.as_list()) if t.shape.is_fully_defined() else None, t.dtype)
-        for t, n in zip(given, _names(name, len(given)), strict=True)
+        for t, n in zip(given, names_of_call(name, len(given)), strict=True)
     ]
     settings = Settings(_for_one_call(compression) if name is None else compression, op,
                         process_set=process_set, min_numel=0)  # fmt: skip
@@ -141,12 +136,6 @@ def _exchange(
     combined = combine(*given)
     combined = list(combined) if isinstance(combined, list | tuple) else [combined]
     return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
-
-
-def _names(name: str | None, number: int) -> list[str]:
-    if name is None:
-        return [f"allreduce.noname.{next(_unnamed)}" for _ in range(number)]
-    return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]
 
 
 def _for_one_call(compressor: Compressor) -> Compressor:

@@ -10,10 +10,9 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_compress._keras.names import stable_name
+from hvd_compress._keras.names import stable_name, unique
 from hvd_compress._keras.optimizer import local_variables
-from hvd_compress.engine import DEFAULT_MIN_NUMEL, check_settings, refuse_elastic
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.engine import DEFAULT_MIN_NUMEL, check_settings, refuse_other_ops
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import overlay
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -55,14 +54,15 @@ class _Overrides(tf.GradientTape):
             MismatchError: the ranks disagree; raised on all of them at the first call.
         """
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
-        flat_sources, flat = _flatten(sources), list(_flatten(gradients))
+        flat_sources, flat = _flatten(sources), _flatten(gradients)
         shared = [i for i, s in enumerate(flat_sources) if not self._is_local(s)]
         if shared:
-            exchange = self._exchange([flat_sources[i] for i in shared], [flat[i] for i in shared])
+            exchange = self._exchange_of(flat_sources)
             for i, combined in zip(shared, exchange.reduce([flat[i] for i in shared]), strict=True):
                 flat[i] = combined
         if self._hvd_scale_local:
-            ranks = self._hvd_settings.process_set.size() if self._hvd_settings.process_set.included() else 1
+            process_set = self._hvd_settings.process_set
+            ranks = process_set.size() if process_set.included() else 1
             for i in set(range(len(flat))) - set(shared):
                 flat[i] = divided(flat[i], ranks)
         return _pack(sources, flat)
@@ -104,35 +104,33 @@ class _Overrides(tf.GradientTape):
         return any(source is local for local in self._hvd_local)
 
     def _exchange_of(self, sources: Any) -> GradientExchange:
-        return self._exchange([s for s in _flatten(sources) if not self._is_local(s)], None)
-
-    def _exchange(self, sources: Sequence[Any], gradients: Sequence[Any] | None) -> GradientExchange:
-        key = (self._hvd_settings, tuple(map(id, sources)))
+        shared = [s for s in _flatten(sources) if not self._is_local(s)]
+        key = (self._hvd_settings, tuple(map(id, shared)))
         if key not in _exchanges:
-            positions = {id(s): i for i, s in enumerate(sources)}
-            groups: Any = self._hvd_groups
-            if isinstance(groups, list):
-                groups = tuple(tuple(positions[id(v)] for v in group if id(v) in positions) for group in groups)
-            settings = replace(self._hvd_settings, groups=groups)
-            _exchanges[key] = GradientExchange(settings, describe_sources(sources))
-            for source in sources:
+            settings = replace(self._hvd_settings, groups=positions_of(self._hvd_groups, shared))
+            _exchanges[key] = GradientExchange(settings, describe_sources(shared))
+            for source in shared:
                 # an id may be given to another object when this one is gone
                 weakref.finalize(source, _exchanges.pop, key, None)
         return _exchanges[key]
 
 
+def positions_of(groups: Any, sources: Sequence[Any]) -> Any:
+    """Groups of variables as groups of positions in a list; a number of groups, or None, as it is."""
+    if not isinstance(groups, list):
+        return groups
+    positions = {id(s): i for i, s in enumerate(sources)}
+    return tuple(tuple(positions[id(v)] for v in group if id(v) in positions) for group in groups)
+
+
 def describe_sources(sources: Sequence[Any]) -> list[Source]:
     """Names (of Keras 3: layer and variable), made unique by their position, with shapes and dtypes."""
-    described: dict[str, Source] = {}
-    for i, source in enumerate(sources):
-        # an eager tensor has no name, and a Keras variable's is not unique
-        path = getattr(source, "path", None)
-        base = stable_name(path) if path else _name_of(source) or f"source_{i}"
-        name = base if base not in described else f"{base}.{i}"
+    described = []
+    for name, source in zip(unique([_name_of(s, i) for i, s in enumerate(sources)]), sources, strict=True):
         shape = tf.TensorShape(source.shape)
         known = tuple(shape.as_list()) if shape.is_fully_defined() else None
-        described[name] = Source(name, known, tf.as_dtype(source.dtype))
-    return list(described.values())
+        described.append(Source(name, known, tf.as_dtype(source.dtype)))
+    return described
 
 
 def divided(gradient: Any, ranks: int) -> Any:
@@ -142,11 +140,15 @@ def divided(gradient: Any, ranks: int) -> Any:
     return None if gradient is None else gradient / ranks
 
 
-def _name_of(source: Any) -> str | None:
+def _name_of(source: Any, position: int) -> str:
+    # an eager tensor has no name, and a Keras variable's is not unique
+    path = getattr(source, "path", None)
+    if path:
+        return stable_name(path)
     try:
-        return str(source.name).partition(":")[0]
+        return str(source.name).partition(":")[0] or f"source_{position}"
     except AttributeError:
-        return None
+        return f"source_{position}"
 
 
 def _flatten(structure: Any) -> list[Any]:
@@ -160,40 +162,6 @@ def _flatten(structure: Any) -> list[Any]:
 
 def _pack(structure: Any, leaves: list[Any]) -> Any:
     return tf.nest.map_structure(lambda i: leaves[i], tf.nest.pack_sequence_as(structure, list(range(len(leaves)))))
-
-
-def make_settings(
-    compression: Any,
-    sparse_as_dense: bool,
-    op: Any,
-    gradient_predivide_factor: float,
-    backward_passes_per_step: int,
-    groups: Any,
-    process_set: hvd.ProcessSet,
-    exchange: str,
-    min_numel: int,
-    device_dense: str,
-    device_sparse: str,
-) -> Settings:
-    """Settings, checked as those of every wrapper are.
-
-    Raises:
-        ValueError: a setting out of its range.
-        TypeError: `compression` is no compressor.
-        UnsupportedError: another `op`, or an elastic run, with a compressor.
-    """
-    check_settings(
-        exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step, groups,
-        hvd.rocm_built(),
-    )  # fmt: skip
-    horovod_compressor(compression)
-    refuse_elastic(compression)
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedError(f"op={op}: gradients are combined by op=Average or op=Sum")
-    return Settings(
-        compression, op, gradient_predivide_factor, sparse_as_dense, groups if isinstance(groups, int) else None,
-        process_set, exchange, min_numel, device_dense, device_sparse,
-    )  # fmt: skip
 
 
 def DistributedGradientTape(
@@ -251,9 +219,14 @@ def DistributedGradientTape(
         [2.0, 4.0]
     """
     groups = num_groups if num_groups and groups is None else groups
+    check_settings(
+        compression, exchange, min_numel, op == hvd.Average, gradient_predivide_factor, 1, groups, hvd.rocm_built()
+    )
+    horovod_compressor(compression)
+    refuse_other_ops(op, hvd.Average, hvd.Sum)
     wrapped = overlay(gradtape, _Overrides)
-    wrapped._hvd_settings = make_settings(
-        compression, sparse_as_dense, op, gradient_predivide_factor, 1, groups, process_set, exchange, min_numel,
+    wrapped._hvd_settings = Settings(
+        compression, op, gradient_predivide_factor, sparse_as_dense, None, process_set, exchange, min_numel,
         device_dense, device_sparse,
     )  # fmt: skip
     wrapped._hvd_groups = groups

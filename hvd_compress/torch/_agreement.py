@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import horovod.torch as hvd
@@ -12,8 +11,6 @@ from hvd_compress.fingerprint import agree
 
 __all__ = ["require_agreement"]
 
-_calls: Counter[int] = Counter()
-
 
 def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) -> None:
     """Compare `description` across the ranks of `process_set`; a collective call.
@@ -21,13 +18,9 @@ def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
-    # numbered by call and process set: all ranks wrap their optimizers in the same order, or are told so here
-    number = _calls[process_set.process_set_id]
-    _calls[process_set.process_set_id] += 1
 
-    def allgather(data: bytes, part: str) -> bytes:
-        name = f"hvd_compress.fingerprint.{process_set.process_set_id}.{number}.{part}"
+    def allgather(data: bytes, name: str) -> bytes:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return bytes(hvd.allgather(tensor, name=name, process_set=process_set).numpy().tobytes())
 
-    agree(description, allgather)
+    agree(description, process_set.process_set_id, allgather)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import average_share, exchanged
+from hvd_compress.engine import average_share, exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import make_plan
 from hvd_compress.torch._lane import Lane
@@ -20,7 +19,6 @@ __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _lanes: dict[tuple[Any, ...], Lane] = {}
-_unnamed = count()
 
 
 def allreduce(
@@ -101,8 +99,10 @@ def _reduce(
     compressor = exchanged(compression)
     if compressor is None or process_set.size() == 1:
         return [plain(tensor, name) for tensor in tensors]
-    scale = prescale_factor * postscale_factor * _share(compressor, average, op, process_set.size())
-    names = _names(name, len(tensors))
+    op, average = op_of_call(average, op, hvd.Average, hvd.Sum), None
+    share = average_share(compressor, op, hvd.Average, hvd.Sum, process_set.size())
+    scale = prescale_factor * postscale_factor * share
+    names = names_of_call(name, len(tensors))
     lanes = [_lane(t, n, name is not None, compressor, process_set) for t, n in zip(tensors, names, strict=True)]
     for tensor, lane in zip(tensors, lanes, strict=True):
         if lane is not None:
@@ -115,20 +115,6 @@ def _reduce(
         plain(tensor, its_name) if lane is None else lane.combine(finite[id(lane)], scale)
         for tensor, its_name, lane in zip(tensors, names, lanes, strict=True)
     ]
-
-
-def _names(name: str | None, number: int) -> list[str]:
-    if name is None:
-        return [f"allreduce.noname.{next(_unnamed)}" for _ in range(number)]
-    return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]
-
-
-def _share(compressor: Compressor, average: bool | None, op: Any, ranks: int) -> float:
-    if average is not None and op is not None:
-        raise ValueError("give op or average, not both")
-    if average is not None:
-        op = hvd.Average if average else hvd.Sum
-    return average_share(compressor, hvd.Average if op is None else op, hvd.Average, hvd.Sum, ranks)
 
 
 def _lane(

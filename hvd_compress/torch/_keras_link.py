@@ -8,10 +8,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress import wire
-from hvd_compress._keras.names import stable_name
-from hvd_compress.engine import Ledger, average_share, check_settings, describe, exchanged, refuse_elastic
-from hvd_compress.errors import UnsupportedError
+from hvd_compress._keras.link import Link
+from hvd_compress._keras.names import stable_name, unique
+from hvd_compress.engine import Ledger, average_share, description, exchanged
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._functions import allreduce
@@ -20,52 +19,16 @@ from hvd_compress.torch.compression import horovod_compressor
 __all__ = ["LINK"]
 
 
-class TorchLink:
+class TorchLink(Link):
     """See `Link`."""
 
-    none = hvd.Compression.none
-    average_op = hvd.Average
-    all_ranks = hvd.global_process_set
-
-    rank = staticmethod(hvd.rank)
-    size = staticmethod(hvd.size)
-
-    def check(
-        self,
-        *,
-        compression: Any,
-        op: Any,
-        exchange: str,
-        min_numel: int,
-        gradient_predivide_factor: float,
-        backward_passes_per_step: int = 1,
-        groups: Any = None,
-        **_: Any,
-    ) -> None:
-        """Raise what a wrong setting of a wrapper is to raise."""
-        check_settings(
-            exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step, groups,
-            hvd.rocm_built(),
-        )  # fmt: skip
-        horovod_compressor(compression)
-        refuse_elastic(compression)
-        if op not in (hvd.Average, hvd.Sum):
-            raise UnsupportedError(f"op={op}: gradients are combined by op=Average or op=Sum")
-
     def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> TorchExchange:
-        """An exchange for the gradients of Keras variables; a collective call."""
         return TorchExchange(variables, settings)
 
-    def ranks_of(self, process_set: hvd.ProcessSet) -> int:
-        """How many ranks a process set has; 1 where this one is not among them."""
-        return int(process_set.size()) if process_set.included() else 1
-
     def divided(self, gradient: torch.Tensor | None, ranks: int) -> torch.Tensor | None:
-        """A gradient divided by `ranks`."""
         return None if gradient is None else gradient / ranks
 
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
-        """Make Keras variables those of the root; a collective call."""
         handles = []
         for i, variable in enumerate(variables):
             # Horovod broadcasts no scalars
@@ -75,45 +38,18 @@ class TorchLink:
             hvd.synchronize(handle)
             variable.assign(values.reshape(tuple(variable.shape)))
 
-    def average(self, values: Sequence[float], names: Sequence[str]) -> list[float]:
-        """Averages over all ranks; a collective call."""
-        require_agreement({"names of the metrics": list(names)}, hvd.global_process_set)
+    def mean(self, values: Sequence[float], name: str) -> list[float]:
         mine = torch.tensor(list(values), dtype=torch.float64)
-        averages: list[float] = hvd.allreduce(mine, name="hvd_compress.metrics", op=hvd.Average).tolist()
+        averages: list[float] = hvd.allreduce(mine, name=name, op=hvd.Average).tolist()
         return averages
 
+    def tensor(self, value: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(value).detach()
+        # Horovod rejects scalars in most collectives
+        return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
     def accumulators(self, passes: int) -> Any:
-        """Not needed: Keras 2 has no torch backend.
-
-        Raises:
-            NotImplementedError: always.
-        """
         raise NotImplementedError("Keras 2 has no torch backend")
-
-    def allreduce(
-        self,
-        value: Any,
-        name: str | None,
-        average: bool | None,
-        prescale_factor: float,
-        postscale_factor: float,
-        op: Any,
-        compression: Any,
-    ) -> torch.Tensor:
-        """See `Interface.allreduce`."""
-        return allreduce(_tensor(value), average, name, compression, op, prescale_factor, postscale_factor)
-
-    def allgather(self, value: Any, name: str | None) -> torch.Tensor:
-        """See `Interface.allgather`."""
-        return hvd.allgather(_tensor(value), name)
-
-    def broadcast_value(self, value: Any, root_rank: int, name: str | None) -> torch.Tensor:
-        """See `Interface.broadcast`."""
-        return hvd.broadcast(_tensor(value), root_rank, name)
-
-    def reducescatter(self, value: Any, name: str | None, op: Any) -> torch.Tensor:
-        """See `Interface.reducescatter`."""
-        return hvd.reducescatter(_tensor(value), op=op, name=name)
 
 
 class TorchExchange:
@@ -128,24 +64,16 @@ class TorchExchange:
         self._variables = list(variables)
         self._settings = settings
         compression, process_set = settings["compression"], settings["process_set"]
-        names = [stable_name(v.path) for v in variables]
-        self._names = [n if n not in names[:i] else f"{n}.{i}" for i, n in enumerate(names)]
+        self._names = unique([stable_name(v.path) for v in variables])
         self.takes_part = bool(process_set.included() and process_set.size() > 1)
         self._horovods = horovod_compressor(compression)
         self._engine: Engine | None = None
         if not self.takes_part:
             return
         tensors = [v.value for v in variables]
-        require_agreement(
-            {
-                "wire version": wire.VERSION,
-                "compression": describe(compression),
-                **{k: settings[k] for k in ("exchange", "min_numel", "gradient_predivide_factor", "sparse_as_dense")},
-                "op": str(settings["op"]),
-                "parameters": [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)],
-            },
-            process_set,
-        )
+        compared = {k: settings[k] for k in ("exchange", "min_numel", "gradient_predivide_factor", "sparse_as_dense")}
+        parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
+        require_agreement(description(compression, settings["op"], parameters, **compared), process_set)
         ours, ranks = exchanged(compression), process_set.size()
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
         self._engine = Engine(
@@ -222,10 +150,4 @@ class TorchExchange:
             self._engine.load_state_dict(state)
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(value).detach()
-    # Horovod rejects scalars in most collectives
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
-
-
-LINK = TorchLink()
+LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement)

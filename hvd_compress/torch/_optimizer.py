@@ -10,16 +10,15 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress import wire
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
     DEFAULT_MIN_NUMEL,
     Counters,
     check_settings,
     describe,
+    description,
     empty_state,
     exchanged,
-    refuse_elastic,
     refuse_residuals,
 )
 from hvd_compress.errors import StateError, UnsupportedError
@@ -282,10 +281,9 @@ def DistributedOptimizer(
     """
     groups = num_groups if num_groups and groups is None else groups
     check_settings(
-        exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step, groups,
-        hvd.rocm_built(),
+        compression, exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step,
+        groups, hvd.rocm_built(),
     )  # fmt: skip
-    refuse_elastic(compression)
     horovods = horovod_compressor(compression)
     ours = exchanged(compression)
     named = list(named_parameters) if named_parameters is not None else None
@@ -300,19 +298,12 @@ def DistributedOptimizer(
         )
     takes_part = process_set.included() and process_set.size() > 1
     if takes_part:
-        description = {
-            "wire version": wire.VERSION,
-            "compression": describe(compression),
-            "exchange": exchange,
-            "min_numel": min_numel,
-            "op": str(op),
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "backward_passes_per_step": backward_passes_per_step,
-            "sparse_as_dense": sparse_as_dense,
-            "groups": _describe_groups(optimizer, groups),
-            "parameters": _describe_parameters(optimizer, named),
-        }
-        require_agreement(description, process_set)
+        told = description(
+            compression, op, _describe_parameters(optimizer, named), exchange=exchange, min_numel=min_numel,
+            gradient_predivide_factor=gradient_predivide_factor, backward_passes_per_step=backward_passes_per_step,
+            sparse_as_dense=sparse_as_dense, groups=_describe_groups(optimizer, groups),
+        )  # fmt: skip
+        require_agreement(told, process_set)
     cls: Any = make_class(type(optimizer), _Overrides)
     wrapped: Any = cls(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,

@@ -12,7 +12,6 @@ Example::
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow.keras
@@ -21,34 +20,18 @@ import horovod.tensorflow.keras
 from horovod.tensorflow.keras import *  # noqa: F403
 from tensorflow import keras
 
-from hvd_compress._keras.binding import bound_callbacks
-from hvd_compress._keras.interface import Interface
+from hvd_compress._keras.binding import bound
 from hvd_compress.tensorflow.compression import Compression
 from hvd_compress.tensorflow.keras._link import LINK
 
-_interface = Interface(LINK, keras)
-DistributedOptimizer = _interface.DistributedOptimizer
-PartialDistributedOptimizer = _interface.PartialDistributedOptimizer
-allgather = _interface.allgather
-allreduce = _interface.allreduce
-broadcast = _interface.broadcast
-broadcast_global_variables = _interface.broadcast_global_variables
-load_model = _interface.load_model
-reducescatter = _interface.reducescatter
-callbacks = sys.modules[f"{__name__}.callbacks"] = bound_callbacks(keras, LINK, f"{__name__}.callbacks")
+# those that an edge of Keras has of its own, in the place of Horovod's
+_OWN = bound(keras, LINK, __name__)
+globals().update(_OWN)
 
 __all__ = [
     *(name for name in dir(horovod.tensorflow.keras) if not name.startswith("_")),
     "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "load_model",
-    "reducescatter",
+    *_OWN,
 ]
 
 if TYPE_CHECKING:
