@@ -358,6 +358,8 @@ def _wrap_keras2(
             "a legacy Keras optimizer with state (momentum and the like) cannot be wrapped without losing it: wrap it "
             "before training, or use keras.optimizers instead of keras.optimizers.legacy"
         )
+    # the other variables exist when the optimizer is built; callbacks ask for this one before
+    wrapped.iterations.assign(optimizer.iterations)
     wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale, passes, state)
     return wrapped
 

@@ -64,6 +64,8 @@ def be_strict() -> None:
     warnings.filterwarnings("ignore", message=r"builtin type .* has no __module__", category=DeprecationWarning)
     # Keras 3 hands torch tensors to NumPy 2, whose __array__ has no copy argument
     warnings.filterwarnings("ignore", message=r"__array__ implementation doesn't accept", category=DeprecationWarning)
+    # Keras 2 draws its layers' seeds up to 1e9, a float
+    warnings.filterwarnings("ignore", message=r"non-integer arguments to randrange", category=DeprecationWarning)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -8,19 +9,27 @@ import pytest
 from tests.parallel.launch import Outcome, launched
 
 STARTS = [(2, "gloo"), (4, "mpi")]
-BACKENDS = ["tensorflow", "torch"]
+MAIN = {
+    "tensorflow": {"KERAS_BACKEND": "tensorflow"},
+    "torch": {"KERAS_BACKEND": "torch"},
+    # Keras 2 beside a TensorFlow whose own Keras is Keras 3
+    "tf_keras": {"HVD_COMPRESS_KERAS": "2", "TF_USE_LEGACY_KERAS": "1"},
+}
+# `make test-keras2`
+SECOND = {"keras2": {"HVD_COMPRESS_KERAS": "2"}}
+FLAVOURS = SECOND if version("keras").startswith("2.") else MAIN
 
 
-def outcome_of(ranks: int, launcher: str, backend: str) -> Outcome:
-    return launched("keras_fit", ranks, launcher, KERAS_BACKEND=backend)
+def outcome_of(ranks: int, launcher: str, flavour: str) -> Outcome:
+    return launched("keras_fit", ranks, launcher, **FLAVOURS[flavour])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize(("ranks", "launcher"), STARTS)
-def test_fit(ranks: int, launcher: str, backend: str) -> None:
-    outcome = outcome_of(ranks, launcher, backend)
+def test_fit(ranks: int, launcher: str, flavour: str) -> None:
+    outcome = outcome_of(ranks, launcher, flavour)
     outcome.check_ended_well()
-    # the worker imports Keras for one backend, so that its cases are known from what it reports
+    # the worker imports one Keras for one backend, so that its cases are known from what it reports
     source = ast.parse((Path(__file__).parent / "workers" / "keras_fit.py").read_text())
     defined = {node.name for node in source.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     reported = {line["case"] for lines in outcome.reports.values() for line in lines if "case" in line}

@@ -34,13 +34,12 @@ def network(dropout: float = 0.0) -> Any:
     # other weights on each rank: only a broadcast makes them equal
     keras.utils.set_random_seed(1 + hvd.rank())
     layers = [
+        keras.Input((40,)),
         keras.layers.Dense(64, activation="relu", name="first"),
         keras.layers.Dropout(dropout),
         keras.layers.Dense(10, name="second"),
     ]
-    model = keras.Sequential(layers)
-    model.build((None, 40))
-    return model
+    return keras.Sequential(layers)
 
 
 def data(rank: int | None = None) -> tuple[np.ndarray, np.ndarray]:
