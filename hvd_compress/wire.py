@@ -41,7 +41,7 @@ _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
 _CHECKSUM_AT = 36
 _MOST_ELEMENTS = 2**40
-_MOST_DIMENSIONS = 64  # of a NumPy array
+_MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # of a NumPy array
 
 Bytes = npt.NDArray[np.uint8]
 
