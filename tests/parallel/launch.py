@@ -53,7 +53,7 @@ class Outcome:
         returncode: of the launcher; None if it was ended at the time limit.
         seconds: that it took.
         ended: when, in seconds of `time.time()`.
-        output: of the launcher and all ranks.
+        output: of the launcher, and what each rank has written to stderr.
         reports: for each rank that reported, its lines in order.
         left: ranks that still ran a while after the launcher had ended; they have been ended since.
     """
@@ -125,7 +125,10 @@ def run(
                 left = _end_ranks(folder)
         reports = {int(f.stem): [json.loads(t) for t in f.read_text().splitlines()] for f in folder.glob("*.jsonl")}
         stacks = "".join(f"\nrank {f.stem} stood at\n{f.read_text()}" for f in sorted(folder.glob("*.stack")))
-        text = (folder / "output").read_text(errors="replace") + (stacks if returncode is None else "")
+        told = "".join(
+            f"\nstderr of rank {f.stem}\n{f.read_text(errors='replace')}" for f in sorted(folder.glob("*.err"))
+        )
+        text = (folder / "output").read_text(errors="replace") + told + (stacks if returncode is None else "")
         return Outcome(ranks, returncode, seconds, ended, text, reports, left)
 
 

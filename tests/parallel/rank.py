@@ -30,6 +30,9 @@ class Report:
         (folder / f"{rank}.pid").write_text(str(os.getpid()))
         self._lines = (folder / f"{rank}.jsonl").open("w", buffering=1)
         self._stack = (folder / f"{rank}.stack").open("w")
+        # mpirun of Open MPI 4.1 loses what a rank has written last if another one ends before it has read that
+        with (folder / f"{rank}.err").open("wb") as errors:
+            os.dup2(errors.fileno(), sys.stderr.fileno())
         faulthandler.register(signal.SIGUSR1, self._stack, all_threads=True)
 
     def __call__(self, **line: Any) -> None:
