@@ -42,15 +42,14 @@ class Shards(keras.utils.PyDataset):
         self.on_epoch_end()
 
     def __len__(self) -> int:
-        return len(self.data.train_y) // (self.options.batch_size * hvd.size())
+        return len(self.batches)
 
     def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        first = (step * hvd.size() + hvd.rank()) * self.options.batch_size
-        batch = self.order[first : first + self.options.batch_size]
-        return self.data.train_x[batch], self.data.train_y[batch]
+        return self.data.train_x[self.batches[step]], self.data.train_y[self.batches[step]]
 
     def on_epoch_end(self) -> None:
-        self.order = np.random.default_rng([self.options.seed, self.epoch]).permutation(len(self.data.train_y))
+        count, options = len(self.data.train_y), self.options
+        self.batches = mnist_data.deal(count, options.batch_size, hvd.rank(), hvd.size(), options.seed, self.epoch)
         self.epoch += 1
 
 
@@ -58,7 +57,9 @@ def main() -> None:
     options = arguments()
     hvd.init()
     keras.utils.set_random_seed(options.seed)
-    data = mnist_data.load_on_all_ranks(hvd, options.data_dir, options.limit_train)
+    data = mnist_data.load_on_all_ranks(
+        hvd.rank(), lambda: hvd.allgather([0.0], name="data_is_there"), options.data_dir, options.limit_train
+    )
     shards = Shards(data, options)
     hidden = [keras.layers.Dense(options.width, activation="relu") for _ in range(3)]
     model = keras.Sequential([keras.layers.Input(data.train_x.shape[1:]), *hidden, keras.layers.Dense(10)])

@@ -41,15 +41,14 @@ def train(
         command += [sys.executable, str(Path(__file__).with_name(script)), *arguments, "--json", str(report)]
         environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
         # a session of its own, so that the time limit reaches horovodrun and nothing else
-        process = subprocess.Popen(
+        with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            output = _pass_on(process, time.monotonic() + limit_seconds)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # horovodrun ends its ranks on this
-            process.wait()
+        ) as process:
+            try:
+                output = _pass_on(process, time.monotonic() + limit_seconds)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)  # horovodrun ends its ranks on this
         if process.returncode != 0 or not report.exists():
             raise RunError(f"{' '.join(command)}\nended with {process.returncode}:\n{output[-4000:]}")
         return json.loads(report.read_text())

@@ -6,6 +6,7 @@ import gzip
 import os
 import shutil
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,13 +49,22 @@ def load(data_dir: str | None = None, download: bool = True) -> Digits:
     return _bundled()
 
 
-def load_on_all_ranks(hvd: Any, data_dir: str | None, limit_train: int | None) -> Digits:
+def load_on_all_ranks(
+    rank: int, wait_for_all: Callable[[], Any], data_dir: str | None, limit_train: int | None
+) -> Digits:
     """The same digits on every rank; rank 0 goes first and downloads, if that is needed, for all."""
-    data = load(data_dir) if hvd.rank() == 0 else None
-    hvd.allgather(np.zeros(1, np.float32), name="data_is_there")
+    data = load(data_dir) if rank == 0 else None
+    wait_for_all()
     data = data or load(data_dir, download=False)
     keep = limit_train or len(data.train_y)
     return data._replace(train_x=data.train_x[:keep], train_y=data.train_y[:keep])
+
+
+def deal(count: int, batch_size: int, rank: int, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Indices of a rank's batches in an epoch, shape (steps, batch): all ranks deal out the same shuffled deck."""
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    steps = count // (batch_size * size)
+    return order[: steps * batch_size * size].reshape(steps, size, batch_size)[:, rank]
 
 
 def places(data_dir: str | None) -> list[Path]:

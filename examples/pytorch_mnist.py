@@ -95,7 +95,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // hvd.local_size()))
     torch.manual_seed(options.seed)
-    data = mnist_data.load_on_all_ranks(hvd, options.data_dir, options.limit_train)
+    data = mnist_data.load_on_all_ranks(hvd.rank(), hvd.barrier, options.data_dir, options.limit_train)
     model = network(data.train_x.shape[1], options.width)
     sgd = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     extra = {} if options.min_numel is None else {"min_numel": options.min_numel}

@@ -1,0 +1,45 @@
+"""The examples train on a part of MNIST, or on the digits of scikit-learn where that cannot be had."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["--limit-train", "1280", "--width", "256", "--batch-size", "16", "--epochs", "3"]
+
+
+def train(monkeypatch: pytest.MonkeyPatch, script: str, **environment: str) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    for name, value in {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES)]))
+    launcher = importlib.import_module("launcher")
+    return launcher.train(2, *SMALL, limit_seconds=200, script=script)
+
+
+@pytest.mark.parametrize(
+    ("script", "environment"),
+    [
+        ("pytorch_mnist.py", {}),
+        ("tensorflow2_mnist.py", {}),
+        ("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
+        ("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
+    ],
+)
+def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environment: dict[str, str]) -> None:
+    result = train(monkeypatch, script, **environment)
+    assert result["replicas_identical"]
+    assert result["ranks"] == 2
+    # guessing gives 0.1
+    assert result["test_accuracy"] > 0.7
+    assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
+
+
+@pytest.mark.parametrize("script", ["tensorflow2_mnist.py", "keras_mnist.py"])
+def test_an_example_is_short(script: str) -> None:
+    assert len((EXAMPLES / script).read_text().splitlines()) < 100
