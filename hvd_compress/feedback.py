@@ -74,7 +74,8 @@ def read_state(path: str | os.PathLike[str]) -> State:
         FileNotFoundError: there is none.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # opened here: np.load leaves what it has opened open if the file is damaged
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             state: State = json.loads(file["plain"].tobytes())
             for kind in ("residuals", "owner_residuals"):
                 for entry in state[kind].values():

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_compress._keras.callbacks import LinkedCallback
 from hvd_compress._keras.warmup import compression_at, same, warmup_stages
+from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
 
 __all__ = ["CompressionCheckpointCallback", "CompressionStatsCallback", "CompressionWarmupCallback"]
@@ -110,7 +111,11 @@ class CompressionCheckpointCallback(LinkedCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Take up the state, on all ranks or on none."""
         optimizer = self.optimizer()
-        state, problem = self._read(int(optimizer.iterations))
+        try:
+            state, problem = self._read(int(optimizer.iterations))
+        except (OSError, StateError) as error:
+            # of this rank's file alone: the others must hear of it
+            state, problem = None, str(error)
         ready = self.link.average([float(state is not None)], ["ranks with a compressor state"])[0]
         if ready == 1.0 and state is not None:
             optimizer.load_compression_state_dict(state)
@@ -128,8 +133,8 @@ class CompressionCheckpointCallback(LinkedCallback):
             return None, ""
         own = self.directory / f"compression-{self.link.rank()}.npz"
         state = read_state(own if own in files else files[0])
-        if state["iterations"] != iterations:
-            return None, f"it was saved after {state['iterations']} iterations, the optimizer has done {iterations}"
+        if state.get("iterations") != iterations:
+            return None, f"it was saved after {state.get('iterations')} iterations, the optimizer has done {iterations}"
         if state["size"] == self.link.size():
             return (state, "") if own in files else (None, f"{own.name} is missing")
         states = [read_state(self.directory / f"compression-{rank}.npz") for rank in range(state["size"])]

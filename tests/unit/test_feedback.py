@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import chunk_bounds
-from hvd_compress.feedback import FORMAT, check_state, redistribute
+from hvd_compress.feedback import FORMAT, check_state, read_state, redistribute, write_state
 
 SHAPES = {"w": (7, 11), "b": (5,)}
 
@@ -136,3 +137,38 @@ def test_values_must_fit_their_shape() -> None:
     state["residuals"]["w"]["shape"] = [7, 12]
     with pytest.raises(StateError, match="'w' has 77 values"):
         check_state(state)
+
+
+def test_a_file_holds_a_state_exactly(tmp_path: Path) -> None:
+    for state in states(3):
+        path = tmp_path / "made on the way" / f"{state['rank']}.npz"
+        write_state(path, {**state, "iterations": 12})
+        again = read_state(path)
+        assert again["iterations"] == 12
+        assert {k: v for k, v in again.items() if k not in ("residuals", "owner_residuals", "iterations")} == {
+            k: v for k, v in state.items() if k not in ("residuals", "owner_residuals")
+        }
+        for kind in ("residuals", "owner_residuals"):
+            assert again[kind].keys() == state[kind].keys()
+            for name, entry in state[kind].items():
+                assert again[kind][name]["values"].tobytes() == entry["values"].tobytes()
+                assert again[kind][name]["values"].dtype == entry["values"].dtype
+                assert again[kind][name]["shape"] == entry["shape"]
+        assert [p.name for p in path.parent.iterdir() if "partial" in p.name] == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty", "another npz", "no residuals"])
+def test_a_file_that_is_no_state_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "state.npz"
+    write_state(path, states(1)[0])
+    whole = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "another npz":
+        np.savez(path, values=np.zeros(3))
+    elif damage == "no residuals":
+        np.savez(path, plain=np.frombuffer(b'{"format": 1}', np.uint8))
+    else:
+        path.write_bytes(b"" if damage == "empty" else b"no state")
+    with pytest.raises(StateError, match=r"state\.npz"):
+        read_state(path)

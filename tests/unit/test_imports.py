@@ -12,6 +12,7 @@ import hvd_compress
 
 CORE = [
     "hvd_compress",
+    "hvd_compress._keras.binding",
     "hvd_compress.compressors",
     "hvd_compress.engine",
     "hvd_compress.errors",
