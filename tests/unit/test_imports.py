@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import pytest
 
@@ -61,6 +64,26 @@ def test_importing_the_core_has_no_side_effect(module):
     loaded = {name.partition(".")[0] for name in seen.pop("modules")}
     assert not loaded & set(FOREIGN)
     assert seen == {"filters": True, "threads": 0, "tasks": 0, "environ": True, "random": True, "numpy": True}
+
+
+@pytest.mark.parametrize(
+    ("module", "backend", "not_loaded"),
+    [
+        ("hvd_compress.torch", "", ["tensorflow", "keras"]),
+        ("hvd_compress.tensorflow", "", ["torch"]),
+        ("hvd_compress.keras", "torch", ["tensorflow"]),
+        ("hvd_compress.keras", "tensorflow", ["torch"]),
+    ],
+)
+def test_an_edge_loads_no_framework_but_its_own(module, backend, not_loaded):
+    needed = backend or module.rpartition(".")[2]
+    if find_spec(needed) is None or (backend and version("keras").startswith("2.")):
+        pytest.skip(f"this environment has no {needed} for {module} (`make test-keras2`)")
+    program = f"import sys, {module}; print([n for n in {not_loaded} if n in sys.modules])"
+    environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
 
 
 def test_public_names_exist():
