@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.parallel.launch import BIN, LAUNCHERS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--limit-train", "1280", "--width", "256", "--batch-size", "16", "--epochs", "3"]
@@ -38,6 +42,18 @@ def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environ
     # guessing gives 0.1
     assert result["test_accuracy"] > 0.7
     assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
+
+
+@pytest.mark.parametrize("heading", ["## One minute of use", "### Keras", "### TensorFlow", "### Without ranks"])
+def test_the_readme_runs(tmp_path: Path, heading: str) -> None:
+    section = (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2]
+    script = tmp_path / "train.py"
+    script.write_text(section.partition("```python\n")[2].partition("```")[0])
+    command = [*LAUNCHERS["mpi"](2), sys.executable, str(script)]
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(EXAMPLES.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("script", ["tensorflow2_mnist.py", "keras_mnist.py"])
