@@ -9,28 +9,13 @@ import argparse
 import json
 import time
 import zlib
-from pathlib import Path
 
 import keras
 import mnist_data
 import numpy as np
-from compressor_argument import compressor
+from arguments import mnist_arguments
 
 import hvd_compress.keras as hvd
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
-    parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.3, help="at the start; falls linearly to 0")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data-dir", help="holds MNIST's four idx.gz files, or a folder mnist/ with them")
-    parser.add_argument("--limit-train", type=int, help="use only so many training images")
-    parser.add_argument("--json", type=Path, help="rank 0 writes its results there")
-    return parser.parse_args()
 
 
 class Shards(keras.utils.PyDataset):
@@ -54,7 +39,7 @@ class Shards(keras.utils.PyDataset):
 
 
 def main() -> None:
-    options = arguments()
+    options = mnist_arguments(__doc__)
     hvd.init()
     keras.utils.set_random_seed(options.seed)
     data = mnist_data.load_on_all_ranks(

@@ -16,7 +16,7 @@ from typing import Any
 
 import mnist_data
 import torch
-from compressor_argument import compressor
+from arguments import compressor
 from torch import nn
 from tqdm import tqdm
 

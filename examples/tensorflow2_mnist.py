@@ -11,28 +11,13 @@ import time
 import zlib
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import mnist_data
 import numpy as np
 import tensorflow as tf
-from compressor_argument import compressor
+from arguments import mnist_arguments
 
 import hvd_compress.tensorflow as hvd
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
-    parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.3, help="at the start; falls linearly to 0")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--data-dir", help="holds MNIST's four idx.gz files, or a folder mnist/ with them")
-    parser.add_argument("--limit-train", type=int, help="use only so many training images")
-    parser.add_argument("--json", type=Path, help="rank 0 writes its results there")
-    return parser.parse_args()
 
 
 def network(sizes: list[int]) -> list[tf.Variable]:
@@ -63,7 +48,7 @@ def training_step(variables: list[tf.Variable], options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    options = arguments()
+    options = mnist_arguments(__doc__)
     hvd.init()
     data = mnist_data.load_on_all_ranks(
         hvd.rank(), lambda: hvd.allgather(tf.zeros([1]), name="data_is_there"), options.data_dir, options.limit_train
