@@ -13,7 +13,7 @@ from hvd_compress._keras.link import Link
 __all__ = ["bound"]
 
 _MIXINS = [
-    *(callbacks.__dict__[name] for name in callbacks.__all__ if name != "LinkedCallback"),
+    *(callbacks.__dict__[name] for name in callbacks.__all__ if name not in ("ALL_RANKS", "LinkedCallback")),
     *(compression_callbacks.__dict__[name] for name in compression_callbacks.__all__),
 ]
 

@@ -6,16 +6,23 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+import numpy as np
+
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import distributed
 
 __all__ = [
+    "ALL_RANKS",
     "BroadcastGlobalVariablesCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "LinkedCallback",
     "MetricAverageCallback",
 ]
+
+
+# of an average over ranks of 0 or 1: that of ones may be rounded
+ALL_RANKS = 1.0 - 1e-6
 
 
 class LinkedCallback:
@@ -78,9 +85,11 @@ class BroadcastGlobalVariablesCallback(LinkedCallback):
         self._local.append(var)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast if all variables exist already, or can be made."""
+        """Broadcast if all variables exist already, or can be made, on all ranks."""
         optimizer = self.model.optimizer
-        if not self.model.built or not hasattr(optimizer, "build"):
+        can = bool(self.model.built) and hasattr(optimizer, "build")
+        # one rank alone may have built the model, to load weights
+        if self.link.average([float(can)], ["ranks with a model that is built"])[0] < ALL_RANKS:
             return
         if not getattr(optimizer, "built", False):
             optimizer.build(self.model.trainable_variables)
@@ -115,9 +124,16 @@ class MetricAverageCallback(LinkedCallback):
         """Put averages in the place of this rank's values."""
         if logs is None:
             return
-        names = sorted(name for name, value in logs.items() if isinstance(value, int | float) or hasattr(value, "item"))
-        averages = self.link.average([float(logs[name]) for name in names], names)
-        logs.update(zip(names, averages, strict=True))
+        values = {n: np.asarray(v, np.float64) for n, v in sorted(logs.items()) if _is_number(v)}
+        flat = [x for array in values.values() for x in array.reshape(-1).tolist()]
+        averages = np.array(self.link.average(flat, [f"{name}{list(array.shape)}" for name, array in values.items()]))
+        for name, array in values.items():
+            mine, averages = averages[: array.size].reshape(array.shape), averages[array.size :]
+            logs[name] = mine if array.shape else float(mine)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or hasattr(value, "item")
 
 
 class LearningRateScheduleCallback(LinkedCallback):

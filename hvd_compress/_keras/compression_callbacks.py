@@ -7,8 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from hvd_compress._keras.callbacks import LinkedCallback
-from hvd_compress._keras.warmup import compression_at, same, warmup_stages
+from hvd_compress._keras.callbacks import ALL_RANKS, LinkedCallback
+from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
 
@@ -68,20 +68,24 @@ class CompressionWarmupCallback(LinkedCallback):
         self.warmup_epochs = warmup_epochs
         self.dense_epochs = dense_epochs
         self.stages = stages
+        self._gives_stages = stages is not None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lay out the stages."""
-        if self.stages is None:
-            settings = self.optimizer()._hvd.settings
-            self.stages = warmup_stages(settings["compression"], self.dense_epochs, self.warmup_epochs)
+        if not self._gives_stages:
+            self.stages = warmup_stages(self.optimizer()._hvd.asked_for, self.dense_epochs, self.warmup_epochs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Change the compression, if it is time."""
-        optimizer = self.optimizer()
+        distribution = self.optimizer()._hvd
         wanted = compression_at(self.stages or {}, epoch)
-        if same(wanted, optimizer._hvd.settings["compression"]):
+        now = distribution.settings["compression"]
+        if same(wanted, now):
             return
-        optimizer.set_compression(wanted)
+        # a second fit counts its epochs from 0 again, but a warm-up happens once: dense again would lose residuals
+        if not self._gives_stages and distribution.has_begun and comes_before(self.stages or {}, wanted, now):
+            return
+        distribution.replace_compression(wanted)
         # the sizes of payloads are part of the traced step
         self.model.make_train_function(force=True)
 
@@ -117,7 +121,7 @@ class CompressionCheckpointCallback(LinkedCallback):
             # of this rank's file alone: the others must hear of it
             state, problem = None, str(error)
         ready = self.link.average([float(state is not None)], ["ranks with a compressor state"])[0]
-        if ready == 1.0 and state is not None:
+        if ready > ALL_RANKS and state is not None:
             optimizer.load_compression_state_dict(state)
         elif problem or ready > 0:
             warnings.warn(
@@ -131,11 +135,15 @@ class CompressionCheckpointCallback(LinkedCallback):
         files = sorted(self.directory.glob("compression-*.npz"))
         if not files:
             return None, ""
+        process_set = self.optimizer()._hvd.settings["process_set"]
+        ranks, position = self.link.ranks_of(process_set), self.link.position_in(process_set)
         own = self.directory / f"compression-{self.link.rank()}.npz"
         state = read_state(own if own in files else files[0])
         if state.get("iterations") != iterations:
             return None, f"it was saved after {state.get('iterations')} iterations, the optimizer has done {iterations}"
-        if state["size"] == self.link.size():
-            return (state, "") if own in files else (None, f"{own.name} is missing")
-        states = [read_state(self.directory / f"compression-{rank}.npz") for rank in range(state["size"])]
-        return redistribute(states, self.link.size())[self.link.rank()], ""
+        if own in files and (state["size"], state["rank"]) == (ranks, position):
+            return state, ""
+        # of another number of ranks; those that took no part have saved states of size 1
+        states = [s for s in map(read_state, files) if s.get("iterations") == iterations]
+        former = max(s["size"] for s in states)
+        return redistribute([s for s in states if s["size"] == former], ranks)[position], ""

@@ -48,8 +48,8 @@ class Interface:
         """Wrap a Keras optimizer so that its updates work with the combined gradients of all ranks, sent compressed.
 
         Works under `fit`, `train_on_batch` and in loops of your own (`apply_gradients`). Class, name and configuration
-        stay those of the wrapped optimizer, so that a saved model loads without this package. The optimizer's variables
-        are copied if it has been built.
+        stay those of the wrapped optimizer, so that a saved model loads without this package. Both have the
+        same variables: use the wrapped one only.
 
         Args:
             optimizer: of `keras.optimizers`, a `LossScaleOptimizer` too. Where the global dtype policy is

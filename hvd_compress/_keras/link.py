@@ -69,6 +69,10 @@ class Link(ABC):
         """How many ranks a process set has; 1 where this one is not among them."""
         return int(process_set.size()) if process_set.included() else 1
 
+    def position_in(self, process_set: Any) -> int:
+        """Which of the ranks of a process set this one is; 0 where it is not among them."""
+        return int(process_set.rank()) if process_set.included() else 0
+
     def check(
         self,
         *,
@@ -116,6 +120,13 @@ class Link(ABC):
 
     # -- what a framework has in its own way -------------------------------------------------------------------------
 
+    def key(self, variable: Any) -> Any:
+        """The same for all objects that stand for the same variable."""
+        return id(variable)
+
+    def keep_uncompiled(self, optimizer: Any, method: str) -> None:  # noqa: B027, most need nothing
+        """See to it that a compiler of the backend calls this method of an optimizer instead of compiling it."""
+
     @abstractmethod
     def tensor(self, value: Any) -> Any:
         """What can be made a tensor, as one that Horovod takes."""
@@ -129,8 +140,8 @@ class Link(ABC):
         """An exchange for the gradients of Keras variables; a collective call."""
 
     @abstractmethod
-    def divided(self, gradient: Any, ranks: int) -> Any:
-        """A gradient, sparse ones too, divided by `ranks`; None stays None."""
+    def divided(self, gradient: Any, divisor: float) -> Any:
+        """A gradient, sparse ones too, divided by `divisor`; None stays None."""
 
     @abstractmethod
     def accumulators(self, passes: int) -> Any:

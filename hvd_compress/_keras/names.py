@@ -24,4 +24,10 @@ def unique(names: Sequence[str]) -> list[str]:
         >>> unique(["bias", "kernel", "bias"])
         ['bias', 'kernel', 'bias.2']
     """
-    return [name if name not in names[:i] else f"{name}.{i}" for i, name in enumerate(names)]
+    found: list[str] = []
+    for i, name in enumerate(names):
+        other = name
+        while other in found or (other != name and other in names):
+            other = f"{other}.{i}"
+        found.append(other)
+    return found

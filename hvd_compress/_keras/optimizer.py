@@ -23,7 +23,6 @@ class Distribution:
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
         scale: factor on combined gradients.
         passes: backward passes that are summed before an exchange; of Keras 2, Keras 3 counts them itself.
-        state_of_base: values of the wrapped optimizer's variables, for Keras 2 to restore when it builds its own.
     """
 
     def __init__(
@@ -34,11 +33,11 @@ class Distribution:
         scale_local_gradients: bool,
         scale: float,
         passes: int = 1,
-        state_of_base: Sequence[Any] = (),
     ) -> None:
         self.settings = settings
+        # a warm-up changes the compression in `settings` for a while
+        self.asked_for = settings["compression"]
         self.passes = passes
-        self.state_of_base = state_of_base
         self.accumulators: Any = link.accumulators(passes) if passes > 1 else None
         self.of_gradients: list[Any] = []
         self.local: list[Any] = []
@@ -62,17 +61,18 @@ class Distribution:
             known: all variables that the optimizer will ever be given; the exchange is made for these.
             loss_scale: that gradients are multiplied with.
         """
-        by_id = {id(v): g for v, g in zip(variables, gradients, strict=True)}
+        link, key = self._link, self._link.key
+        by_key = {key(v): g for v, g in zip(variables, gradients, strict=True)}
         exchange = self._exchange_for(known)
         self._check_known(variables)
-        combined = exchange.reduce([by_id.get(id(v)) for v in self._variables], loss_scale)
+        combined = exchange.reduce([by_key.get(key(v)) for v in self._variables], loss_scale)
         if self._scale != 1.0:
-            combined = [None if g is None else g * self._scale for g in combined]
-        by_id.update({id(v): g for v, g in zip(self._variables, combined, strict=True) if g is not None})
+            combined = [link.divided(g, 1.0 / self._scale) for g in combined]
+        by_key.update({key(v): g for v, g in zip(self._variables, combined, strict=True) if g is not None})
         if self._scale_local and self.local:
-            ranks = self._link.ranks_of(self.settings["process_set"])
-            by_id.update({id(v): self._link.divided(by_id[id(v)], ranks) for v in self.local if id(v) in by_id})
-        return [by_id[id(v)] for v in variables]
+            ranks = link.ranks_of(self.settings["process_set"])
+            by_key.update({key(v): link.divided(by_key[key(v)], ranks) for v in self.local if key(v) in by_key})
+        return [by_key[key(v)] for v in variables]
 
     def replace_compression(self, compression: Any) -> None:
         """Use another compressor from the next step on; what is owed is kept. All ranks must do so at the same step.
@@ -86,18 +86,33 @@ class Distribution:
         if self.exchange is not None:
             self._replaced, self.exchange = self.exchange, None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients have been exchanged."""
+        return self.latest is not None
+
+    @property
+    def latest(self) -> Exchange | None:
+        """The exchange that holds what is owed, also while another one is about to take over."""
+        return self.exchange or self._replaced
+
+    def state(self) -> dict[str, Any]:
+        """What this rank owes, also before the first step after a state has been loaded."""
+        if self._pending is not None:
+            return self._pending
+        return self.latest.state_dict() if self.latest is not None and self.latest.takes_part else empty_state()
+
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state now, or as soon as it is known what variables there are."""
         if self.exchange is None:
             self._pending = state
-        elif not self.exchange.takes_part:
-            refuse_residuals(state)
         else:
-            self.exchange.load_state_dict(state)
+            _load(self.exchange, state)
 
     def _check_known(self, variables: Sequence[Any]) -> None:
-        known = {id(v) for v in [*self._variables, *self.local]}
-        unknown = [_path(v) for v in variables if id(v) not in known]
+        key = self._link.key
+        known = {key(v) for v in [*self._variables, *self.local]}
+        unknown = [_path(v) for v in variables if key(v) not in known]
         if unknown:
             raise ValueError(
                 f"gradients of {', '.join(map(repr, unknown))}, which this optimizer was not built with: it combines "
@@ -106,15 +121,23 @@ class Distribution:
 
     def _exchange_for(self, known: Sequence[Any]) -> Exchange:
         if self.exchange is None:
-            self._variables = [v for v in known if not any(v is local for local in self.local)]
-            self.exchange = self._link.exchange(self._variables, self._groups, self.settings)
+            local = {self._link.key(v) for v in self.local}
+            self._variables = [v for v in known if self._link.key(v) not in local]
+            exchange = self._link.exchange(self._variables, self._groups, self.settings)
+            # what may be refused comes before anything is given up
             if self._replaced is not None:
-                self.exchange.inherit(self._replaced)
-                self._replaced = None
+                exchange.inherit(self._replaced)
             if self._pending is not None:
-                state, self._pending = self._pending, None
-                self.load(state)
+                _load(exchange, self._pending)
+            self.exchange, self._replaced, self._pending = exchange, None, None
         return self.exchange
+
+
+def _load(exchange: Exchange, state: dict[str, Any]) -> None:
+    if exchange.takes_part:
+        exchange.load_state_dict(state)
+    else:
+        refuse_residuals(state)
 
 
 class _Distributed:
@@ -140,14 +163,12 @@ class _Distributed:
             `DistributedOptimizer` of `hvd_compress.torch` for the counters.
         """
         label = repr(self._hvd.settings["compression"])
-        if self._hvd.exchange is None:
-            return {"compressor": label, "total": {}, "tensors": {}}
-        return {"compressor": label, **self._hvd.exchange.stats()}
+        latest = self._hvd.latest
+        return {"compressor": label, **({"total": {}, "tensors": {}} if latest is None else latest.stats())}
 
     def compression_state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, to be saved per rank: they are not the same on all ranks."""
-        exchange = self._hvd.exchange
-        return exchange.state_dict() if exchange is not None and exchange.takes_part else empty_state()
+        return self._hvd.state()
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `compression_state_dict` returned on this rank; before the first step it is kept until then.
@@ -168,6 +189,7 @@ class _Distributed:
             UnsupportedError: at the next step, a compressor without error feedback while something is owed.
         """
         self._hvd.replace_compression(compression)
+        self._hvd.asked_for = compression
 
 
 class _Keras3(_Distributed):
@@ -201,28 +223,26 @@ class _Keras3(_Distributed):
         object.__setattr__(self, "_loss_scale_factor", value)
 
 
-class _Keras3LossScale(_Distributed):
-    """Combines the scaled gradients, so that all ranks decide alike whether they are finite."""
+class _Keras3Apply(_Distributed):
+    """Combines before anything else is done, for optimizers with an `apply` of their own.
+
+    A LossScaleOptimizer decides by the gradients whether a step counts, which all ranks must do alike; a MultiOptimizer
+    hands parts of them on to others.
+    """
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         if not self.built:
-            # the scale is a variable, which exists from here on
+            # the loss scale is a variable, which exists from here on
             self.build(list(trainable_variables))
             self.built = True
         variables = self._trainable_variables if trainable_variables is None else list(trainable_variables)
-        scale = self.dynamic_scale.value
+        scale = self.dynamic_scale.value if hasattr(self, "dynamic_scale") else None
         combined = self._hvd.combine(list(grads), variables, self._trainable_variables, scale)
         super().apply(combined, trainable_variables)  # type: ignore[misc]
 
 
 class _Keras2(_Distributed):
     """Combines where Keras 2 aggregates: before clipping, and before a LossScaleOptimizer checks what is finite."""
-
-    def build(self: Any, var_list: Any) -> None:
-        super().build(var_list)  # type: ignore[misc]
-        state, self._hvd.state_of_base = self._hvd.state_of_base, ()
-        for variable, value in zip(_variables(self), state, strict=False):
-            variable.assign(value)
 
     def aggregate_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
@@ -300,27 +320,60 @@ def wrap(
                             average_aggregated_gradients, scale_local_gradients)  # fmt: skip
     scale = 1.0
     if backward_passes_per_step > 1:
-        counted = getattr(optimizer, "inner_optimizer", optimizer)
-        if counted.gradient_accumulation_steps:
-            raise ValueError(
-                f"backward_passes_per_step={backward_passes_per_step} and the optimizer's "
-                f"gradient_accumulation_steps={counted.gradient_accumulation_steps}: give one of them"
-            )
+        _check_accumulation(keras, optimizer, backward_passes_per_step)
         # Keras divides by the number of passes, Horovod sums unless told otherwise
         scale = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
-    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if not is_scaled and keras.config.dtype_policy().name == "mixed_float16":
+    if not _is_scaled(keras, optimizer) and keras.config.dtype_policy().name == "mixed_float16":
         # what model.compile would do around our optimizer, where it would be too late
-        optimizer, is_scaled = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer"), True
-    wrapped = _same_class(optimizer, _Keras3LossScale if is_scaled else _Keras3)
+        optimizer = _with_loss_scale(keras, optimizer)
+    has_own_apply = type(optimizer).apply is not keras.optimizers.Optimizer.apply
+    wrapped = _same_object(optimizer, _Keras3Apply if has_own_apply else _Keras3)
     if backward_passes_per_step > 1:
-        getattr(wrapped, "inner_optimizer", wrapped).gradient_accumulation_steps = backward_passes_per_step
-    if optimizer.built:
-        wrapped.build(optimizer._trainable_variables)
-        for variable, original in zip(wrapped.variables, optimizer.variables, strict=False):
-            variable.assign(original)
+        _accumulate(getattr(wrapped, "inner_optimizer", wrapped), backward_passes_per_step)
+    if not has_own_apply:
+        wrapped._loss_scale_factor = optimizer.loss_scale_factor
     wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale)
+    link.keep_uncompiled(wrapped, "apply")
     return wrapped
+
+
+def _is_scaled(keras: Any, optimizer: Any) -> bool:
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
+    counted = getattr(optimizer, "inner_optimizer", optimizer)
+    if counted.gradient_accumulation_steps:
+        raise ValueError(
+            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps="
+            f"{counted.gradient_accumulation_steps}: give one of them"
+        )
+    if not _is_scaled(keras, optimizer) and type(optimizer).apply is not keras.optimizers.Optimizer.apply:
+        raise UnsupportedError(
+            f"backward_passes_per_step={passes} with {type(optimizer).__name__}, which applies gradients in a way of "
+            "its own: give gradient_accumulation_steps to the optimizers in it"
+        )
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    optimizer.gradient_accumulation_steps = passes
+    if optimizer.built:
+        optimizer._accumulated_gradients = [
+            optimizer.add_variable_from_reference(v, name="gradient_accumulator")
+            for v in optimizer._trainable_variables
+        ]
+
+
+def _with_loss_scale(keras: Any, optimizer: Any) -> Any:
+    if not optimizer.built:
+        return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+    # a LossScaleOptimizer builds the optimizer in it, which would make the variables of a built one anew
+    fresh = type(optimizer).from_config(optimizer.get_config())
+    scaled = keras.optimizers.LossScaleOptimizer(fresh, name="loss_scale_optimizer")
+    scaled.build(optimizer._trainable_variables)
+    for variable, original in zip(fresh.variables, optimizer.variables, strict=True):
+        variable.assign(original)
+    return scaled
 
 
 def distributed(optimizer: Any) -> Any:
@@ -345,40 +398,27 @@ def _wrap_keras2(
     if hasattr(optimizer, "inner_optimizer"):
         inner = _wrap_keras2(keras, optimizer.inner_optimizer, link, settings, groups, passes, average,
                              scale_local_gradients)  # fmt: skip
-        return type(optimizer)(
-            inner, dynamic=optimizer.dynamic, initial_scale=optimizer.initial_scale,
-            dynamic_growth_steps=optimizer.dynamic_growth_steps,
-        )  # fmt: skip
+        # the same loss scale, which may have changed since the optimizer was made
+        scaled = object.__new__(type(optimizer))
+        scaled.__dict__.update({**optimizer.__dict__, "_optimizer": inner})
+        return scaled
     is_legacy = not hasattr(optimizer, "aggregate_gradients")
-    wrapped = _same_class(optimizer, _Keras2Legacy if is_legacy else _Keras2)
-    scale = 1.0 / passes if average else 1.0
-    state = [v.numpy() for v in _variables(optimizer)]
-    if is_legacy and len(state) > 1:
-        raise UnsupportedError(
-            "a legacy Keras optimizer with state (momentum and the like) cannot be wrapped without losing it: wrap it "
-            "before training, or use keras.optimizers instead of keras.optimizers.legacy"
-        )
-    # the other variables exist when the optimizer is built; callbacks ask for this one before
-    wrapped.iterations.assign(optimizer.iterations)
-    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale, passes, state)
+    wrapped = _same_object(optimizer, _Keras2Legacy if is_legacy else _Keras2)
+    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, 1.0 / passes if average else 1.0, passes)
     return wrapped
 
 
-def _same_class(optimizer: Any, methods: type) -> Any:
-    """A new optimizer of the same configuration, with `methods` laid over its own.
+def _same_object(optimizer: Any, methods: type) -> Any:
+    """An optimizer with the attributes and variables of another one, and `methods` laid over those of its class.
 
     It says that it is of the class it was made from, so that what Keras saves of it names that class, and loads
     without this package.
     """
     base = type(optimizer)
     body = {"__module__": base.__module__, "__class__": property(lambda self: base)}
-    return type(base.__name__, (methods, base), body).from_config(optimizer.get_config())  # type: ignore[attr-defined]
-
-
-def _variables(optimizer: Any) -> list[Any]:
-    found = optimizer.variables
-    # a method in the legacy optimizers, a list that can be called in between
-    return list(found if isinstance(found, list) else found())
+    wrapped: Any = object.__new__(type(base.__name__, (methods, base), body))
+    wrapped.__dict__.update(optimizer.__dict__)
+    return wrapped
 
 
 def _path(variable: Any) -> str:

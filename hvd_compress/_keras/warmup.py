@@ -8,7 +8,7 @@ from typing import Any
 from hvd_compress.compressors import Adaptive, NoCompression, TopK
 from hvd_compress.engine import describe
 
-__all__ = ["compression_at", "same", "tightened", "warmup_stages"]
+__all__ = ["comes_before", "compression_at", "same", "tightened", "warmup_stages"]
 
 # Lin et al., Deep Gradient Compression (ICLR 2018), section 3.3: 25 %, 6.25 %, 1.5625 %, ... of the values in the
 # epochs of the warm-up
@@ -54,6 +54,13 @@ def warmup_stages(compression: Any, dense_epochs: int, warmup_epochs: int) -> di
 def compression_at(stages: dict[int, Any], epoch: int) -> Any:
     """The compression of the last stage that has begun by `epoch`."""
     return stages[max(first for first in stages if first <= epoch)]
+
+
+def comes_before(stages: dict[int, Any], one: Any, other: Any) -> bool:
+    """Whether `other`, one of the compressions of the stages, is that of a later stage than `one`."""
+    order = [stages[first] for first in sorted(stages)]
+    positions = [max((i for i, stage in enumerate(order) if same(stage, c)), default=-1) for c in (one, other)]
+    return positions[0] < positions[1]
 
 
 def same(one: Any, other: Any) -> bool:

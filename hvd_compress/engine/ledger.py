@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from hvd_compress.compressors import Compressor
+from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane
 from hvd_compress.errors import StateError, UnsupportedError
@@ -99,7 +99,8 @@ class Ledger(Generic[AnyLane]):
         for name, lane in other.lanes.items():
             if lane.is_owing() and (name not in self.lanes or not self.lanes[name].keeps_residual):
                 raise UnsupportedError(
-                    f"{self.compressor!r} keeps no residual, but {lane.residual_norm():.3g} is still owed of {name!r}: "
+                    f"{self.compressor or NoCompression()!r} keeps no residual of {name!r}, of which "
+                    f"{lane.residual_norm():.3g} is still owed: "
                     "take a compressor with error feedback, such as the last one"
                 )
         for name, lane in self.lanes.items():

@@ -19,7 +19,7 @@ import horovod.tensorflow
 from horovod.tensorflow import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
-from hvd_compress.tensorflow._functions import allreduce, forget_residuals, grouped_allreduce
+from hvd_compress.tensorflow._functions import allreduce, broadcast_variables, forget_residuals, grouped_allreduce
 from hvd_compress.tensorflow._optimizer import DistributedOptimizer
 from hvd_compress.tensorflow._tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvd_compress.tensorflow.compression import Compression
@@ -32,6 +32,7 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "allreduce",
+    "broadcast_variables",
     "forget_residuals",
     "grouped_allreduce",
 ]

@@ -128,13 +128,15 @@ class GradientExchange(Ledger[Lane]):
         compressed = [
             i for i, g in enumerate(prepared) if self.compresses(self._sources[i].name) and isinstance(g, tf.Tensor)
         ]
-        results = self._lay_dense(prepared, set(compressed))
-        finite = [_all_finite(g) for g in results if g is not None] if compressed else []
         # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
         with tf.device("CPU:0"):
             turn = self._turn.read()
             if loss_scale is not None and compressed:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
+        results = self._lay_dense(prepared, set(compressed), turn)
+        finite = [_all_finite(g) for g in results if g is not None] if compressed else []
+        ends = [_first_value(g) for g in results if g is not None]
+        with tf.device("CPU:0"):
             # No deadlock: no node waits for a collective, and the first ones of all tensors come before the second ones
             lanes = {i: self.lanes[self._sources[i].name] for i in compressed}
             payloads = {i: lane.lay_encode(prepared[i], turn) for i, lane in lanes.items()}
@@ -144,15 +146,16 @@ class GradientExchange(Ledger[Lane]):
             }
             finite += [lane.lay_arrive(last[i]) for i, lane in lanes.items()]
             keep = tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
-            finished = []
             for i, lane in lanes.items():
                 results[i], done = lane.lay_finish(prepared[i], keep, self._scale)
-                finished.append(done)
-            self._lay_end(prepared, finished, turn)
+                ends.append(done)
+            self._lay_end(prepared, ends, turn)
         return results
 
-    def _lay_dense(self, gradients: list[Gradient], compressed: set[int]) -> list[Gradient]:
-        """Results of what goes through Horovod's own allreduce; None for the others."""
+    def _lay_dense(self, gradients: list[Gradient], compressed: set[int], turn: tf.Tensor) -> list[Gradient]:
+        """Results of what goes through Horovod's own allreduce, not before this step's turn; None for the others."""
+        with tf.control_dependencies([turn]):
+            gradients = [g if g is None or i in compressed else _same(g) for i, g in enumerate(gradients)]
         settings = self.settings
         factor = settings.gradient_predivide_factor if settings.op == hvd.Average else 1.0
         reduce = {
@@ -176,22 +179,21 @@ class GradientExchange(Ledger[Lane]):
                     results[i] = result
         return results
 
-    def _lay_end(self, gradients: list[Gradient], finished: list[tf.Tensor], turn: tf.Tensor) -> None:
-        """Count the step when all of it is done, and give the turn to the next one."""
+    def _lay_end(self, gradients: list[Gradient], ends: list[tf.Tensor], turn: tf.Tensor) -> None:
+        """Count the step when all of it is done, which `ends` tell, and give the turn to the next one."""
         dense = [
             (source.name, *self._dense_bytes(g))
             for source, g in zip(self._sources, gradients, strict=True)
             if isinstance(g, tf.Tensor) and not self.compresses(source.name) and g.shape.is_fully_defined()
         ]
 
-        def end(turn: np.int64, _: np.int64) -> np.int64:
+        def end(turn: np.int64, *_: Any) -> np.int64:
             self.count_step()
             for name, sent_bytes, gradient_bytes in dense:
                 self.count_dense(name, sent_bytes, gradient_bytes)
             return np.int64(turn + 1)
 
-        done = tf.add_n(finished) if finished else tf.constant(0, tf.int64)
-        self._turn.write(tf.numpy_function(end, [turn, done], tf.int64, stateful=False))
+        self._turn.write(tf.numpy_function(end, [turn, *ends], tf.int64, stateful=False))
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -260,6 +262,18 @@ def _claim(name: str, process_set: hvd.ProcessSet) -> str:
     taken = _names[process_set.process_set_id, allowed]
     _names[process_set.process_set_id, allowed] += 1
     return f"{allowed}.again{taken}" if taken else allowed
+
+
+def _same(gradient: Gradient) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
+    return tf.identity(gradient)
+
+
+def _first_value(gradient: Gradient) -> tf.Tensor:
+    """What exists when the gradient does, and is small."""
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reshape(values, [-1])[:1]
 
 
 def _all_finite(gradient: Gradient) -> tf.Tensor:

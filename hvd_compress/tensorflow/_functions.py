@@ -15,7 +15,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow.compression import horovod_compressor
 
-__all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
+__all__ = ["allreduce", "broadcast_variables", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _exchanges: dict[tuple[Any, ...], GradientExchange] = {}
@@ -88,6 +88,19 @@ def grouped_allreduce(
         return combined
     factor = prescale_factor * postscale_factor
     return _exchange(tensors, average, compression, op, factor, name, process_set)
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, *arguments: Any, **settings: Any) -> Any:
+    """`horovod.tensorflow.broadcast_variables`, which takes variables of TensorFlow only, for those of Keras 3 too.
+
+    Args:
+        variables: to become those of the root.
+        root_rank: whose values all take.
+        arguments: Horovod's others, in its order.
+        settings: Horovod's others, by name.
+    """
+    raw = [v if isinstance(v, tf.Variable) else v.value for v in variables]
+    return hvd.broadcast_variables(raw, root_rank, *arguments, **settings)
 
 
 def forget_residuals() -> None:

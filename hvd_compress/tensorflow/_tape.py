@@ -133,11 +133,11 @@ def describe_sources(sources: Sequence[Any]) -> list[Source]:
     return described
 
 
-def divided(gradient: Any, ranks: int) -> Any:
-    """A gradient, sparse ones too, divided by `ranks`; None stays None."""
+def divided(gradient: Any, divisor: float) -> Any:
+    """A gradient, sparse ones too, divided by `divisor`; None stays None."""
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / ranks, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else gradient / ranks
+        return tf.IndexedSlices(gradient.values / divisor, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else gradient / divisor
 
 
 def _name_of(source: Any, position: int) -> str:
@@ -191,7 +191,7 @@ def DistributedGradientTape(
         device_sparse: of Horovod's allgathers of sparse gradients.
         compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
-        op: Average or Sum; Adasum without compression only, as in Horovod.
+        op: Average or Sum.
         gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
             in float32 by us the factors cancel, and the result is the average.
         num_groups: old name of `groups`.
@@ -205,7 +205,7 @@ def DistributedGradientTape(
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor.
-        UnsupportedError: Adasum, Min, Max or Product, or an elastic run, with a compressor.
+        UnsupportedError: another `op`, or an elastic run with a compressor.
 
     Example, on one rank::
 

@@ -25,18 +25,24 @@ class TorchLink(Link):
     def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> TorchExchange:
         return TorchExchange(variables, settings)
 
-    def divided(self, gradient: torch.Tensor | None, ranks: int) -> torch.Tensor | None:
-        return None if gradient is None else gradient / ranks
+    def divided(self, gradient: torch.Tensor | None, divisor: float) -> torch.Tensor | None:
+        return None if gradient is None else gradient / divisor
 
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
         handles = []
         for i, variable in enumerate(variables):
-            # Horovod broadcasts no scalars
+            # Horovod broadcasts no scalars and no bfloat16, which float32 holds exactly
             values = variable.value.detach().reshape(-1)
+            values = values.float() if values.dtype == torch.bfloat16 else values
             handles.append((values, variable, hvd.broadcast_async_(values, root_rank, f"hvd_compress.variable.{i}")))
         for values, variable, handle in handles:
             hvd.synchronize(handle)
-            variable.assign(values.reshape(tuple(variable.shape)))
+            variable.assign(values.reshape(tuple(variable.shape)).to(variable.value.dtype))
+
+    def keep_uncompiled(self, optimizer: Any, method: str) -> None:
+        # torch.compile looks methods up in the class that an object says it is of, which is not that of the overrides;
+        # attributes of the object come first there too
+        object.__setattr__(optimizer, method, torch.compiler.disable(getattr(optimizer, method)))
 
     def mean(self, values: Sequence[float], name: str) -> list[float]:
         mine = torch.tensor(list(values), dtype=torch.float64)

@@ -30,8 +30,23 @@ class TensorFlowLink(Link):
     def accumulators(self, passes: int) -> Accumulators:
         return Accumulators(passes)
 
+    def key(self, variable: Any) -> Any:
+        return _raw(variable)._unique_id
+
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
-        hvd.broadcast_variables([_raw(v) for v in variables], root_rank)
+        raw = [_raw(v) for v in variables]
+
+        # named by position: paths hold counters of models and optimizers, which may differ from rank to rank
+        @tf.function(autograph=False)
+        def broadcast() -> list[tf.Tensor]:
+            with tf.device("CPU:0"):
+                return [
+                    hvd.broadcast(_sendable(v), root_rank, f"hvd_compress.variable.{i}", ignore_name_scope=True)
+                    for i, v in enumerate(raw)
+                ]
+
+        for variable, value in zip(raw, broadcast(), strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
 
     def mean(self, values: Sequence[float], name: str) -> list[float]:
         with tf.device("CPU:0"):
@@ -85,6 +100,12 @@ class Accumulators:
         """Set the sums to zero."""
         for total in self._sums:
             total.assign(tf.zeros_like(total))
+
+
+def _sendable(variable: tf.Variable) -> tf.Tensor:
+    # Horovod does not know bfloat16, which float32 holds exactly
+    value = tf.convert_to_tensor(variable)
+    return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
 
 
 def _raw(variable: Any) -> Any:
