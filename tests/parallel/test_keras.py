@@ -33,6 +33,7 @@ def test_fit(ranks: int, launcher: str, flavour: str) -> None:
     source = ast.parse((Path(__file__).parent / "workers" / "keras_fit.py").read_text())
     defined = {node.name for node in source.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     reported = {line["case"] for lines in outcome.reports.values() for line in lines if "case" in line}
-    assert {name.partition("[")[0] for name in reported} == defined
+    # beside these there are cases for one Keras or one backend only
+    assert {name.partition("[")[0] for name in reported} >= defined
     for case in sorted(reported):
         outcome.check(case)
