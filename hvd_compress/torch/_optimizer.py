@@ -123,6 +123,7 @@ class _Overrides:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
         if self._engine is not None:
+            self._wait_for_dense()
             self._engine.abandon()
         HorovodOptimizer.load_state_dict(self, *args, **kwargs)
 
@@ -178,6 +179,16 @@ class _Overrides:
             raise StateError("set_loss_scale() while gradients are exchanged; call it after step()")
         if self._engine is not None:
             self._engine.set_loss_scale(float(loss_scale))
+
+    def _wait_for_dense(self: Any) -> None:
+        """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step."""
+        if self._engine.is_used:
+            self._ungroup()
+        for handle, _ in self._handles.values():
+            if callable(handle):
+                handle()
+            elif handle is not None and not isinstance(handle, _InExchange):
+                hvd.synchronize(handle)
 
     # -- the parts of synchronize --------------------------------------------------------------------------------
 
