@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
+
 import horovod.tensorflow as horovod
 import numpy as np
+from tensorflow import keras
 
+import hvd_compress.tensorflow.keras as hvd
 from hvd_compress import OneBit
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -33,3 +38,34 @@ def ranks_outside_keep_their_gradients() -> None:
     found = gradients(variables(), given(0), lambda tape: wrapped(tape, process_set=EVEN))
     if horovod.rank() % 2:
         np.testing.assert_array_equal(found[0], given(0)[0])
+
+
+@cases.add
+def a_pair_trains_with_keras_and_resumes() -> None:
+    def compiled() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((40,)), keras.layers.Dense(64, name="first"), keras.layers.Dense(10, name="second")]
+        model = keras.Sequential(layers)
+        optimizer = keras.optimizers.SGD(0.05)
+        model.compile(hvd.DistributedOptimizer(optimizer, compression=OneBit(), min_numel=100, process_set=EVEN), "mse")
+        return model
+
+    x = np.random.default_rng(horovod.rank()).standard_normal((64, 40)).astype(np.float32)
+    folder = horovod.broadcast_object(tempfile.mkdtemp() if horovod.rank() == 0 else None, 0)
+    keeper = hvd.callbacks.CompressionCheckpointCallback(folder)
+    first, second = compiled(), compiled()
+    first.fit(x, x[:, :10], batch_size=16, verbose=0, callbacks=[keeper])
+    second.set_weights(first.get_weights())
+    second.optimizer.build(second.trainable_variables)
+    second.optimizer.iterations.assign(first.optimizer.iterations)
+    with warnings.catch_warnings():
+        # a state that is left out is a warning
+        warnings.simplefilter("error")
+        second.fit(x, x[:, :10], batch_size=16, verbose=0, callbacks=[keeper])
+    total = second.optimizer.compression_stats()["total"]
+    assert total["steps"] == (8 if horovod.rank() % 2 == 0 else 0)
+    digests = np.asarray(
+        hvd.allgather(np.concatenate([w.reshape(-1) for w in second.get_weights()])[None], name="weights")
+    )
+    assert digests[0].tobytes() == digests[2].tobytes()
+    assert digests[1].tobytes() != digests[3].tobytes()
