@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launch import Outcome, launched
+from tests.parallel.launch import launched
 
 MAIN = {
     "tensorflow": {"KERAS_BACKEND": "tensorflow"},
@@ -20,23 +20,28 @@ STARTS = [(2, "gloo"), (4, "mpi")]
 FLAVOURS = SECOND if version("keras").startswith("2.") else MAIN
 
 
-def outcome_of(ranks: int, launcher: str, flavour: str) -> Outcome:
-    return launched("keras_fit", ranks, launcher, **FLAVOURS[flavour])
-
-
 # Keras 2 runs at four ranks in the second environment
-ALL = [(*start, flavour) for start in STARTS for flavour in FLAVOURS if (start[0], flavour) != (4, "tf_keras")]
+FIT = [(*start, flavour) for start in STARTS for flavour in FLAVOURS if (start[0], flavour) != (4, "tf_keras")]
 
 
-@pytest.mark.parametrize(("ranks", "launcher", "flavour"), ALL)
-def test_fit(ranks: int, launcher: str, flavour: str) -> None:
-    outcome = outcome_of(ranks, launcher, flavour)
+def check_all(topic: str, ranks: int, launcher: str, flavour: str) -> None:
+    outcome = launched(topic, ranks, launcher, **FLAVOURS[flavour])
     outcome.check_ended_well()
     # the worker imports one Keras for one backend, so that its cases are known from what it reports
-    source = ast.parse((Path(__file__).parent / "workers" / "keras_fit.py").read_text())
+    source = ast.parse((Path(__file__).parent / "workers" / f"{topic}.py").read_text())
     defined = {node.name for node in source.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
     reported = {line["case"] for lines in outcome.reports.values() for line in lines if "case" in line}
     # beside these there are cases for one Keras or one backend only
     assert {name.partition("[")[0] for name in reported} >= defined
     for case in sorted(reported):
         outcome.check(case)
+
+
+@pytest.mark.parametrize(("ranks", "launcher", "flavour"), FIT)
+def test_fit(ranks: int, launcher: str, flavour: str) -> None:
+    check_all("keras_fit", ranks, launcher, flavour)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_corners(flavour: str) -> None:
+    check_all("keras_corners", 2, "mpi", flavour)

@@ -1,0 +1,231 @@
+"""Corners of Keras `fit`: unusual models and optimizers, compilers, what is owed between steps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import TopK
+from hvd_compress.errors import UnsupportedError
+from tests.parallel.cases import Cases
+from tests.parallel.workers.keras_fit import (
+    FRAMEWORK,
+    KERAS,
+    check_equal_on_all_ranks,
+    data,
+    hvd,
+    keras,
+    network,
+    trained,
+    wrapped,
+)
+from tests.parallel.workers.neutral import raises
+
+__all__ = ["FRAMEWORK", "cases"]
+
+cases = Cases()
+
+
+@cases.each({"dense": False, "sparse": True})
+def embeddings_train(sparse_as_dense: bool) -> None:
+    keras.utils.set_random_seed(hvd.rank())
+    layers = [keras.Input((5,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile(wrapped(sparse_as_dense=sparse_as_dense), "mse")
+    words = np.random.default_rng(hvd.rank()).integers(0, 50, (32, 5))
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(words, np.ones((32, 3), np.float32), batch_size=8, verbose=0, callbacks=[first])
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def xla_is_switched_off_by_a_callback() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = trained(wrapped(), jit_compile=True)
+    check_equal_on_all_ranks(model)
+    assert any("jit_compile is switched off" in str(w.message) for w in seen) == (hvd.rank() == 0)
+
+
+@cases.add
+def compiled_without_our_callbacks_it_exchanges_or_says_why_not() -> None:
+    model = network()
+    model.set_weights([np.asarray(hvd.broadcast(w, 0, name=f"jit{i}")) for i, w in enumerate(model.get_weights())])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(wrapped(), loss, jit_compile=True)
+
+    def fit() -> None:
+        with warnings.catch_warnings():
+            # torch.compile warns of its own parts
+            warnings.simplefilter("ignore")
+            model.fit(*data(), batch_size=16, verbose=0)
+
+    if FRAMEWORK == "tensorflow":
+        raises(Exception, fit, "jit_compile=False")
+        return
+    fit()
+    check_equal_on_all_ranks(model)
+    assert model.optimizer.compression_stats()["total"]["steps"] == 6
+
+
+@cases.add
+def a_model_that_is_built_on_one_rank_only_is_broadcast_after_the_first_batch() -> None:
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10)])
+    if hvd.rank() == 0:
+        model.build((None, 40))
+    check_equal_on_all_ranks(trained(wrapped(), model=model))
+
+
+@cases.add
+def metrics_may_be_arrays() -> None:
+    model = network()
+    metric = keras.metrics.F1Score()
+    model.compile(wrapped(), keras.losses.CategoricalCrossentropy(from_logits=True), metrics=[metric])
+    x, y = data()
+    history = model.fit(x, np.eye(10, dtype=np.float32)[y], batch_size=16, verbose=0,
+                        callbacks=[hvd.callbacks.MetricAverageCallback()])  # fmt: skip
+    mine = np.asarray(history.history["f1_score"][0])
+    assert mine.shape == (10,)
+    everyone = np.asarray(hvd.allgather(mine, name="f1")).reshape(hvd.size(), 10)
+    assert (everyone == everyone[0]).all()
+
+
+@cases.each({"the same callback": False, "another callback": True})
+def compression_warms_up_once(another: bool) -> None:
+    def callback() -> Any:
+        return hvd.callbacks.CompressionWarmupCallback(warmup_epochs=1, dense_epochs=1)
+
+    warmup, stats = callback(), hvd.callbacks.CompressionStatsCallback()
+    model = trained(wrapped(compression=TopK(0.01)), warmup, epochs=2)
+    # interrupted: the last stage was to begin now
+    again = callback() if another else warmup
+    seen = model.fit(*data(), batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=[again, stats]).history
+    assert 1.0 < seen["compression_ratio"][0] == seen["compression_ratio"][1] < seen["compression_ratio"][2]
+    check_equal_on_all_ranks(model)
+    assert model.optimizer._hvd.settings["compression"] == TopK(0.01)
+
+
+@cases.add
+def what_is_owed_is_known_between_steps() -> None:
+    model = trained(wrapped())
+    optimizer = model.optimizer
+    state = optimizer.compression_state_dict()
+    assert state["residuals"]
+    optimizer.set_compression(TopK(0.1))
+    assert optimizer.compression_state_dict()["residuals"].keys() == state["residuals"].keys()
+    assert optimizer.compression_stats()["total"]["residual_norm"] > 0
+    later = wrapped()
+    later.load_compression_state_dict(state)
+    assert later.compression_state_dict() is state
+
+
+@cases.add
+def a_refused_compression_is_refused_again() -> None:
+    model = trained(wrapped(), run_eagerly=True)
+    owed = model.optimizer.compression_stats()["total"]["residual_norm"]
+    model.optimizer.set_compression(TopK(0.1, error_feedback=False))
+    for _ in range(2):
+        raises(UnsupportedError, lambda: model.train_on_batch(*data()), "is still owed")
+    assert model.optimizer.compression_stats()["total"]["residual_norm"] == owed
+
+
+@cases.add
+def all_that_an_optimizer_has_is_kept() -> None:
+    plain = keras.optimizers.SGD(0.05, momentum=0.9)
+    plain.note = "of the user"
+    model = network()
+    model.compile(plain, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(*data(), batch_size=16, verbose=0)
+    mine = wrapped(plain)
+    assert mine.note == "of the user"
+    assert int(mine.iterations) == 6
+    model.compile(mine, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model = trained(mine, model=model, epochs=1)
+    check_equal_on_all_ranks(model)
+    assert int(mine.iterations) == 12
+
+
+def several_optimizers_in_one_train() -> None:
+    inner = {"first/.*": keras.optimizers.SGD(0.05)}
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01), inner))
+    model = trained(wrapped(several))
+    check_equal_on_all_ranks(model)
+    assert model.optimizer.compression_stats()["total"]["steps"] == 12
+    raises(UnsupportedError, lambda: wrapped(several, backward_passes_per_step=2), "gradient_accumulation_steps")
+
+
+def sparse_gradients_are_scaled_and_accumulated() -> None:
+    layers = [keras.Input((5,)), keras.layers.Embedding(50, 8), keras.layers.Flatten(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))
+    model.compile(wrapped(scaled, backward_passes_per_step=2), "mse")
+    words = np.random.default_rng(hvd.rank()).integers(0, 50, (32, 5))
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(words, np.ones((32, 3), np.float32), batch_size=8, verbose=0, callbacks=[first])
+    check_equal_on_all_ranks(model)
+
+
+def a_trained_optimizer_keeps_its_state_under_a_loss_scale() -> None:
+    model = trained(keras.optimizers.SGD(0.05, momentum=0.9), epochs=1)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        mine = wrapped(model.optimizer)
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    assert int(mine.iterations) == 6
+    for a, b in zip(mine.inner_optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b))
+
+
+def bfloat16_is_broadcast() -> None:
+    variable = keras.Variable(np.full((3, 5), hvd.rank() + 0.5), dtype="bfloat16")
+    mine = keras.Sequential([keras.Input((4,), dtype="bfloat16"), keras.layers.Dense(3, dtype="bfloat16")])
+    mine.compile(wrapped(), "mse")
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    first.set_model(mine)
+    first.on_train_begin()
+    first.link.broadcast([variable], 0)
+    assert float(keras.ops.convert_to_numpy(variable).max()) == 0.5
+
+
+def raw_variables_are_those_of_the_model() -> None:
+    import tensorflow as tf
+
+    model = trained(wrapped(), epochs=1)
+    raw = [v.value for v in model.trainable_variables]
+    grads = [tf.ones_like(v) for v in raw]
+    before = model.get_weights()
+    model.optimizer.apply_gradients(zip(grads, raw, strict=True))
+    assert all((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
+
+
+def legacy_optimizers_train() -> None:
+    check_equal_on_all_ranks(trained(wrapped(keras.optimizers.legacy.SGD(0.05, momentum=0.9))))
+    model = trained(keras.optimizers.legacy.SGD(0.05, momentum=0.9), epochs=1)
+    model.compile(wrapped(model.optimizer), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    check_equal_on_all_ranks(trained(model.optimizer, model=model, epochs=1))
+    assert int(model.optimizer.iterations) == 12
+
+
+def the_present_loss_scale_is_kept() -> None:
+    scaled = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.05), initial_scale=64.0)
+    model = trained(scaled, epochs=1)
+    scaled._loss_scale._current_loss_scale.assign(16.0)
+    mine = wrapped(scaled)
+    assert float(mine.loss_scale) == 16.0
+    check_equal_on_all_ranks(trained(mine, model=model, epochs=1))
+
+
+if KERAS == 3:
+    cases.add(several_optimizers_in_one_train)
+    cases.add(sparse_gradients_are_scaled_and_accumulated)
+    cases.add(a_trained_optimizer_keeps_its_state_under_a_loss_scale)
+    cases.add(bfloat16_is_broadcast)
+    if FRAMEWORK == "tensorflow":
+        cases.add(raw_variables_are_those_of_the_model)
+else:
+    cases.add(legacy_optimizers_train)
+    cases.add(the_present_loss_scale_is_kept)
