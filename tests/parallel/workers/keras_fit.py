@@ -30,14 +30,14 @@ else:
 cases = Cases()
 
 
-def network(dropout: float = 0.0) -> Any:
+def network(dropout: float = 0.0, use_bias: bool = True) -> Any:
     # other weights on each rank: only a broadcast makes them equal
     keras.utils.set_random_seed(1 + hvd.rank())
     layers = [
         keras.Input((40,)),
-        keras.layers.Dense(64, activation="relu", name="first"),
+        keras.layers.Dense(64, activation="relu", use_bias=use_bias, name="first"),
         keras.layers.Dropout(dropout),
-        keras.layers.Dense(10, name="second"),
+        keras.layers.Dense(10, use_bias=use_bias, name="second"),
     ]
     return keras.Sequential(layers)
 
@@ -210,18 +210,19 @@ def a_saved_model_loads_with_and_without_us_and_goes_on() -> None:
 
 @cases.add
 def a_resumed_training_is_bit_identical() -> None:
-    straight = trained(wrapped(), epochs=3)
+    # all is compressed: the order in which Horovod sums dense tensors over Gloo depends on what it happens to fuse
+    straight = trained(wrapped(), model=network(use_bias=False), epochs=3)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.keras"
         keeper = hvd.callbacks.CompressionCheckpointCallback(Path(folder) / "state")
-        trained(wrapped(), keeper, epochs=2).save(path)
+        trained(wrapped(), keeper, model=network(use_bias=False), epochs=2).save(path)
         again = hvd.load_model(path, compression=OneBit(), min_numel=100)
         again.fit(*data(), batch_size=16, verbose=0, shuffle=False, callbacks=[keeper])
         for a, b in zip(straight.get_weights(), again.get_weights(), strict=True):
             assert a.tobytes() == b.tobytes()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            trained(wrapped(), keeper, epochs=1)
+            trained(wrapped(), keeper, model=network(use_bias=False), epochs=1)
         assert any("left out on all ranks" in str(w.message) for w in seen)
 
 
