@@ -54,3 +54,6 @@ def test_names_survive_the_models_around_a_layer() -> None:
     assert stable_name("sequential_3/dense/kernel") == stable_name("dense/kernel") == "dense/kernel"
     assert stable_name("w") == "w"
     assert unique(["a", "b", "a", "a"]) == ["a", "b", "a.2", "a.3"]
+    awkward = unique(["v", "v", "v.1", "v.1", "v.1.3"])
+    assert len(set(awkward)) == 5
+    assert awkward[0] == "v"

@@ -228,6 +228,41 @@ def two_lists_of_variables_of_the_same_names_do_not_meet() -> None:
             assert found[0].numpy().tobytes() == loopback.allreduce(arrays, name="first.weight")[0].tobytes()
 
 
+@cases.each({"dense": None, "compressed": OneBit()})
+def steps_of_a_loop_in_a_graph_take_turns(compression: Any) -> None:
+    weight = tf.Variable(tf.zeros((48, 601)), name="turns")
+    inputs = tf.constant(np.stack([numbers("turns", horovod.rank(), i, (48, 601)) for i in range(5)]))
+
+    # nothing in an iteration depends on the one before
+    @tf.function
+    def accumulated() -> tf.Tensor:
+        total = tf.zeros_like(weight)
+        for i in tf.range(5):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight * inputs[i])
+            settings = {} if compression is None else {"compression": compression, "min_numel": 0}
+            total += hvd.DistributedGradientTape(tape, **settings).gradient(loss, [weight])[0]
+        return total
+
+    ranks = range(horovod.size())
+    expected = sum(numbers("turns", rank, i, (48, 601)) for rank in ranks for i in range(5)) / horovod.size()
+    found = accumulated().numpy()
+    if compression is None:
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    else:
+        loopback = Loopback(horovod.size(), compression)
+        steps = [
+            loopback.allreduce([numbers("turns", r, i, (48, 601)) for r in ranks], name="turns")[0] for i in range(5)
+        ]
+        np.testing.assert_allclose(found, np.sum(steps, axis=0), rtol=1e-4, atol=1e-4)
+
+
+def keras_variables_are_broadcast() -> None:
+    of = [keras.Variable(np.full(3, horovod.rank() + 1.0, np.float32), name=f"broadcast_{i}") for i in range(2)]
+    hvd.broadcast_variables(of, root_rank=0)
+    assert [float(v.value[0]) for v in of] == [1.0, 1.0]
+
+
 def keras_variables() -> None:
     of = [keras.Variable(np.zeros(shape, np.float32), name=name.replace(".", "_")) for name, shape in SHAPES.items()]
     found = gradients(of, given(0), lambda tape: wrapped(tape, TopK(0.5)))
@@ -237,6 +272,7 @@ def keras_variables() -> None:
 
 if hasattr(keras, "Variable"):  # Keras 3
     cases.add(keras_variables)
+    cases.add(keras_variables_are_broadcast)
 
 
 @cases.each({"loading": True, "not loading": False})
