@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Pure comparison of what each rank says about itself; edges carry the bytes."""
+"""Do all ranks mean the same? Compares what each rank says about itself; edges carry the bytes."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def wrap(
     if distributed(optimizer) is not None:
         raise UnsupportedError("this optimizer is distributed already: wrap it once")
     if int(keras.__version__.partition(".")[0]) < 3:
-        return _wrap_keras2(keras, optimizer, link, settings, groups, backward_passes_per_step,
+        return _wrap_keras2(optimizer, link, settings, groups, backward_passes_per_step,
                             average_aggregated_gradients, scale_local_gradients)  # fmt: skip
     scale = 1.0
     if backward_passes_per_step > 1:
@@ -326,7 +326,7 @@ def wrap(
     if not _is_scaled(keras, optimizer) and keras.config.dtype_policy().name == "mixed_float16":
         # what model.compile would do around our optimizer, where it would be too late
         optimizer = _with_loss_scale(keras, optimizer)
-    has_own_apply = type(optimizer).apply is not keras.optimizers.Optimizer.apply
+    has_own_apply = _has_own_apply(keras, optimizer)
     wrapped = _same_object(optimizer, _Keras3Apply if has_own_apply else _Keras3)
     if backward_passes_per_step > 1:
         _accumulate(getattr(wrapped, "inner_optimizer", wrapped), backward_passes_per_step)
@@ -341,6 +341,10 @@ def _is_scaled(keras: Any, optimizer: Any) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+def _has_own_apply(keras: Any, optimizer: Any) -> bool:
+    return type(optimizer).apply is not keras.optimizers.Optimizer.apply
+
+
 def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
     counted = getattr(optimizer, "inner_optimizer", optimizer)
     if counted.gradient_accumulation_steps:
@@ -348,7 +352,7 @@ def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
             f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps="
             f"{counted.gradient_accumulation_steps}: give one of them"
         )
-    if not _is_scaled(keras, optimizer) and type(optimizer).apply is not keras.optimizers.Optimizer.apply:
+    if not _is_scaled(keras, optimizer) and _has_own_apply(keras, optimizer):
         raise UnsupportedError(
             f"backward_passes_per_step={passes} with {type(optimizer).__name__}, which applies gradients in a way of "
             "its own: give gradient_accumulation_steps to the optimizers in it"
@@ -386,7 +390,6 @@ def distributed(optimizer: Any) -> Any:
 
 
 def _wrap_keras2(
-    keras: Any,
     optimizer: Any,
     link: Link,
     settings: dict[str, Any],
@@ -396,7 +399,7 @@ def _wrap_keras2(
     scale_local_gradients: bool,
 ) -> Any:
     if hasattr(optimizer, "inner_optimizer"):
-        inner = _wrap_keras2(keras, optimizer.inner_optimizer, link, settings, groups, passes, average,
+        inner = _wrap_keras2(optimizer.inner_optimizer, link, settings, groups, passes, average,
                              scale_local_gradients)  # fmt: skip
         # the same loss scale, which may have changed since the optimizer was made
         scaled = object.__new__(type(optimizer))

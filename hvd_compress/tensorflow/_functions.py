@@ -13,6 +13,7 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.engine import exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
+from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["allreduce", "broadcast_variables", "forget_residuals", "grouped_allreduce"]
@@ -99,8 +100,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, *arguments: An
         arguments: Horovod's others, in its order.
         settings: Horovod's others, by name.
     """
-    raw = [v if isinstance(v, tf.Variable) else v.value for v in variables]
-    return hvd.broadcast_variables(raw, root_rank, *arguments, **settings)
+    return hvd.broadcast_variables([raw(v) for v in variables], root_rank, *arguments, **settings)
 
 
 def forget_residuals() -> None:

@@ -1,4 +1,4 @@
-"""The private seams of TensorFlow and of horovod.tensorflow 0.28, all of them."""
+"""The seams of TensorFlow, Keras variables and horovod.tensorflow 0.28, all of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import tensorflow as tf
 from horovod.common.util import split_list
 from tensorflow.python.ops import control_flow_util
 
-__all__ = ["is_compiled_by_xla", "overlay", "split_list"]
+__all__ = ["is_compiled_by_xla", "overlay", "raw", "split_list"]
 
 
 def is_compiled_by_xla() -> bool:
     """Whether the function being traced is compiled as a whole (`jit_compile=True`); TensorFlow has no public name."""
     graph = tf.compat.v1.get_default_graph()
     return not tf.executing_eagerly() and bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def raw(variable: Any) -> tf.Variable:
+    """The TensorFlow variable in one of Keras 3; others as they are."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def overlay(tape: tf.GradientTape, methods: type) -> Any:

@@ -12,6 +12,7 @@ from hvd_compress._keras.link import Link
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings
 from hvd_compress.tensorflow._functions import allreduce
+from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of
 from hvd_compress.tensorflow.compression import horovod_compressor
 
@@ -31,10 +32,10 @@ class TensorFlowLink(Link):
         return Accumulators(passes)
 
     def key(self, variable: Any) -> Any:
-        return _raw(variable)._unique_id
+        return raw(variable)._unique_id
 
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
-        raw = [_raw(v) for v in variables]
+        inner = [raw(v) for v in variables]
 
         # named by position: paths hold counters of models and optimizers, which may differ from rank to rank
         @tf.function(autograph=False)
@@ -42,10 +43,10 @@ class TensorFlowLink(Link):
             with tf.device("CPU:0"):
                 return [
                     hvd.broadcast(_sendable(v), root_rank, f"hvd_compress.variable.{i}", ignore_name_scope=True)
-                    for i, v in enumerate(raw)
+                    for i, v in enumerate(inner)
                 ]
 
-        for variable, value in zip(raw, broadcast(), strict=True):
+        for variable, value in zip(inner, broadcast(), strict=True):
             variable.assign(tf.cast(value, variable.dtype))
 
     def mean(self, values: Sequence[float], name: str) -> list[float]:
@@ -106,10 +107,6 @@ def _sendable(variable: tf.Variable) -> tf.Tensor:
     # Horovod does not know bfloat16, which float32 holds exactly
     value = tf.convert_to_tensor(variable)
     return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
-
-
-def _raw(variable: Any) -> Any:
-    return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 LINK = TensorFlowLink(hvd, allreduce, horovod_compressor, require_agreement)
