@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.compressors import Compressor, Key
+from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.base import as_flat_floats
-from hvd_compress.exchange import Parcel, Transfer, make_plan
+from hvd_compress.exchange import Bucket, Parcel, Transfer, make_plan, plan_together
 
 __all__ = ["Loopback"]
 
@@ -53,7 +53,7 @@ class Loopback:
         self._exchange = exchange
         self._scale = 1.0 / ranks if op == "average" else 1.0
         self._transfers: dict[str, list[Transfer]] = {}
-        self._residuals: dict[str, list[Array | None]] = {}
+        self._buckets: dict[tuple[str, ...], list[Bucket[Transfer]]] = {}
 
     def allreduce(self, arrays: Sequence[npt.ArrayLike], name: str = "tensor") -> list[Array]:
         """Exchange one array of each rank and return what each rank decodes.
@@ -68,34 +68,43 @@ class Loopback:
         Raises:
             ValueError: not one array per rank, or shapes differ, from each other or from the last call of that name.
         """
-        grads = [np.asarray(a) for a in arrays]
-        self._check(grads, name)
-        flat = [as_flat_floats(g) for g in grads]
-        transfers = self._transfers_of(name, grads[0].shape)
-        residuals = self._residuals[name]
-        for rank, x in enumerate(flat):
-            if residuals[rank] is None and self.compressor.feedback:
-                residuals[rank] = np.zeros_like(x)
+        return [results[name] for results in self.grouped_allreduce([{name: array} for array in arrays])]
 
+    def grouped_allreduce(self, arrays: Sequence[Mapping[str, npt.ArrayLike]]) -> list[dict[str, Array]]:
+        """`allreduce` of several tensors in one exchange, as a bucket of an optimizer makes it.
+
+        Args:
+            arrays: {name: array} of each rank, with the same names in the same order.
+
+        Returns:
+            {name: array} of each rank.
+
+        Raises:
+            ValueError: as `allreduce`.
+        """
+        grads = [{name: np.asarray(array) for name, array in of_rank.items()} for of_rank in arrays]
+        self._check(grads)
+        buckets = self._buckets_of(grads[0])
+        for bucket, of_rank in zip(buckets, grads, strict=True):
+            for name, grad in of_rank.items():
+                bucket.encode(name, as_flat_floats(grad))
         # encode -> alltoall -> reduce -> allgather, or encode -> allgather
-        parcels = [t.encode(x, r) for t, x, r in zip(transfers, flat, residuals, strict=True)]
-        if transfers[0].plan.exchange == "two_phase":
+        parcels = [bucket.parcel() for bucket in buckets]
+        if buckets[0].exchange == "two_phase":
             received = self._alltoall(parcels)
-            parcels = [t.reduce(bytes_) for t, bytes_ in zip(transfers, received, strict=True)]
+            parcels = [bucket.reduce(bytes_) for bucket, bytes_ in zip(buckets, received, strict=True)]
         gathered = self._allgather(parcels)
 
-        finite = True
-        for t in transfers:
-            finite = t.arrive(gathered) and finite
-        results = []
-        for rank, t in enumerate(transfers):
-            out, residuals[rank] = t.finish(keep=finite, scale=self._scale)
-            results.append(out.reshape(grads[0].shape))
-        return results
+        finite = [bucket.arrive(gathered) for bucket in buckets]
+        sums = [bucket.finish(keep=all(finite), scale=self._scale) for bucket in buckets]
+        # every tensor was encoded, so every one has a sum; the buffers are ours, and used again
+        return [
+            {name: np.array(of_rank[name]).reshape(grad.shape) for name, grad in grads[0].items()} for of_rank in sums
+        ]
 
     def residual(self, name: str, rank: int) -> Array:
         """Copy of a rank's residual of a tensor, flat."""
-        value = self._residuals[name][rank]
+        value = self._transfers[name][rank].residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def owner_residual(self, name: str, rank: int) -> Array:
@@ -107,27 +116,40 @@ class Loopback:
         """Element offsets of the chunks of a tensor."""
         return self._transfers[name][0].plan.bounds
 
-    def _check(self, grads: list[Array], name: str) -> None:
+    def _check(self, grads: list[dict[str, Array]]) -> None:
         if len(grads) != self.ranks:
             raise ValueError(f"{len(grads)} arrays for {self.ranks} ranks; give one for each")
-        for rank, grad in enumerate(grads):
-            if grad.shape != grads[0].shape or grad.dtype != grads[0].dtype:
-                raise ValueError(
-                    f"array of rank {rank} is {grad.dtype}{grad.shape}, that of rank 0 {grads[0].dtype}{grads[0].shape}"
-                )
-        known = self._transfers.get(name)
-        if known and known[0].plan.shape != grads[0].shape:
-            raise ValueError(f"{name!r} had shape {known[0].plan.shape} before, now {grads[0].shape}; use another name")
+        for rank, of_rank in enumerate(grads):
+            if list(of_rank) != list(grads[0]):
+                raise ValueError(f"rank {rank} has tensors {list(of_rank)}, rank 0 has {list(grads[0])}")
+            for name, grad in of_rank.items():
+                first = grads[0][name]
+                if grad.shape != first.shape or grad.dtype != first.dtype:
+                    raise ValueError(
+                        f"array of rank {rank} is {grad.dtype}{grad.shape}, that of rank 0 {first.dtype}{first.shape}"
+                    )
+        for name, grad in grads[0].items():
+            known = self._transfers.get(name)
+            if known and known[0].plan.shape != grad.shape:
+                raise ValueError(f"{name!r} had shape {known[0].plan.shape} before, now {grad.shape}; use another name")
 
-    def _transfers_of(self, name: str, shape: tuple[int, ...]) -> list[Transfer]:
-        if name not in self._transfers:
-            plan = make_plan(self._exchange, self.compressor, shape, self.ranks)
-            if plan.exchange == "dense":
-                plan = make_plan("two_phase", self.compressor, shape, self.ranks)
-            seed = self.compressor.seed
-            self._transfers[name] = [Transfer(plan, rank, Key(seed, name, rank=rank)) for rank in range(self.ranks)]
-            self._residuals[name] = [None] * self.ranks
-        return self._transfers[name]
+    def _buckets_of(self, grads: Mapping[str, Array]) -> list[Bucket[Transfer]]:
+        names = tuple(grads)
+        if names not in self._buckets:
+            if known := [name for name in names if name in self._transfers]:
+                raise ValueError(f"{known[0]!r} went with other tensors before; use another name")
+            exchange = self._exchange
+            if exchange == "auto" and len(names) == 1:
+                exchange = make_plan("auto", self.compressor, grads[names[0]].shape, self.ranks).exchange
+            exchange = "two_phase" if exchange == "dense" else exchange
+            together = {name: (grad.shape, self.compressor) for name, grad in grads.items()}
+            plans = plan_together(exchange, together, self.ranks)
+            for name, plan in plans.items():
+                self._transfers[name] = [Transfer(name, plan, self.compressor, rank) for rank in range(self.ranks)]
+            self._buckets[names] = [
+                Bucket({name: self._transfers[name][rank] for name in names}) for rank in range(self.ranks)
+            ]
+        return self._buckets[names]
 
     def _alltoall(self, parcels: list[Parcel]) -> list[Bytes]:
         parts = []
@@ -135,10 +157,10 @@ class Loopback:
             sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
             offsets = np.cumsum((0, *sizes))
             parts.append([parcel.buffer[a:b].copy() for a, b in pairwise(offsets)])
-            self.bytes_sent[rank] += sum(sizes) - parcel.own
+            self.bytes_sent[rank] += sum(sizes) - sizes[rank]
         return [np.concatenate([parts[sender][rank] for sender in range(self.ranks)]) for rank in range(self.ranks)]
 
     def _allgather(self, parcels: list[Parcel]) -> Bytes:
         for rank, parcel in enumerate(parcels):
-            self.bytes_sent[rank] += (self.ranks - 1) * parcel.own
+            self.bytes_sent[rank] += (self.ranks - 1) * parcel.buffer.size
         return np.concatenate([parcel.buffer for parcel in parcels])

@@ -7,7 +7,8 @@ each padded to 8 bytes. All numbers are little-endian. The header:
     0       char4   magic "hvdc"
     4       uint8   version of the layout
     5       uint8   codec number of the compressor
-    6       uint8   flags: 1 = a value was not finite, there is no body; 2 = the source was float64
+    6       uint8   flags: 1 = a value was not finite, there is no body; 2 = the source was float64;
+                    4 = there was no gradient, there is no body
     7       uint8   number of dimensions
     8       uint64  number of elements
     16      uint64  bytes of the payload, header and padding included
@@ -36,6 +37,7 @@ VERSION = 1
 HEADER_BYTES = 40
 NONFINITE = 1
 FLOAT64 = 2
+ABSENT = 4
 
 _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
@@ -53,6 +55,7 @@ class Header:
     codec: int
     nonfinite: bool
     float64: bool
+    absent: bool
     shape: tuple[int, ...]
     numel: int
     nbytes: int
@@ -121,9 +124,10 @@ def seal(
     entries: int,
     float64: bool,
     nonfinite: bool,
+    absent: bool = False,
 ) -> None:
     """Write header and checksum into `payload`, whose body is complete and whose size is a multiple of 8."""
-    flags = NONFINITE * nonfinite | FLOAT64 * float64
+    flags = NONFINITE * nonfinite | FLOAT64 * float64 | ABSENT * absent
     numel = math.prod(shape)
     _LAYOUT.pack_into(
         payload, 0, _MAGIC, VERSION, codec, flags, len(shape), numel, payload.size, group, parameter, entries, 0
@@ -159,11 +163,22 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
     shape = (numel,) if ndim == 1 else tuple(int(d) for d in buffer[HEADER_BYTES : HEADER_BYTES + 8 * ndim].view("<u8"))
     # NumPy multiplies the other dimensions even where one is 0
     too_large = math.prod(d or 1 for d in shape) > _MOST_ELEMENTS
-    if flags & ~(NONFINITE | FLOAT64) or too_large or math.prod(shape) != numel or (numel and not group):
+    unknown = flags & ~(NONFINITE | FLOAT64 | ABSENT)
+    if unknown or too_large or math.prod(shape) != numel or (numel and not group):
         raise WireError(f"payload header makes no sense: flags {flags}, shape {shape}, {numel} elements, group {group}")
     body_at = header_bytes(shape)
     header = Header(
-        codec, bool(flags & NONFINITE), bool(flags & FLOAT64), shape, numel, nbytes, group, parameter, entries, body_at
+        codec=codec,
+        nonfinite=bool(flags & NONFINITE),
+        float64=bool(flags & FLOAT64),
+        absent=bool(flags & ABSENT),
+        shape=shape,
+        numel=numel,
+        nbytes=nbytes,
+        group=group,
+        parameter=parameter,
+        entries=entries,
+        body_at=body_at,
     )
     return header, Sections(buffer[body_at:nbytes])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import local_variables, wrap
-from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 
 __all__ = ["Interface"]
 
@@ -44,6 +44,7 @@ class Interface:
         *,
         exchange: str = "auto",
         min_numel: int = DEFAULT_MIN_NUMEL,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> Any:
         """Wrap a Keras optimizer so that its updates work with the combined gradients of all ranks, sent compressed.
 
@@ -66,12 +67,14 @@ class Interface:
                 exchanged in every step, since all ranks must know whether they are finite.
             average_aggregated_gradients: divide that sum by the number of passes.
             num_groups: old name of `groups`.
-            groups: of gradients that Horovod's allreduce combines together: a number, or lists of variables. Compressed
-                ones have exchanges of their own. No effect on the torch backend.
+            groups: of gradients that go together, compressed or not: a number, or lists of variables. No
+                effect on the torch backend.
             process_set: the ranks that take part, all by default; others go on with their own gradients.
             scale_local_gradients: divide the gradients of local variables by the number of ranks.
             exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
-            min_numel: gradients with fewer elements go through Horovod's own allreduce, uncompressed.
+            min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
+            bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
+                variables; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
 
         Raises:
             ValueError: a setting out of its range.
@@ -96,6 +99,7 @@ class Interface:
             "process_set": self._link.all_ranks if process_set is None else process_set,
             "exchange": exchange,
             "min_numel": min_numel,
+            "bucket_bytes": bucket_bytes,
             "device_dense": device_dense,
             "device_sparse": device_sparse,
         }

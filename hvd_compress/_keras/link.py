@@ -80,6 +80,7 @@ class Link(ABC):
         op: Any,
         exchange: str,
         min_numel: int,
+        bucket_bytes: int,
         gradient_predivide_factor: float,
         backward_passes_per_step: int = 1,
         groups: Any = None,
@@ -87,7 +88,7 @@ class Link(ABC):
     ) -> None:
         """Raise what a wrong setting of a wrapper is to raise."""
         check_settings(
-            compression, exchange, min_numel, op == self.average_op, gradient_predivide_factor,
+            compression, exchange, min_numel, bucket_bytes, op == self.average_op, gradient_predivide_factor,
             backward_passes_per_step, groups, self._hvd.rocm_built(),
         )  # fmt: skip
         self._horovod_compressor(compression)

@@ -107,10 +107,26 @@ class Compressor(ABC):
         )
         return nbytes
 
+    def say_absent(self, payload: Bytes, numel: int, group: int) -> int:
+        """Write that there is no gradient into the start of `payload`, and return the number of bytes used."""
+        nbytes = wire.header_bytes((numel,))
+        wire.seal(
+            payload[:nbytes],
+            codec=self.codec,
+            shape=(numel,),
+            group=group,
+            parameter=0,
+            entries=0,
+            float64=False,
+            nonfinite=False,
+            absent=True,
+        )
+        return nbytes
+
     def decode_into(self, payload: Bytes, out: Array, scale: float = 1.0, add: bool = False) -> bool:
         """Decode into flat `out` (float32 or float64), times `scale`; True if the values are finite.
 
-        A payload that reports a value that was not finite fills `out` with NaN.
+        A payload that reports a value that was not finite fills `out` with NaN; one of no gradient stands for zeros.
 
         Raises:
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
@@ -124,6 +140,11 @@ class Compressor(ABC):
             body.finish()
             out[...] = np.nan
             return False
+        if header.absent:
+            body.finish()
+            if not add:
+                out[...] = 0
+            return True
         if header.numel and not self._decode(header, body, out, np.float32(scale), add):
             raise WireError(f"payload of {self.id}: an index or count lies outside of its group")
         body.finish()

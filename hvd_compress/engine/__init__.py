@@ -5,7 +5,9 @@ Edges subclass `Lane` and `Ledger` with the collectives of their framework. Arra
 
 from __future__ import annotations
 
+from hvd_compress.engine.bucket import Bucket, backward_buckets
 from hvd_compress.engine.choice import (
+    DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
     Defaults,
     average_share,
@@ -19,16 +21,22 @@ from hvd_compress.engine.choice import (
     refuse_other_ops,
 )
 from hvd_compress.engine.counters import Counters
-from hvd_compress.engine.lane import Lane
-from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
+from hvd_compress.engine.lane import Lane, Pack
+from hvd_compress.engine.ledger import Ledger, Routing, Tensor, empty_state, refuse_residuals
 
 __all__ = [
+    "DEFAULT_BUCKET_BYTES",
     "DEFAULT_MIN_NUMEL",
+    "Bucket",
     "Counters",
     "Defaults",
     "Lane",
     "Ledger",
+    "Pack",
+    "Routing",
+    "Tensor",
     "average_share",
+    "backward_buckets",
     "check_settings",
     "describe",
     "description",

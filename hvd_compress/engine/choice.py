@@ -13,6 +13,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import EXCHANGES
 
 __all__ = [
+    "DEFAULT_BUCKET_BYTES",
     "DEFAULT_MIN_NUMEL",
     "Defaults",
     "average_share",
@@ -29,6 +30,10 @@ __all__ = [
 # 64 KiB of float32: on the links that this package is for, a smaller tensor costs Horovod's fused allreduce less than
 # the two collectives of an exchange, about a millisecond each
 DEFAULT_MIN_NUMEL = 16384
+
+# enough tensors in one exchange that its collectives' fixed costs do not count, few enough that several buckets of a
+# large network are under way while backward goes on
+DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 _unnamed = count()
 
@@ -139,6 +144,7 @@ def check_settings(
     compression: Any,
     exchange: str,
     min_numel: int,
+    bucket_bytes: int,
     averages: bool,
     gradient_predivide_factor: float,
     backward_passes_per_step: int,
@@ -155,6 +161,8 @@ def check_settings(
         raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
     if type(min_numel) is not int or min_numel < 0:
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
+    if type(bucket_bytes) is not int or bucket_bytes < 0:
+        raise ValueError(f"bucket_bytes={bucket_bytes!r}: must be a number of bytes, 0 or more")
     if gradient_predivide_factor != 1.0 and not averages:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} goes with op=Average only")
     if gradient_predivide_factor != 1.0 and rocm:

@@ -38,6 +38,11 @@ class Counters:
             if field.name != "steps":
                 setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def scaled(self, factor: float) -> Counters:
+        """The counters of a part; `steps` stays."""
+        values = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.name != "steps"}
+        return Counters(steps=self.steps, **values)
+
     def count_dense(self, sent_bytes: int, gradient_bytes: int, ranks: int) -> None:
         """An allreduce, as a ring, of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
         self.steps += 1

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from hvd_compress.compressors import Compressor, NoCompression
+from hvd_compress.engine.bucket import Bucket, backward_buckets
+from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 from hvd_compress.engine.counters import Counters
-from hvd_compress.engine.lane import Lane
+from hvd_compress.engine.lane import Lane, Pack
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Plan, make_plan
+from hvd_compress.exchange import make_plan, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
-__all__ = ["Ledger", "empty_state", "refuse_residuals"]
+__all__ = ["Ledger", "Routing", "Tensor", "empty_state", "refuse_residuals"]
 
-AnyLane = TypeVar("AnyLane", bound=Lane)
-MakeLane = Callable[[str, Plan, Compressor, int], AnyLane]
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
+MakeBucket = Callable[[dict[str, Lane], Pack | None], AnyBucket]
 
 
 def empty_state() -> dict[str, Any]:
@@ -36,62 +39,144 @@ def refuse_residuals(state: dict[str, Any]) -> None:
         )
 
 
-class Ledger(Generic[AnyLane]):
-    """The lanes of the compressed tensors and the counters of the others.
+class Tensor(NamedTuple):
+    """A tensor that gradients will come of: its name, the same on all ranks, and what its exchange depends on.
+
+    `dtype` is a name, such as "bfloat16"; `itemsize` its bytes per element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which way tensors go; the same on all ranks.
 
     Args:
         compressor: of all tensors; None if all go dense.
         exchange: "auto", "two_phase" or "allgather".
-        min_numel: tensors with fewer elements go dense.
+        min_numel: tensors with fewer elements are not compressed.
+        bucket_bytes: tensors go together up to so many bytes of float32; 0 leaves every tensor alone.
+    """
+
+    compressor: Compressor | None
+    exchange: str = "auto"
+    min_numel: int = DEFAULT_MIN_NUMEL
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+
+class Ledger(Generic[AnyBucket]):
+    """The buckets of the tensors that are exchanged and the counters of the others.
+
+    Small float32 tensors travel in the buckets of the compressed ones, uncompressed; where nothing is compressed, and
+    with `bucket_bytes=0`, they go dense.
+
+    Args:
+        routing: which way tensors go.
         ranks: that take part.
         position: of this rank among them.
-        tensors: (name, shape, bytes per element) of all that may come.
-        make_lane: from name, plan, compressor and position.
+        tensors: all that may come, in the order of the forward pass.
+        make_bucket: from lanes and pack.
+        groups: of names, to go together.
     """
 
     def __init__(
         self,
-        compressor: Compressor | None,
-        exchange: str,
-        min_numel: int,
+        routing: Routing,
         ranks: int,
         position: int,
-        tensors: Iterable[tuple[str, tuple[int, ...], int]],
-        make_lane: MakeLane[AnyLane],
+        tensors: Iterable[Tensor],
+        make_bucket: MakeBucket[AnyBucket],
+        groups: list[list[str]] | None = None,
     ) -> None:
-        self.compressor = compressor
-        self.lanes: dict[str, AnyLane] = {}
+        self.compressor = routing.compressor
+        self.buckets: list[AnyBucket] = []
+        self.lanes: dict[str, Lane] = {}
+        self.packs: dict[str, Pack] = {}
+        """The pack of each small tensor."""
         self.dense: dict[str, Counters] = {}
+        self._before: dict[str, Counters] = {}
+        self._bucket_of: dict[str, AnyBucket] = {}
         self._steps = 0
         self._loss_scale = 1.0
         self._ranks = ranks
         self._position = position
-        for name, shape, itemsize in tensors:
-            plan = None
-            if compressor is not None and math.prod(shape) >= min_numel:
-                plan = make_plan(exchange, compressor, shape, ranks, itemsize)
-            if compressor is None or plan is None or plan.exchange == "dense":
-                self.dense[name] = Counters()
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for names in self._divided(by_name, routing, groups):
+            bucket = self._make_bucket([by_name[name] for name in names], routing, make_bucket)
+            self.buckets.append(bucket)
+            self._bucket_of.update(dict.fromkeys(bucket.tensors, bucket))
+        self.dense = {name: Counters() for name in by_name if name not in self._bucket_of}
+
+    def _divided(self, tensors: dict[str, Tensor], routing: Routing, groups: list[list[str]] | None) -> list[list[str]]:
+        """The names in each bucket."""
+        compressed = {name for name, tensor in tensors.items() if self._pays(tensor, routing)}
+        small = {
+            name
+            for name, tensor in tensors.items()
+            if routing.bucket_bytes and 0 < math.prod(tensor.shape) < routing.min_numel and tensor.dtype == "float32"
+        }
+        together = {n: t.shape for n, t in tensors.items() if n in compressed or n in small}
+        buckets: list[list[str]] = []
+        alone: list[str] = []
+        for names in backward_buckets(together, routing.bucket_bytes, groups):
+            # small tensors go with compressed ones: an exchange of their own would cost more than it saves
+            if compressed.isdisjoint(names):
+                alone += names
             else:
-                self.lanes[name] = make_lane(name, plan, compressor, position)
+                buckets.append(alone + names)
+                alone = []
+        if buckets:
+            buckets[-1] += alone
+        return buckets
+
+    def _pays(self, tensor: Tensor, routing: Routing) -> bool:
+        compressor, numel = routing.compressor, math.prod(tensor.shape)
+        if compressor is None or numel < max(routing.min_numel, 1):
+            return False
+        plan = make_plan(routing.exchange, compressor, tensor.shape, self._ranks, tensor.itemsize)
+        return plan.exchange != "dense"
+
+    def _make_bucket(self, tensors: list[Tensor], routing: Routing, make_bucket: MakeBucket[AnyBucket]) -> AnyBucket:
+        compressed = [tensor for tensor in tensors if self._pays(tensor, routing)]
+        small = {tensor.name: tensor.shape for tensor in tensors if tensor not in compressed}
+        compressors = {tensor.name: routing.compressor for tensor in compressed}
+        together: dict[str, Any] = {tensor.name: (tensor.shape, compressors[tensor.name]) for tensor in compressed}
+        packed_as = f"{compressed[0].name} and small"
+        if small:
+            together[packed_as] = (Pack.shape_of(small), NoCompression())
+        plans = plan_together(routing.exchange, together, self._ranks)
+        lanes = {
+            t.name: Lane(t.name, plans[t.name], together[t.name][1], self._position, t.itemsize) for t in compressed
+        }
+        pack = Pack(packed_as, small, plans[packed_as], self._position) if small else None
+        self.lanes.update(lanes)
+        self.packs.update(dict.fromkeys(small, pack) if pack is not None else {})
+        return make_bucket(lanes, pack)
 
     @property
     def is_used(self) -> bool:
         """Whether any tensor goes through an exchange."""
-        return bool(self.lanes)
+        return bool(self.buckets)
 
-    def compresses(self, name: str) -> bool:
+    def exchanges(self, name: str) -> bool:
         """Whether the tensor goes through an exchange rather than through Horovod's allreduce."""
-        return name in self.lanes
+        return name in self._bucket_of
+
+    def bucket_of(self, name: str) -> AnyBucket:
+        """The bucket of a tensor that is exchanged."""
+        return self._bucket_of[name]
 
     def abandon(self) -> None:
         """Forget a step in flight."""
-        for lane in self.lanes.values():
-            if lane.busy:
-                lane.abandon()
+        for bucket in self.buckets:
+            bucket.abandon()
 
-    def inherit(self, other: Ledger[AnyLane]) -> None:
-        """Take over what `other`, a ledger of the same tensors with another compressor, still owes, and its counters.
+    def inherit(self, other: Ledger[AnyBucket]) -> None:
+        """Take over what `other`, a ledger of the same tensors with another routing, still owes, and its counters.
 
         Raises:
             UnsupportedError: something is owed of a tensor that is not compressed with error feedback here.
@@ -106,10 +191,12 @@ class Ledger(Generic[AnyLane]):
         for name, lane in self.lanes.items():
             if name in other.lanes:
                 lane.inherit(other.lanes[name])
-            elif name in other.dense:
-                lane.counters = other.dense[name]
+            else:
+                lane.counters = other.counters_of(name)
+        # a pack's counters stand for all its members: what these have cost before is kept beside them
+        self._before = {name: other.counters_of(name) for name in self.packs}
         for name in self.dense:
-            self.dense[name] = other.dense.get(name) or other.lanes[name].counters
+            self.dense[name] = other.counters_of(name)
         self._steps, self._loss_scale = other._steps, other._loss_scale
 
     def set_loss_scale(self, loss_scale: float) -> None:
@@ -138,12 +225,26 @@ class Ledger(Generic[AnyLane]):
         for name, lane in self.lanes.items():
             norm = lane.residual_norm()
             squares += norm**2
-            total.add(lane.counters)
             tensors[name] = lane.counters.report(norm) | {"exchange": lane.plan.exchange}
-        for name, counters in self.dense.items():
-            total.add(counters)
-            tensors[name] = counters.report(0.0) | {"exchange": "dense"}
+        for name in (*self.packs, *self.dense):
+            way = f"{self.packs[name].plan.exchange}, uncompressed" if name in self.packs else "dense"
+            tensors[name] = self.counters_of(name).report(0.0) | {"exchange": way}
+        for name in tensors:
+            total.add(self.counters_of(name))
         return {"total": total.report(squares**0.5), "tensors": tensors}
+
+    def counters_of(self, name: str) -> Counters:
+        """The counters of a tensor; of a small one, its share of the pack's."""
+        if name in self.lanes:
+            return self.lanes[name].counters
+        if name not in self.packs:
+            return self.dense[name]
+        counters = self.packs[name].counters.scaled(self.packs[name].share(name))
+        if name in self._before:
+            steps = counters.steps + self._before[name].steps
+            counters.add(self._before[name])
+            counters.steps = steps
+        return counters
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -154,16 +255,16 @@ class Ledger(Generic[AnyLane]):
             shape = list(lane.plan.shape)
             if lane.residual is not None:
                 residuals[name] = {"shape": shape, "values": lane.residual.copy()}
-            owed = lane.transfer.owner_residual
-            if owed is not None:
-                owners[name] = {"shape": shape, "start": lane.plan.bounds[self._position], "values": owed.copy()}
+            if lane.owner_residual is not None and lane.owned is not None:
+                values = lane.owner_residual.copy()
+                owners[name] = {"shape": shape, "start": lane.owned.start, "values": values}
         return {
             "format": FORMAT,
             "size": self._ranks,
             "rank": self._position,
             "steps": self._steps,
             "loss_scale": self._loss_scale,
-            "transfer_steps": {name: lane.transfer.step for name, lane in self.lanes.items()},
+            "transfer_steps": {name: lane.step for name, lane in self.lanes.items()},
             "compressor": None if self.compressor is None else self.compressor.get_config(),
             "residuals": residuals,
             "owner_residuals": owners,
@@ -187,17 +288,19 @@ class Ledger(Generic[AnyLane]):
             )
         for kind in ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():
-                self._check_entry(name, entry, kind)
+                self._check_entry(name, entry)
         self.abandon()
         for name, lane in self.lanes.items():
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)
             lane.residual = None if own is None else np.asarray(own["values"]).copy()
-            lane.transfer.owner_residual = None if owed is None else np.asarray(owed["values"]).copy()
-            lane.transfer.step = state.get("transfer_steps", {}).get(name, state["steps"])
+            lane.owner_residual = None
+            if owed is not None:
+                lane.take_owed(owed["start"], np.asarray(owed["values"]).copy())
+            lane.step = state.get("transfer_steps", {}).get(name, state["steps"])
         self._steps = state["steps"]
         self._loss_scale = state.get("loss_scale", 1.0)
 
-    def _check_entry(self, name: str, entry: dict[str, Any], kind: str) -> None:
+    def _check_entry(self, name: str, entry: dict[str, Any]) -> None:
         lane = self.lanes.get(name)
         if lane is None:
             raise StateError(
@@ -208,11 +311,3 @@ class Ledger(Generic[AnyLane]):
             raise StateError(f"residual of {name!r} has shape {tuple(entry['shape'])}, the tensor {lane.plan.shape}")
         if self.compressor is None or not self.compressor.feedback:
             raise StateError(f"compressor state has residuals, {self.compressor!r} keeps none")
-        if kind == "owner_residuals":
-            bounds, position = lane.plan.bounds, self._position
-            expected = (bounds[position], bounds[position + 1]) if lane.plan.exchange == "two_phase" else None
-            if expected != (entry["start"], entry["start"] + len(entry["values"])):
-                raise StateError(
-                    f"owner residual of {name!r} covers elements from {entry['start']}, this rank owns {expected}; "
-                    "divide the states with hvd_compress.feedback.redistribute to change the exchange"
-                )

@@ -8,8 +8,20 @@ Nothing here knows ranks (only positions), frameworks or Horovod.
 
 from __future__ import annotations
 
+from hvd_compress.exchange.bucket import Bucket, Parcel
 from hvd_compress.exchange.memory import aligned_empty
-from hvd_compress.exchange.plan import EXCHANGES, Plan, chunk_bounds, make_plan, ring_bytes
-from hvd_compress.exchange.transfer import Parcel, Transfer
+from hvd_compress.exchange.plan import EXCHANGES, Plan, chunk_bounds, make_plan, plan_together, ring_bytes
+from hvd_compress.exchange.transfer import Transfer
 
-__all__ = ["EXCHANGES", "Parcel", "Plan", "Transfer", "aligned_empty", "chunk_bounds", "make_plan", "ring_bytes"]
+__all__ = [
+    "EXCHANGES",
+    "Bucket",
+    "Parcel",
+    "Plan",
+    "Transfer",
+    "aligned_empty",
+    "chunk_bounds",
+    "make_plan",
+    "plan_together",
+    "ring_bytes",
+]

@@ -1,15 +1,16 @@
-"""Sizes, bounds and slots of one tensor's exchange: computed once from shapes, the same on every rank."""
+"""Sizes, bounds and slots of an exchange: computed once from shapes, the same on every rank."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 
 from hvd_compress.compressors import Compressor, TopK
 
-__all__ = ["EXCHANGES", "Plan", "chunk_bounds", "make_plan", "ring_bytes"]
+__all__ = ["EXCHANGES", "Plan", "chunk_bounds", "make_plan", "plan_together", "ring_bytes"]
 
 EXCHANGES = ("auto", "two_phase", "allgather")
 
@@ -23,9 +24,9 @@ class Plan:
         shape: of the tensor.
         ranks: that take part.
         group: elements per group of the compressor.
-        bounds: of the chunks, `chunks + 1` element offsets.
+        bounds: of the chunks, `chunks + 1` element offsets; a chunk may be empty.
         chunk_compressors: the compressor of each chunk.
-        slots: the most bytes of each chunk's payload.
+        slots: the most bytes of each chunk's payload; 0 for an empty chunk, which has none.
     """
 
     exchange: str
@@ -41,14 +42,14 @@ class Plan:
         """Elements of the tensor."""
         return self.bounds[-1]
 
-    @property
-    def slot(self) -> int:
-        """Bytes of a slot that holds any chunk's payload."""
-        return max(self.slots)
+    @cached_property
+    def chunks(self) -> tuple[tuple[int, slice], ...]:
+        """(number, elements) of each chunk that has a payload."""
+        return tuple((i, slice(a, b)) for i, (a, b) in enumerate(pairwise(self.bounds)) if self.slots[i])
 
-    @property
+    @cached_property
     def fixed_size(self) -> bool:
-        """Whether every payload fills its slot in every step, so that all slots can be equal."""
+        """Whether every payload fills its slot in every step, so that messages have the same size in all of them."""
         return all(c.fixed_size for c in self.chunk_compressors)
 
     @property
@@ -70,25 +71,38 @@ def ring_bytes(nbytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def _sent_bytes(plan: Plan) -> float:
-    """Bytes that a rank sends in one exchange, at most."""
-    others = plan.ranks - 1
-    return others * sum(plan.slots) if plan.exchange == "allgather" else 2 * others * plan.slot
+def _check_exchange(exchange: str) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
 
 
-def _plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> Plan:
+def sent_bytes(plans: Sequence[Plan]) -> float:
+    """Bytes that a rank sends at most in one exchange of the tensors of `plans`, which go together."""
+    others = plans[0].ranks - 1
+    if plans[0].exchange == "allgather":
+        return others * sum(sum(plan.slots) for plan in plans)
+    return 2 * others * max(sum(slots) for slots in zip(*(plan.slots for plan in plans), strict=True))
+
+
+def _plan(
+    exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int, bounds: tuple[int, ...] | None = None
+) -> Plan:
     numel = math.prod(shape)
     group = compressor.group_numel(shape)
-    bounds = chunk_bounds(numel, ranks, group) if exchange == "two_phase" else (0, numel)
+    if exchange == "allgather":
+        bounds = (0, numel)
+    elif bounds is None:
+        bounds = chunk_bounds(numel, ranks, group)
     sizes = [b - a for a, b in pairwise(bounds)]
-    parts = tuple(c.for_part(n, numel) if isinstance(c := compressor, TopK) else compressor for n in sizes)
-    slots = tuple(part.capacity(n, group) for part, n in zip(parts, sizes, strict=True))
+    parts = tuple(c.for_part(n, numel) if isinstance(c := compressor, TopK) and n else compressor for n in sizes)
+    # a tensor without elements still has one payload, so that its exchange is not empty
+    slots = tuple(part.capacity(n, group) if n or numel == 0 else 0 for part, n in zip(parts, sizes, strict=True))
     return Plan(exchange, shape, ranks, group, bounds, parts, slots)
 
 
 @lru_cache(maxsize=4096)
 def make_plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int = 4) -> Plan:
-    """The plan for a tensor of `shape` among `ranks`.
+    """The plan for a tensor of `shape` that goes alone among `ranks`.
 
     "auto" takes the exchange that sends fewer bytes, `allgather` (one collective, one loss) on a tie, and "dense" if
     neither sends fewer than a ring allreduce of elements of `itemsize` bytes.
@@ -96,11 +110,55 @@ def make_plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ran
     Raises:
         ValueError: unknown exchange.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
+    _check_exchange(exchange)
     if exchange != "auto":
         return _plan(exchange, compressor, shape, ranks)
-    best = min((_plan(e, compressor, shape, ranks) for e in ("allgather", "two_phase")), key=_sent_bytes)
-    if ranks > 1 and _sent_bytes(best) >= ring_bytes(itemsize * math.prod(shape), ranks):
+    best = min((_plan(e, compressor, shape, ranks) for e in ("allgather", "two_phase")), key=lambda p: sent_bytes([p]))
+    if ranks > 1 and sent_bytes([best]) >= ring_bytes(itemsize * math.prod(shape), ranks):
         return Plan("dense", shape, ranks, 1, (0, math.prod(shape)), (), ())
     return best
+
+
+def plan_together(
+    exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
+) -> dict[str, Plan]:
+    """The plans of tensors, {name: (shape, compressor)}, that share one exchange among `ranks`.
+
+    In two phases each rank owns an equal run of all elements that share a compressor, so that it decodes and encodes
+    few long chunks instead of a short one of every tensor. "auto" is decided for all together, by bytes.
+
+    Raises:
+        ValueError: unknown exchange.
+
+    Example:
+        >>> from hvd_compress import OneBit
+        >>> from hvd_compress.exchange import plan_together
+        >>> plans = plan_together("two_phase", {"a": ((64, 512), OneBit()), "b": ((32, 512), OneBit())}, 3)
+        >>> {name: plan.bounds for name, plan in plans.items()}
+        {'a': (0, 16384, 32768, 32768), 'b': (0, 0, 0, 16384)}
+    """
+    _check_exchange(exchange)
+    if exchange != "auto":
+        return _plans(exchange, tensors, ranks)
+    candidates = [_plans(e, tensors, ranks) for e in ("allgather", "two_phase")]
+    return min(candidates, key=lambda plans: sent_bytes(list(plans.values())))
+
+
+def _plans(exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
+    if exchange == "allgather" or len(tensors) == 1:
+        return {name: _plan(exchange, compressor, shape, ranks) for name, (shape, compressor) in tensors.items()}
+    plans = {}
+    for kind in dict.fromkeys(compressor for _, compressor in tensors.values()):
+        alike = {name: shape for name, (shape, compressor) in tensors.items() if compressor == kind}
+        ends = list(accumulate((math.prod(shape) for shape in alike.values()), initial=0))
+        for (name, shape), start in zip(alike.items(), ends, strict=False):
+            bounds = _bounds_within(start, math.prod(shape), ends[-1], ranks, kind.group_numel(shape))
+            plans[name] = _plan(exchange, kind, shape, ranks, bounds)
+    return {name: plans[name] for name in tensors}
+
+
+def _bounds_within(start: int, numel: int, total: int, chunks: int, group: int) -> tuple[int, ...]:
+    """Where the even division of `total` elements cuts the `numel` that begin at `start`, on group boundaries."""
+    unit = group if numel >= group * 2 else 8
+    cuts = (round((i * total / chunks - start) / unit) * unit for i in range(1, chunks))
+    return (0, *(min(max(cut, 0), numel) for cut in cuts), numel)

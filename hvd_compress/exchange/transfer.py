@@ -7,135 +7,135 @@ gradient's own memory into the new residual, and `finish` swaps the two buffers,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_compress import wire
-from hvd_compress.compressors import Key
-from hvd_compress.errors import WireError
+from hvd_compress.compressors import Compressor, Key
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan
 
-__all__ = ["Parcel", "Transfer"]
+__all__ = ["Transfer"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """What a stage hands to the next collective.
-
-    Args:
-        buffer: flat uint8; for an alltoall one part per receiver, one after the other.
-        sizes: bytes for each receiver of an alltoall; None where all are equal.
-        own: bytes of the part that stays on this rank.
-    """
-
-    buffer: Bytes
-    sizes: tuple[int, ...] | None
-    own: int
 
 
 class Transfer:
     """The stages of one tensor's exchange on one rank.
 
     Args:
+        name: of the tensor, the same on all ranks; it keys the randomness.
         plan: sizes and bounds, equal on all ranks.
+        compressor: of the whole tensor.
         position: of this rank among those that take part.
-        key: seed, name and rank for the randomness; step, hop and chunk are filled in here.
     """
 
-    def __init__(self, plan: Plan, position: int, key: Key) -> None:
+    def __init__(self, name: str, plan: Plan, compressor: Compressor, position: int) -> None:
+        self.name = name
         self.plan = plan
         self.position = position
+        self.keeps_residual = compressor.feedback
+        """Whether error feedback is on."""
+        self.residual: Array | None = None
         self.owner_residual: Array | None = None
         self.step = 0
-        self._key = key
-        self._feedback = plan.chunk_compressors[0].feedback
-        self._send = np.empty(0, np.uint8)
-        self._result = np.empty(0, np.uint8)
+        self._key = Key(seed=compressor.seed, name=name, rank=position)
         self._sum: Array = np.empty(0, np.float32)
         self._gradient: Array | None = None
-        self._residual: Array | None = None
-        self._arrived: list[Bytes] = []
+        self._skipped = False
+        self._arrived: Sequence[Bytes] = ()
 
     @property
     def busy(self) -> bool:
-        """Whether a step is between `encode` and `finish`."""
-        return self._gradient is not None
+        """Whether a step is between `encode` or `skip` and `finish`."""
+        return self._gradient is not None or self._skipped
 
-    def encode(self, x: Array, residual: Array | None) -> Parcel:
-        """Stage 1, every rank: the gradient `x` (flat, spoiled) and its residual become payloads.
+    @property
+    def owned(self) -> slice | None:
+        """The elements whose sum this rank makes, if there are any."""
+        if self.plan.exchange != "two_phase":
+            return None
+        return next((part for chunk, part in self.plan.chunks if chunk == self.position), None)
 
-        `x` and `residual` stay in use until `finish`; `residual` is None without error feedback.
+    def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
+        """Stage 1, every rank: a gradient becomes the payloads of its chunks.
+
+        Args:
+            x: flat float32 or float64; in use, and spoiled, until `finish`.
+            slots: where the payload of each chunk goes.
+
+        Returns:
+            The bytes of each payload.
         """
-        self._gradient, self._residual = x, residual
-        plan = self.plan
-        if self._send.size == 0:
-            self._send = aligned_empty(len(plan.slots) * plan.slot if plan.fixed_size else sum(plan.slots), np.uint8)
-        sizes = []
-        at = 0
-        for chunk, part in enumerate(self._chunks()):
-            nbytes = plan.chunk_compressors[chunk].encode_into(
-                x[part],
-                None if residual is None else residual[part],
-                self._send[at : at + plan.slots[chunk]],
-                plan.group,
-                self._key_of(hop=0, chunk=chunk),
+        if self.keeps_residual and self.residual is None:
+            self.residual = aligned_empty(x.size, x.dtype)
+            self.residual[...] = 0
+        if self.residual is not None:
+            # of a model that was converted since
+            self.residual = self.residual.astype(x.dtype, copy=False)
+        self._gradient = x
+        plan, r = self.plan, self.residual
+        return [
+            plan.chunk_compressors[chunk].encode_into(
+                x[part], None if r is None else r[part], slot, plan.group, self._key_of(hop=0, chunk=chunk)
             )
-            sizes.append(plan.slot if plan.fixed_size else nbytes)
-            # what a payload leaves of its slot travels too: it must not be what this memory held before
-            self._send[at + nbytes : at + sizes[-1]] = 0
-            at += sizes[-1]
-        own = sizes[self.position] if plan.exchange == "two_phase" else sizes[0]
-        if plan.exchange == "two_phase":
-            # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
-            return Parcel(self._send, None if plan.fixed_size else tuple(sizes), own)
-        return Parcel(self._send[:at], None, own)
+            for (chunk, part), slot in zip(plan.chunks, slots, strict=True)
+        ]
 
-    def reduce(self, received: Bytes) -> Parcel:
-        """Stage 2, the owner of a chunk: the payloads of all ranks become the payload of their sum.
+    def skip(self, slots: Sequence[Bytes]) -> list[int]:
+        """Stage 1 without a gradient, on all ranks alike: payloads that say so; residuals stay as they are."""
+        self._skipped = True
+        plan = self.plan
+        return [
+            plan.chunk_compressors[chunk].say_absent(slot, part.stop - part.start, plan.group)
+            for (chunk, part), slot in zip(plan.chunks, slots, strict=True)
+        ]
+
+    def reduce(self, payloads: Sequence[Bytes], slot: Bytes) -> int:
+        """Stage 2, the owner of a chunk: the payloads of all ranks become the payload of their sum, in `slot`.
 
         Raises:
             WireError: a payload is truncated, corrupted or foreign.
         """
         plan = self.plan
+        part = self.owned
+        if part is None:
+            raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
         compressor = plan.chunk_compressors[self.position]
-        part = self._chunks()[self.position]
         numel = part.stop - part.start
+        if self._skipped:
+            return compressor.say_absent(slot, numel, plan.group)
         dtype = np.float32 if self._gradient is None else self._gradient.dtype
         if self._sum.size != numel or self._sum.dtype != dtype:
-            self._sum = np.empty(numel, dtype)
-        if self._feedback and self.owner_residual is None:
+            self._sum = aligned_empty(numel, dtype)
+        if self.keeps_residual and self.owner_residual is None:
             self.owner_residual = np.zeros(numel, dtype)
         if self.owner_residual is not None:
             self.owner_residual = self.owner_residual.astype(dtype, copy=False)
-        for sender, payload in enumerate(self._cut(received, plan.ranks)):
+        for sender, payload in enumerate(payloads):
             compressor.decode_into(payload, self._sum, add=sender > 0)
-        if self._result.size == 0:
-            self._result = aligned_empty(plan.slot, np.uint8)
         key = self._key_of(hop=1, chunk=self.position)
-        nbytes = compressor.encode_into(self._sum, self.owner_residual, self._result, plan.group, key)
-        own = plan.slot if plan.fixed_size else nbytes
-        self._result[nbytes:own] = 0
-        return Parcel(self._result[:own], None, own)
+        return compressor.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
 
-    def arrive(self, received: Bytes) -> bool:
-        """Last payloads are here; whether all of them, and so the sum, are finite.
+    def arrive(self, payloads: Sequence[Bytes]) -> bool:
+        """The last payloads are here; whether all of them, and so the sum, are finite.
+
+        Args:
+            payloads: one of each chunk in two phases, one of each rank in an allgather.
 
         Raises:
             WireError: truncated or foreign.
         """
-        self._arrived = self._cut(received, self.plan.ranks)
-        headers = [wire.open_payload(payload)[0] for payload in self._arrived]
+        self._arrived = payloads
+        headers = [wire.open_payload(payload)[0] for payload in payloads]
         return not any(header.nonfinite for header in headers)
 
-    def finish(self, keep: bool, scale: float) -> tuple[Array, Array | None]:
+    def finish(self, keep: bool, scale: float) -> Array | None:
         """Stage 3, every rank: decode, and make the step's residuals final, or take them back.
 
         Args:
@@ -143,49 +143,41 @@ class Transfer:
             scale: factor on the sum, such as 1 / ranks.
 
         Returns:
-            The sum times `scale` and the residual from now on, in the two buffers that `encode` was given.
+            The sum times `scale`, in the memory of the gradient or of the last residual; None after `skip`.
 
         Raises:
             WireError: a payload is corrupted.
         """
-        if self._gradient is None:
-            raise RuntimeError("finish() without encode()")
-        out, residual = self._gradient, self._residual
-        if keep and residual is not None:
-            out, residual = residual, self._gradient
-        self._decode(out, scale)
-        if keep and self.owner_residual is not None:
-            self.owner_residual, self._sum = self._sum, self.owner_residual
+        if not self.busy:
+            raise RuntimeError(f"finish() of {self.name!r} without encode()")
+        out = self._gradient
+        if out is not None:
+            if keep and self.residual is not None:
+                out = self.residual
+            self._decode(out, scale)
+            if keep and self.residual is not None:
+                self.residual = self._gradient
+            if keep and self.owner_residual is not None:
+                self.owner_residual, self._sum = self._sum, self.owner_residual
         self.abandon()
         self.step += 1
-        return out, residual
+        return out
 
     def abandon(self) -> None:
         """Forget a step in flight; the residuals stay what they were before it."""
-        self._gradient = self._residual = None
-        self._arrived = []
+        self._gradient = None
+        self._skipped = False
+        self._arrived = ()
 
     def _decode(self, out: Array, scale: float) -> None:
         plan = self.plan
         if plan.exchange == "two_phase":
-            for chunk, part in enumerate(self._chunks()):
-                plan.chunk_compressors[chunk].decode_into(self._arrived[chunk], out[part], scale)
+            for (chunk, part), payload in zip(plan.chunks, self._arrived, strict=True):
+                plan.chunk_compressors[chunk].decode_into(payload, out[part], scale)
             return
         # all ranks add in the order of the senders: floating point sums depend on it
         for sender, payload in enumerate(self._arrived):
             plan.chunk_compressors[0].decode_into(payload, out, scale, add=sender > 0)
-
-    def _chunks(self) -> list[slice]:
-        return [slice(a, b) for a, b in pairwise(self.plan.bounds)]
-
-    def _cut(self, received: Bytes, count: int) -> list[Bytes]:
-        """The payloads in the bytes of a collective."""
-        if not self.plan.fixed_size:
-            return wire.frames(received, count)
-        slot = self.plan.slot
-        if received.size != count * slot:
-            raise WireError(f"received {received.size} bytes, expected {count} slots of {slot}")
-        return [received[i * slot : (i + 1) * slot] for i in range(count)]
 
     def _key_of(self, hop: int, chunk: int) -> Key:
         return replace(self._key, step=self.step, hop=hop, chunk=chunk)

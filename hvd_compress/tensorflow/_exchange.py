@@ -6,18 +6,26 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.compressors import Compressor
-from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger, average_share, description, exchanged
+from hvd_compress.engine import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_MIN_NUMEL,
+    Ledger,
+    Routing,
+    Tensor,
+    average_share,
+    description,
+    exchanged,
+)
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Plan
 from hvd_compress.tensorflow._agreement import require_agreement
-from hvd_compress.tensorflow._lane import Lane
+from hvd_compress.tensorflow._bucket import Bucket
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -44,6 +52,7 @@ class Settings:
     process_set: hvd.ProcessSet = hvd.global_process_set
     exchange: str = "auto"
     min_numel: int = DEFAULT_MIN_NUMEL
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     device_dense: str = ""
     device_sparse: str = ""
 
@@ -63,7 +72,7 @@ class Source:
     dtype: tf.DType
 
 
-class GradientExchange(Ledger[Lane]):
+class GradientExchange(Ledger[Bucket]):
     """Combines the gradients of a fixed list of tensors over all ranks, in eager mode or within a `tf.function`.
 
     Args:
@@ -87,9 +96,11 @@ class GradientExchange(Ledger[Lane]):
             require_agreement(self._description(), process_set)
         ranks = process_set.size() if self.takes_part else 1
         position = process_set.rank() if self.takes_part else 0
+        compressor = self._compressor if self.takes_part else None
         super().__init__(
-            self._compressor if self.takes_part else None, settings.exchange, settings.min_numel, ranks, position,
-            [(s.name, self._static_shape(s), s.dtype.size) for s in sources], self._make_lane,
+            Routing(compressor, settings.exchange, settings.min_numel, settings.bucket_bytes), ranks, position,
+            [Tensor(s.name, self._static_shape(s), s.dtype.name, s.dtype.size) for s in sources],
+            partial(Bucket, process_set=process_set, wire_names=self._wire_names), self._named_groups(),
         )  # fmt: skip
         self._horovods = horovod_compressor(settings.compression)
         self._scale = 1.0
@@ -125,37 +136,42 @@ class GradientExchange(Ledger[Lane]):
                 "(Keras: model.compile(..., jit_compile=False)); the layers can be in functions of their own"
             )
         prepared = [self._prepared(g, s) for g, s in zip(gradients, self._sources, strict=True)]
-        compressed = [
-            i for i, g in enumerate(prepared) if self.compresses(self._sources[i].name) and isinstance(g, tf.Tensor)
-        ]
+        exchanged = {
+            s.name: g
+            for s, g in zip(self._sources, prepared, strict=True)
+            if self.exchanges(s.name) and isinstance(g, tf.Tensor)
+        }
         # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
         with tf.device("CPU:0"):
             turn = self._turn.read()
-            if loss_scale is not None and compressed:
+            if loss_scale is not None and exchanged:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
-        results = self._lay_dense(prepared, set(compressed), turn)
-        finite = [_all_finite(g) for g in results if g is not None] if compressed else []
+        results = self._lay_dense(prepared, set(exchanged), turn)
+        finite = [_all_finite(g) for g in results if g is not None] if exchanged else []
         ends = [_first_value(g) for g in results if g is not None]
         with tf.device("CPU:0"):
-            # No deadlock: no node waits for a collective, and the first ones of all tensors come before the second ones
-            lanes = {i: self.lanes[self._sources[i].name] for i in compressed}
-            payloads = {i: lane.lay_encode(prepared[i], turn) for i, lane in lanes.items()}
-            last = {
-                i: lane.lay_reduce(payloads[i]) if lane.plan.exchange == "two_phase" else payloads[i][0]
-                for i, lane in lanes.items()
-            }
-            finite += [lane.lay_arrive(last[i]) for i, lane in lanes.items()]
+            # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
+            buckets = [bucket for bucket in self.buckets if not exchanged.keys().isdisjoint(bucket.tensors)]
+            payloads = [bucket.lay_encode(exchanged, turn) for bucket in buckets]
+            last = [
+                bucket.lay_reduce(sent) if bucket.exchange == "two_phase" else sent[0]
+                for bucket, sent in zip(buckets, payloads, strict=True)
+            ]
+            finite += [bucket.lay_arrive(payload) for bucket, payload in zip(buckets, last, strict=True)]
             keep = tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
-            for i, lane in lanes.items():
-                results[i], done = lane.lay_finish(prepared[i], keep, self._scale)
+            combined: dict[str, tf.Tensor] = {}
+            for bucket in buckets:
+                of_bucket, done = bucket.lay_finish(exchanged, keep, self._scale)
+                combined |= of_bucket
                 ends.append(done)
             self._lay_end(prepared, ends, turn)
-        return results
+        return [combined.get(s.name, result) for s, result in zip(self._sources, results, strict=True)]
 
-    def _lay_dense(self, gradients: list[Gradient], compressed: set[int], turn: tf.Tensor) -> list[Gradient]:
+    def _lay_dense(self, gradients: list[Gradient], exchanged: set[str], turn: tf.Tensor) -> list[Gradient]:
         """Results of what goes through Horovod's own allreduce, not before this step's turn; None for the others."""
+        ours = {i for i, source in enumerate(self._sources) if source.name in exchanged}
         with tf.control_dependencies([turn]):
-            gradients = [g if g is None or i in compressed else _same(g) for i, g in enumerate(gradients)]
+            gradients = [g if g is None or i in ours else _same(g) for i, g in enumerate(gradients)]
         settings = self.settings
         factor = settings.gradient_predivide_factor if settings.op == hvd.Average else 1.0
         reduce = {
@@ -164,7 +180,7 @@ class GradientExchange(Ledger[Lane]):
             "postscale_factor": factor, "process_set": settings.process_set,
         }  # fmt: skip
         results: list[Gradient] = [None] * len(gradients)
-        for group in self._groups(gradients, compressed):
+        for group in self._groups(gradients, ours):
             if len(group) == 1 and settings.groups is None:
                 (i,) = group
                 name = f"hvd_compress.allreduce.{self._wire_names[self._sources[i].name]}"
@@ -184,7 +200,7 @@ class GradientExchange(Ledger[Lane]):
         dense = [
             (source.name, *self._dense_bytes(g))
             for source, g in zip(self._sources, gradients, strict=True)
-            if isinstance(g, tf.Tensor) and not self.compresses(source.name) and g.shape.is_fully_defined()
+            if isinstance(g, tf.Tensor) and not self.exchanges(source.name) and g.shape.is_fully_defined()
         ]
 
         def end(turn: np.int64, *_: Any) -> np.int64:
@@ -203,7 +219,7 @@ class GradientExchange(Ledger[Lane]):
         if isinstance(gradient, tf.IndexedSlices) and not self.settings.sparse_as_dense:
             return gradient
         gradient = tf.convert_to_tensor(gradient)
-        if self.compresses(source.name):
+        if self.exchanges(source.name):
             if not gradient.dtype.is_floating:
                 raise TypeError(
                     f"gradient of {source.name!r} is {gradient.dtype.name}; compressors take float16, bfloat16, "
@@ -212,9 +228,9 @@ class GradientExchange(Ledger[Lane]):
             gradient.shape.assert_is_compatible_with(source.shape)
         return gradient
 
-    def _groups(self, gradients: list[Gradient], compressed: set[int]) -> list[list[int]]:
+    def _groups(self, gradients: list[Gradient], ours: set[int]) -> list[list[int]]:
         """Positions of dense gradients that Horovod is to combine together."""
-        left = [i for i, g in enumerate(gradients) if g is not None and i not in compressed]
+        left = [i for i, g in enumerate(gradients) if g is not None and i not in ours]
         groups = self.settings.groups
         if groups is None:
             return [[i] for i in left]
@@ -244,14 +260,21 @@ class GradientExchange(Ledger[Lane]):
             )
         return ()
 
-    def _make_lane(self, name: str, plan: Plan, compressor: Compressor, position: int) -> Lane:
-        return Lane(name, plan, compressor, position, self.settings.process_set, self._wire_names[name])
+    def _named_groups(self) -> list[list[str]] | None:
+        groups = self.settings.groups
+        names = [source.name for source in self._sources]
+        if groups is None:
+            return None
+        if isinstance(groups, int):
+            return [list(part) for part in split_list(names, groups)]
+        return [[names[i] for i in group] for group in groups]
 
     def _description(self) -> dict[str, Any]:
         settings = self.settings
         return description(
             settings.compression, settings.op, [[s.name, s.shape, s.dtype.name] for s in self._sources],
-            exchange=settings.exchange, min_numel=settings.min_numel, sparse_as_dense=settings.sparse_as_dense,
+            exchange=settings.exchange, min_numel=settings.min_numel, bucket_bytes=settings.bucket_bytes,
+            sparse_as_dense=settings.sparse_as_dense,
             gradient_predivide_factor=settings.gradient_predivide_factor, groups=settings.groups,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_compress.engine import DEFAULT_MIN_NUMEL, exchanged
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchanged
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow.compression import horovod_compressor
 
@@ -33,6 +33,7 @@ def DistributedOptimizer(
     *,
     exchange: str = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Any:
     """Wrap an optimizer of Keras, see `hvd_compress.tensorflow.keras.DistributedOptimizer`, or of TensorFlow 1.
 
@@ -62,5 +63,5 @@ def DistributedOptimizer(
     return of_keras.DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
         backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
-        scale_local_gradients, exchange=exchange, min_numel=min_numel,
+        scale_local_gradients, exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes,
     )  # fmt: skip

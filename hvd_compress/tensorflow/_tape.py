@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress._keras.optimizer import local_variables
-from hvd_compress.engine import DEFAULT_MIN_NUMEL, check_settings, refuse_other_ops
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, check_settings, refuse_other_ops
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import overlay
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -179,6 +179,7 @@ def DistributedGradientTape(
     *,
     exchange: str = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Any:
     """Wrap a tape so that `gradient()` returns the combined gradients of all ranks, exchanged compressed.
 
@@ -195,12 +196,13 @@ def DistributedGradientTape(
         gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
             in float32 by us the factors cancel, and the result is the average.
         num_groups: old name of `groups`.
-        groups: of gradients that Horovod's allreduce combines together: a number, or lists of variables. Compressed
-            ones have exchanges of their own.
+        groups: of gradients that go together, compressed or not: a number, or lists of variables.
         process_set: the ranks that take part; others get their own gradients back.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
         exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
-        min_numel: gradients with fewer elements go through Horovod's own fused allreduce, uncompressed.
+        min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
+        bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
+            sources; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
 
     Raises:
         ValueError: a setting out of its range.
@@ -220,14 +222,15 @@ def DistributedGradientTape(
     """
     groups = num_groups if num_groups and groups is None else groups
     check_settings(
-        compression, exchange, min_numel, op == hvd.Average, gradient_predivide_factor, 1, groups, hvd.rocm_built()
-    )
+        compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor, 1, groups,
+        hvd.rocm_built(),
+    )  # fmt: skip
     horovod_compressor(compression)
     refuse_other_ops(op, hvd.Average, hvd.Sum)
     wrapped = overlay(gradtape, _Overrides)
     wrapped._hvd_settings = Settings(
         compression, op, gradient_predivide_factor, sparse_as_dense, None, process_set, exchange, min_numel,
-        device_dense, device_sparse,
+        bucket_bytes, device_dense, device_sparse,
     )  # fmt: skip
     wrapped._hvd_groups = groups
     wrapped._hvd_scale_local = scale_local_gradients

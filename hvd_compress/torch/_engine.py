@@ -9,66 +9,71 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Ledger
-from hvd_compress.torch._lane import Lane
+from hvd_compress.engine import Ledger, Routing, Tensor
+from hvd_compress.torch._bucket import Bucket
 
 __all__ = ["Engine"]
 
 
-class Engine(Ledger[Lane]):
+class Engine(Ledger[Bucket]):
     """Starts, drives and finishes the exchanges of named tensors.
 
     Args:
-        compressor: of all tensors; None if all go dense.
-        exchange: "auto", "two_phase" or "allgather".
-        min_numel: tensors with fewer elements go dense.
+        routing: which way tensors go.
         scale: factor on the sum over ranks.
         process_set: the ranks that take part; this rank is one of them.
         tensors: (name, tensor) of all that may come.
+        groups: of names, to go together.
     """
 
     def __init__(
         self,
-        compressor: Compressor | None,
-        exchange: str,
-        min_numel: int,
+        routing: Routing,
         scale: float,
         process_set: hvd.ProcessSet,
         tensors: Iterable[tuple[str, torch.Tensor]],
+        groups: list[list[str]] | None = None,
     ) -> None:
-        described = ((name, tuple(tensor.shape), tensor.element_size()) for name, tensor in tensors)
-        make_lane = partial(Lane, process_set=process_set)
-        super().__init__(compressor, exchange, min_numel, process_set.size(), process_set.rank(), described, make_lane)
+        described = (
+            Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size()) for name, t in tensors
+        )
+        make_bucket = partial(Bucket, process_set=process_set)
+        super().__init__(routing, process_set.size(), process_set.rank(), described, make_bucket, groups)
         self.scale = scale
 
-    def start(self, name: str, gradient: torch.Tensor) -> None:
-        """Encode a gradient, which is spoiled, start its first collective, and move others on that are ready."""
+    def start(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Encode a gradient, which is spoiled, start what it completes, and move others on that are ready.
+
+        None leaves the tensor out of this step, on all ranks alike.
+        """
         self.progress()
-        self.lanes[name].start(gradient)
+        self.bucket_of(name).start(name, gradient)
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
-        for lane in self.lanes.values():
-            if lane.busy:
-                lane.progress()
+        for bucket in self.buckets:
+            bucket.progress()
 
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""
-        busy = [lane for lane in self.lanes.values() if lane.busy]
+        busy = [bucket for bucket in self.buckets if bucket.busy]
         # No deadlock: every rank has started all first collectives before it waits for one, and starts each second
-        # one as soon as it has its first. The order is that of the parameters, equal on all ranks, for speed only.
-        for lane in busy:
-            lane.wait_first()
+        # one as soon as it has its first. The order is that of the backward pass, equal on all ranks, for speed only.
+        for bucket in busy:
+            bucket.wait_first()
         finite = True
-        for lane in busy:
-            finite = lane.wait() and finite
+        for bucket in busy:
+            finite = bucket.wait() and finite
         return finite
 
     def combine(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Decode all that has arrived: {name: result}; see `Lane.combine`."""
+        """Decode all that has arrived: {name: result}; see `Bucket.combine`."""
         self.count_step()
-        return {name: lane.combine(keep, self.scale) for name, lane in self.lanes.items() if lane.busy}
+        results: dict[str, torch.Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.busy:
+                results |= bucket.combine(keep, self.scale)
+        return results
 
     def state_dict(self) -> dict[str, Any]:
         """See `hvd_compress.feedback`; values are torch tensors, copied."""

@@ -9,16 +9,15 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import average_share, exchanged, names_of_call, op_of_call
+from hvd_compress.engine import Routing, average_share, exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import make_plan
-from hvd_compress.torch._lane import Lane
+from hvd_compress.torch._engine import Engine
 from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
-_lanes: dict[tuple[Any, ...], Lane] = {}
+_engines: dict[tuple[Any, ...], Engine] = {}
 
 
 def allreduce(
@@ -64,7 +63,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors at once; their exchanges are in flight together."""
+    """`allreduce` of several tensors at once, which share their exchanges."""
     if exchanged(compression) is None:
         return hvd.grouped_allreduce(
             list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
@@ -75,7 +74,7 @@ def grouped_allreduce(
 
 def forget_residuals() -> None:
     """Drop the residuals that named calls of `allreduce` have kept; all ranks must do so at the same point."""
-    _lanes.clear()
+    _engines.clear()
 
 
 def _reduce(
@@ -103,35 +102,35 @@ def _reduce(
     share = average_share(compressor, op, hvd.Average, hvd.Sum, process_set.size())
     scale = prescale_factor * postscale_factor * share
     names = names_of_call(name, len(tensors))
-    lanes = [_lane(t, n, name is not None, compressor, process_set) for t, n in zip(tensors, names, strict=True)]
-    for tensor, lane in zip(tensors, lanes, strict=True):
-        if lane is not None:
-            lane.start(tensor.detach().clone())
-    for lane in lanes:
-        if lane is not None:
-            lane.wait_first()
-    finite = {id(lane): lane.wait() for lane in lanes if lane is not None}
-    return [
-        plain(tensor, its_name) if lane is None else lane.combine(finite[id(lane)], scale)
-        for tensor, its_name, lane in zip(tensors, names, lanes, strict=True)
-    ]
+    engine = _engine(tensors, names, name is not None, compressor, scale, process_set)
+    for tensor, its_name in zip(tensors, names, strict=True):
+        if engine.exchanges(its_name):
+            engine.start(its_name, tensor.detach().clone())
+    results = engine.combine(engine.wait())
+    return [results[n] if n in results else plain(t, n) for t, n in zip(tensors, names, strict=True)]
 
 
-def _lane(
-    tensor: torch.Tensor, name: str, keep: bool, compressor: Compressor, process_set: hvd.ProcessSet
-) -> Lane | None:
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"allreduce of {name!r} with {compressor!r}: the tensor requires a gradient, which compression does not "
-            "pass on. Give tensor.detach(), or use compression=hvd.Compression.none"
-        )
-    plan = make_plan("auto", compressor, tuple(tensor.shape), process_set.size(), tensor.element_size())
-    if plan.exchange == "dense":
-        return None
-    key = (process_set.process_set_id, process_set.size(), name, tuple(tensor.shape), tensor.dtype, compressor)
-    lane = _lanes.get(key)
-    if lane is None:
-        lane = Lane(name, plan, compressor, process_set.rank(), process_set)
+def _engine(
+    tensors: Sequence[torch.Tensor],
+    names: list[str],
+    keep: bool,
+    compressor: Compressor,
+    scale: float,
+    process_set: hvd.ProcessSet,
+) -> Engine:
+    for tensor, name in zip(tensors, names, strict=True):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"allreduce of {name!r} with {compressor!r}: the tensor requires a gradient, which compression does "
+                "not pass on. Give tensor.detach(), or use compression=hvd.Compression.none"
+            )
+    described = tuple((name, tuple(t.shape), t.dtype) for name, t in zip(names, tensors, strict=True))
+    key = (process_set.process_set_id, process_set.size(), described, compressor)
+    engine = _engines.get(key)
+    if engine is None:
+        routing = Routing(compressor, min_numel=0)
+        engine = Engine(routing, scale, process_set, zip(names, tensors, strict=True))
         if keep:
-            _lanes[key] = lane
-    return lane
+            _engines[key] = engine
+    engine.scale = scale
+    return engine

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
-from hvd_compress.engine import Ledger, average_share, description, exchanged
+from hvd_compress.engine import Ledger, Routing, average_share, description, exchanged
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._functions import allreduce
@@ -77,15 +77,14 @@ class TorchExchange:
         if not self.takes_part:
             return
         tensors = [v.value for v in variables]
-        compared = {k: settings[k] for k in ("exchange", "min_numel", "gradient_predivide_factor", "sparse_as_dense")}
+        compared_keys = ("exchange", "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense")
+        compared = {k: settings[k] for k in compared_keys}
         parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
         require_agreement(description(compression, settings["op"], parameters, **compared), process_set)
         ours, ranks = exchanged(compression), process_set.size()
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
-        self._engine = Engine(
-            ours, settings["exchange"], settings["min_numel"], scale, process_set,
-            zip(self._names, tensors, strict=True),
-        )  # fmt: skip
+        routing = Routing(ours, settings["exchange"], settings["min_numel"], settings["bucket_bytes"])
+        self._engine = Engine(routing, scale, process_set, zip(self._names, tensors, strict=True))
 
     def reduce(self, gradients: Sequence[torch.Tensor | None], loss_scale: Any = None) -> list[torch.Tensor | None]:
         """The combined gradients, in the order of the variables; None stays None."""
@@ -121,7 +120,7 @@ class TorchExchange:
     def _start(self, engine: Engine, i: int, gradient: torch.Tensor) -> tuple[int, Any] | None:
         """Start the exchange of a gradient, or Horovod's allreduce, of which handle and context are returned."""
         name = self._names[i]
-        if engine.compresses(name):
+        if engine.exchanges(name):
             # the residual will lie in the gradient's memory: only .grad, which will be replaced, may refer to it too
             engine.start(name, gradient if self._variables[i].value.grad is gradient else gradient.clone())
             return None

@@ -12,8 +12,10 @@ import torch
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
+    DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
     Counters,
+    Routing,
     check_settings,
     describe,
     description,
@@ -57,17 +59,19 @@ class _Overrides:
             return HorovodOptimizer._allreduce_grad_async(self, p)
         name = self._parameter_names[p]
         is_sparse = p.grad.is_sparse
-        if self._engine.compresses(name) and (not is_sparse or self.sparse_as_dense):
-            self._engine.start(name, p.grad.to_dense() if is_sparse else p.grad)
-            return _InExchange(), None
-        self._engine.progress()
+        if self._engine.exchanges(name):
+            if not is_sparse or self.sparse_as_dense:
+                self._engine.start(name, p.grad.to_dense() if is_sparse else p.grad)
+                return _InExchange(), None
+            self._engine.start(name, None)
+        else:
+            self._engine.progress()
         if not is_sparse or self.sparse_as_dense:
             self._count_dense(name, p.grad)
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
     def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
-        # a group starts when its last gradient is there, as in Horovod; its tensors keep collectives of their own,
-        # so that a rank where one of them got no gradient still issues the same ones
+        # a group is a bucket here; a rank where one of its tensors got no gradient completes it in synchronize()
         if self._engine is not None and self._engine.is_used:
             return [self._allreduce_grad_async(p) for p in ps], None
         if self._engine is not None:
@@ -263,6 +267,7 @@ def DistributedOptimizer(
     *,
     exchange: str = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Any:
     """Wrap an optimizer so that `step()` works with the combined gradients of all ranks, exchanged compressed.
 
@@ -278,11 +283,13 @@ def DistributedOptimizer(
         gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
             in float32 by us the factors cancel, and the result is the average.
         num_groups: old name of `groups`.
-        groups: gradients that start together: a number of groups, or lists of parameters.
+        groups: gradients that go together: a number of groups, or lists of parameters.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         process_set: the ranks that take part.
         exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
-        min_numel: gradients with fewer elements go through Horovod's own fused allreduce, uncompressed.
+        min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
+        bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
+            parameters; 0 gives each an exchange of its own, and small ones to Horovod's fused allreduce.
 
     Raises:
         ValueError: a setting out of its range.
@@ -292,8 +299,8 @@ def DistributedOptimizer(
     """
     groups = num_groups if num_groups and groups is None else groups
     check_settings(
-        compression, exchange, min_numel, op == hvd.Average, gradient_predivide_factor, backward_passes_per_step,
-        groups, hvd.rocm_built(),
+        compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor,
+        backward_passes_per_step, groups, hvd.rocm_built(),
     )  # fmt: skip
     horovods = horovod_compressor(compression)
     ours = exchanged(compression)
@@ -311,7 +318,8 @@ def DistributedOptimizer(
     if takes_part:
         told = description(
             compression, op, _describe_parameters(optimizer, named), exchange=exchange, min_numel=min_numel,
-            gradient_predivide_factor=gradient_predivide_factor, backward_passes_per_step=backward_passes_per_step,
+            bucket_bytes=bucket_bytes, gradient_predivide_factor=gradient_predivide_factor,
+            backward_passes_per_step=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense, groups=_describe_groups(optimizer, groups),
         )  # fmt: skip
         require_agreement(told, process_set)
@@ -326,5 +334,7 @@ def DistributedOptimizer(
     wrapped._label = repr(compression) if isinstance(compression, Compressor) else describe(compression)
     if takes_part:
         scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
-        wrapped._engine = Engine(ours, exchange, min_numel, scale, process_set, wrapped._by_name.items())
+        routing = Routing(ours, exchange, min_numel, bucket_bytes)
+        named_groups = [[wrapped._parameter_names[p] for p in group] for group in wrapped._group_counts] or None
+        wrapped._engine = Engine(routing, scale, process_set, wrapped._by_name.items(), named_groups)
     return wrapped

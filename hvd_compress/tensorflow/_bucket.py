@@ -1,0 +1,156 @@
+"""One bucket's exchange as nodes of a graph: the stages of `engine.Bucket` joined by Horovod's asynchronous ops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress import engine
+from hvd_compress.engine import Lane, Pack
+from hvd_compress.exchange import aligned_empty
+
+__all__ = ["Bucket"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Bucket(engine.Bucket):
+    """`engine.Bucket` with methods that lay its stages into the current graph.
+
+    No stage waits for anything but its input. Stages are Python functions without side effects that TensorFlow has to
+    know of (`stateful=False`), so that it may run those of different buckets in any order; what keeps the steps of
+    one bucket apart is the `turn` that the first stage takes as an input (see `GradientExchange`).
+
+    Args:
+        lanes: of the compressed tensors by name.
+        pack: of the small ones, if there are any.
+        process_set: the ranks that take part.
+        wire_names: of the tensors, unique in this process and without characters that a graph does not allow.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, Lane],
+        pack: Pack | None,
+        process_set: hvd.ProcessSet,
+        wire_names: Mapping[str, str],
+    ) -> None:
+        super().__init__(lanes, pack)
+        self._process_set = process_set
+        self._wire_name = wire_names[self.name]
+        self._left_at = 0.0
+
+    # -- laying stages into the graph ------------------------------------------------------------------------------
+
+    def lay_encode(self, gradients: Mapping[str, tf.Tensor], turn: tf.Tensor) -> list[tf.Tensor]:
+        """Stage 1: (payloads, bytes for each rank), the second where messages to ranks differ in size only.
+
+        Args:
+            gradients: by name; tensors that are not among them are left out of this step, on all ranks alike.
+            turn: of this step.
+        """
+        names = [name for name in self.tensors if name in gradients]
+        wide = [_wide(gradients[name]) for name in names]
+
+        def encode(turn: np.int64, *arrays: Array) -> Any:
+            return self._encode(dict(zip(names, arrays, strict=True)))
+
+        kinds = [tf.uint8, tf.int32] if self.exchange == "two_phase" else [tf.uint8]
+        sent = tf.numpy_function(encode, [turn, *wide], kinds, stateful=False)
+        sent[0].set_shape([None])
+        if len(sent) > 1:
+            sent[1].set_shape([self.ranks])
+        return list(sent)
+
+    def lay_reduce(self, sent: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The first of two collectives, and stage 2."""
+        payloads, splits = sent
+        received, _ = hvd.alltoall(
+            payloads, splits, self._name_of("alltoall"), ignore_name_scope=True, process_set=self._process_set
+        )
+        reduced = tf.numpy_function(self._reduce, [received], tf.uint8, stateful=False)
+        reduced.set_shape([None])
+        return reduced
+
+    def lay_arrive(self, payload: tf.Tensor) -> tf.Tensor:
+        """The last collective; whether all that it brings is finite."""
+        gathered = hvd.allgather(
+            payload, self._name_of("allgather"), ignore_name_scope=True, process_set=self._process_set
+        )
+        finite = tf.numpy_function(self._arrive, [gathered], tf.bool, stateful=False)
+        finite.set_shape([])
+        return finite
+
+    def lay_finish(
+        self, gradients: Mapping[str, tf.Tensor], keep: tf.Tensor, scale: float
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        """Stage 3: (the combined gradients, a number that exists when this stage has run).
+
+        `keep` is the same for all tensors of the step. A control dependency would not do instead of the number:
+        TensorFlow's optimizer takes nodes whose values nobody uses out of the graph, and keeps the dependency only.
+        """
+        names = [name for name in self.tensors if name in gradients]
+        dtypes = [tf.float64 if gradients[name].dtype == tf.float64 else tf.float32 for name in names]
+
+        def finish(keep: np.bool_) -> list[Any]:
+            results = self.finish(bool(keep), scale)
+            # a pack's buffer is used again, and TensorFlow takes arrays over without a copy
+            flats = [results[n] if self.pack is None or n in self.lanes else self.pack.part(n).copy() for n in names]
+            return [*flats, np.int64(1)]
+
+        *flats, done = tf.numpy_function(finish, [keep], [*dtypes, tf.int64], stateful=False)
+        done.set_shape([])
+        combined = {
+            name: tf.cast(tf.reshape(flat, gradients[name].shape), gradients[name].dtype)
+            for name, flat in zip(names, flats, strict=True)
+        }
+        return combined, done
+
+    # -- what the nodes run ------------------------------------------------------------------------------------------
+
+    def _encode(self, gradients: Mapping[str, Array]) -> Any:
+        # still busy: another bucket's stage has failed in the last step, which thereby never happened
+        self.abandon()
+        for name in self.tensors:
+            gradient = gradients.get(name)
+            self.give(name, None if gradient is None else self._writable(name, gradient))
+        parcel = self.parcel()
+        self._left_at = time.perf_counter()
+        if self.exchange != "two_phase":
+            return parcel.buffer
+        sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
+        return parcel.buffer, np.array(sizes, np.int32)
+
+    def _writable(self, name: str, gradient: Array) -> Array:
+        if name not in self.lanes:
+            return gradient.reshape(-1)
+        begin = time.perf_counter()
+        # the residual will be written here, and a TensorFlow tensor must not change
+        flat = aligned_empty(gradient.size, gradient.dtype)
+        np.copyto(flat, gradient.reshape(-1))
+        self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
+        return flat
+
+    def _reduce(self, received: Array) -> Array:
+        self.count_wait(time.perf_counter() - self._left_at)
+        parcel = self.reduce(received)
+        self._left_at = time.perf_counter()
+        return parcel.buffer
+
+    def _arrive(self, gathered: Array) -> np.bool_:
+        self.count_wait(time.perf_counter() - self._left_at)
+        return np.bool_(self.arrive(gathered))
+
+    def _name_of(self, collective: str) -> str:
+        # Horovod's torch interface puts the kind of the collective before every name, its TensorFlow interface does
+        # not: written out, ranks of both can take part in one exchange
+        return f"{collective}.hvd_compress.{collective}.{self._wire_name}"
+
+
+def _wide(gradient: tf.Tensor) -> tf.Tensor:
+    return gradient if gradient.dtype in (tf.float32, tf.float64) else tf.cast(gradient, tf.float32)

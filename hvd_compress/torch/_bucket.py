@@ -1,0 +1,124 @@
+"""One bucket's exchange: the stages of `engine.Bucket` joined by Horovod's asynchronous collectives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvd_compress import engine
+from hvd_compress.engine import Lane, Pack
+from hvd_compress.exchange import Parcel
+from hvd_compress.torch._staging import Staged, stage
+
+__all__ = ["Bucket"]
+
+
+class Bucket(engine.Bucket):
+    """`engine.Bucket` with the gradients' tensors and the collective in flight.
+
+    Args:
+        lanes: of the compressed tensors by name.
+        pack: of the small ones, if there are any.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, process_set: hvd.ProcessSet) -> None:
+        super().__init__(lanes, pack)
+        self._process_set = process_set
+        self._staged: dict[str, Staged] = {}
+        self._small: dict[str, torch.Tensor] = {}
+        self._handle: int | None = None
+        self._waiting_for = ""
+
+    # -- while backward goes on ----------------------------------------------------------------------------------
+
+    def start(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Encode a dense gradient, which is spoiled; start the first collective when all are here.
+
+        None leaves the tensor out of this step, on all ranks alike.
+        """
+        if gradient is None:
+            complete = self.give(name, None)
+        elif name in self.lanes:
+            begin = time.perf_counter()
+            self._staged[name] = staged = stage(gradient, name=name)
+            self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
+            complete = self.give(name, staged.flat.numpy())
+        else:
+            self._small[name] = gradient.detach()
+            complete = self.give(name, self._small[name].reshape(-1).cpu().numpy())
+        if complete:
+            self._issue("alltoall" if self.exchange == "two_phase" else "allgather", self.parcel())
+
+    def progress(self) -> None:
+        """Run the next stage if its collective is complete; never waits."""
+        if self._waiting_for == "alltoall" and hvd.poll(self._handle):
+            self._issue("allgather", self.reduce(self._receive()))
+
+    # -- when backward has ended ---------------------------------------------------------------------------------
+
+    def wait_first(self) -> None:
+        """Wait for the first of two collectives and start the second."""
+        if self._waiting_for == "alltoall":
+            self._issue("allgather", self.reduce(self._receive()))
+
+    def wait(self) -> bool:
+        """Wait until the last payloads are here; whether all are finite."""
+        self.wait_first()
+        return self.arrive(self._receive())
+
+    def combine(self, keep: bool, scale: float) -> dict[str, torch.Tensor]:
+        """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`."""
+        results = {}
+        for name, result in self.finish(keep, scale).items():
+            if name in self.lanes and result is not None:
+                results[name] = self._restored(self.lanes[name], self._staged[name], result, keep)
+        for name, gradient in self._small.items():
+            assert self.pack is not None
+            results[name] = gradient.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
+        self._staged, self._small = {}, {}
+        return results
+
+    def abandon(self) -> None:
+        """Wait for what is in flight and forget it; residuals stay as before the step."""
+        if self._handle is not None:
+            hvd.synchronize(self._handle)
+        self._handle, self._waiting_for, self._staged, self._small = None, "", {}, {}
+        super().abandon()
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _restored(self, lane: Lane, staged: Staged, result: np.ndarray[Any, Any], keep: bool) -> torch.Tensor:
+        begin = time.perf_counter()
+        if lane.residual is not None and keep and staged.is_seen_elsewhere():
+            # a buffer of the user's that .grad was a view of will be written to again
+            lane.residual = lane.residual.copy()
+        restored = staged.restore(torch.from_numpy(result))
+        lane.counters.decode_seconds += time.perf_counter() - begin
+        return restored
+
+    def _issue(self, collective: str, parcel: Parcel) -> None:
+        # named by tensor and stage: ranks may issue them in any order
+        name = f"hvd_compress.{collective}.{self.name}"
+        buffer = torch.from_numpy(parcel.buffer)
+        if collective == "alltoall":
+            splits = None if parcel.sizes is None else torch.tensor(parcel.sizes, dtype=torch.int32)
+            self._handle = hvd.alltoall_async(buffer, splits=splits, name=name, process_set=self._process_set)
+        else:
+            self._handle = hvd.allgather_async(buffer, name=name, process_set=self._process_set)
+        self._waiting_for = collective
+
+    def _receive(self) -> np.ndarray[Any, Any]:
+        begin = time.perf_counter()
+        output = hvd.synchronize(self._handle)
+        self._handle = None
+        self.count_wait(time.perf_counter() - begin)
+        tensor = output[0] if isinstance(output, tuple) else output
+        self._waiting_for = ""
+        array: np.ndarray[Any, Any] = tensor.numpy()
+        return array
