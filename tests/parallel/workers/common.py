@@ -64,8 +64,8 @@ class Net(torch.nn.Module):
 
 
 def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> Any:
-    """Plain SGD around a model, its weights compressed (one-bit unless said otherwise) in two phases."""
-    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, **settings}
+    """Plain SGD around a model, its weights compressed (one-bit unless said otherwise) in two phases, each alone."""
+    settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, "bucket_bytes": 0, **settings}
     sgd = torch.optim.SGD(model.parameters(), lr=0.125)
     return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression or OneBit(), **settings)
 

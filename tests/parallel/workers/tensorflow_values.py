@@ -36,7 +36,7 @@ def given(step: int, rank: int | None = None, dtype: tf.DType = tf.float32) -> l
 
 
 def wrapped(tape: tf.GradientTape, compression: Any = None, **settings: Any) -> Any:
-    settings = {"exchange": EXCHANGE, "min_numel": MIN_NUMEL, **settings}
+    settings = {"exchange": EXCHANGE, "min_numel": MIN_NUMEL, "bucket_bytes": 0, **settings}
     return hvd.DistributedGradientTape(tape, compression=compression or OneBit(), **settings)
 
 

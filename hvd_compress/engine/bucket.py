@@ -1,0 +1,86 @@
+"""Lanes that share an exchange, with the small tensors that travel beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy.typing as npt
+
+from hvd_compress import exchange
+from hvd_compress.engine.lane import Lane, Pack
+
+__all__ = ["Bucket", "backward_buckets"]
+
+Array = npt.NDArray[Any]
+
+
+class Bucket(exchange.Bucket[Lane]):
+    """`exchange.Bucket` that takes gradients by tensor, small ones too.
+
+    Args:
+        lanes: of the compressed tensors by name.
+        pack: of the small ones, if there are any.
+    """
+
+    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None = None) -> None:
+        self.lanes = dict(lanes)
+        self.pack = pack
+        super().__init__({**lanes, **({} if pack is None else {pack.name: pack})})
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of all tensors, in the order in which their gradients are expected."""
+        return [*self.lanes, *([] if self.pack is None else self.pack.members)]
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Tensors whose gradients have not been given in this step."""
+        missing = [name for name in super().missing if name in self.lanes]
+        return missing + ([] if self.pack is None else self.pack.missing)
+
+    def give(self, name: str, flat: Array | None) -> bool:
+        """Encode a gradient (flat), or leave the tensor out with None; whether the bucket is complete."""
+        if self.pack is None or name in self.lanes:
+            return self.skip(name) if flat is None else self.encode(name, flat)
+        if self.pack.put(name, flat):
+            return self.encode(self.pack.name, self.pack.buffer)
+        return False
+
+    def count_wait(self, seconds: float) -> None:
+        """Time waited for collectives, shared among the tensors by their size."""
+        numel = sum(t.plan.numel for t in self.transfers.values())
+        for transfer in self.transfers.values():
+            transfer.counters.exchange_seconds += seconds * transfer.plan.numel / numel
+
+
+def backward_buckets(
+    shapes: Mapping[str, tuple[int, ...]], bucket_bytes: int, groups: list[list[str]] | None = None
+) -> list[list[str]]:
+    """Names of the tensors that go together: in the reverse of their order, which is about that of the backward pass.
+
+    Args:
+        shapes: of all tensors by name, in the order of the forward pass.
+        bucket_bytes: a bucket is full before it would pass this, counted as float32; 0 leaves every tensor alone.
+        groups: of tensors that are to go together whatever their size.
+
+    Example:
+        >>> from hvd_compress.engine import backward_buckets
+        >>> backward_buckets({"a": (100,), "b": (50,), "c": (40,)}, 4 * 100)
+        [['c', 'b'], ['a']]
+    """
+    buckets = [[name for name in group if name in shapes] for group in groups or []]
+    grouped = {name for bucket in buckets for name in bucket}
+    filling: list[str] = []
+    filled = 0
+    for name in reversed(list(shapes)):
+        if name in grouped:
+            continue
+        nbytes = 4 * math.prod(shapes[name])
+        if filling and filled + nbytes > bucket_bytes:
+            buckets.append(filling)
+            filling, filled = [], 0
+        filling.append(name)
+        filled += nbytes
+    return [bucket for bucket in [*buckets, filling] if bucket]
