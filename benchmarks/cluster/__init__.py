@@ -14,9 +14,10 @@ or, in a benchmark,
         cluster.set_rate("100mbit")
 
 A host is a network namespace with two interfaces. `eth0` leads to a switch, a bridge in a namespace of its own, over a
-full-duplex link of the given rate; all that ranks on different hosts tell each other goes this way and is counted. `ctl0`
-leads to the head, from where ranks are started, and is neither shaped nor counted. Hosts share the machine's processors,
-memory and files. Needs Linux, root, iproute2 and util-linux; nothing outside namespaces named `hvdc-...` is touched.
+full-duplex link of the given rate; all that ranks on different hosts tell each other goes this way and is counted.
+`ctl0` leads to the head, from where ranks are started, and is neither shaped nor counted. Hosts share the machine's
+processors, memory and files. Needs Linux, root, iproute2 and util-linux; nothing outside namespaces named `hvdc-...` is
+touched.
 """
 
 from .cluster import Cluster

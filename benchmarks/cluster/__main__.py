@@ -1,3 +1,5 @@
+"""`python benchmarks/cluster`: see cli.py."""
+
 import sys
 from pathlib import Path
 

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, final
 
 from .errors import ClusterError
 from .launch import Run, environment_of, launch
@@ -30,6 +30,7 @@ from .topology import (
 __all__ = ["Cluster", "build", "take_down"]
 
 
+@final
 class Cluster:
     """Virtual hosts that exist inside a `with` block, whatever ends it; one at a time on a machine.
 
@@ -172,6 +173,7 @@ def take_down() -> list[str]:
         end_processes(found)
         for name in found:
             call(["ip", "netns", "delete", name])
+        (FOLDER / "hosts").unlink(missing_ok=True)
         _clear()
         return found
 

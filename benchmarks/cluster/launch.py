@@ -65,7 +65,9 @@ def environment_of(base: Mapping[str, str], extra: Mapping[str, str] | None) -> 
     return {**environment, "PATH": os.pathsep.join(folders)}
 
 
-def launcher_command(launcher: str, slots: Sequence[tuple[str, int]], folder: Path, command: Sequence[str]) -> list[str]:
+def launcher_command(
+    launcher: str, slots: Sequence[tuple[str, int]], folder: Path, command: Sequence[str]
+) -> list[str]:
     """What the head runs to start the command on all ranks; each writes to `<rank>.out` and `.err` in the folder.
 
     Raises:

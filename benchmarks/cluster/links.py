@@ -17,8 +17,8 @@ _SMALLEST_BURST = 8 * 1024  # bytes; two segmented packets and their headers
 _LARGEST_BURST = 256 * 1024  # bytes; above, a link of 10 Gbit/s has no rate for messages of half a megabyte
 _LARGEST_PACKET = 65536  # bytes; the kernel's own limit for a packet that is cut into segments late
 
-# A sender's own queue stays short (TCP small queues); this one fills in the switch where several hosts send to one. With
-# less than some 10 ms of it, three senders lose packets and wait for timeouts of 200 ms.
+# A sender's own queue stays short (TCP small queues); the switch's fills where several hosts send to one. With less
+# than some 10 ms of it, three senders lose packets and wait for timeouts of 200 ms.
 _QUEUE_SECONDS = 20e-3
 _SMALLEST_QUEUE = 512 * 1024  # bytes
 

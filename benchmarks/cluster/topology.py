@@ -1,8 +1,8 @@
 """Names, addresses, and the `ip` and `tc` commands that lay a cluster out; nothing here runs them.
 
-           eth0 ── port1                          ctl0 ── ctl1
-    hvdc-1                hvdc-switch (bridge data)              hvdc-switch (bridge control) ── ctl0  hvdc-head
-           (shaped at both ends)                  (not shaped)
+       eth0 ── port1                          ctl0 ── ctl1
+hvdc-1                hvdc-switch (bridge data)              hvdc-switch (bridge control) ── ctl0  hvdc-head
+       (shaped at both ends)                  (not shaped)
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def host_slots(hosts: int, ranks: int, ranks_per_host: int) -> list[tuple[str, i
             "ranks per host"
         )
     return [
-        (host_name(i + 1), min(ranks_per_host, ranks - first)) for i, first in enumerate(range(0, ranks, ranks_per_host))
+        (host_name(i + 1), min(ranks_per_host, ranks - first))
+        for i, first in enumerate(range(0, ranks, ranks_per_host))
     ]
 
 
