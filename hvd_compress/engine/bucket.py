@@ -34,12 +34,6 @@ class Bucket(exchange.Bucket[Lane]):
         """Names of all tensors, in the order in which their gradients are expected."""
         return [*self.lanes, *([] if self.pack is None else self.pack.members)]
 
-    @property
-    def waiting_for(self) -> list[str]:
-        """Tensors whose gradients have not been given in this step."""
-        missing = [name for name in super().missing if name in self.lanes]
-        return missing + ([] if self.pack is None else self.pack.missing)
-
     def give(self, name: str, flat: Array | None) -> bool:
         """Encode a gradient (flat), or leave the tensor out with None; whether the bucket is complete."""
         if self.pack is None or name in self.lanes:

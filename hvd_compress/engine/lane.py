@@ -75,7 +75,8 @@ class Lane(Transfer):
         begin = time.perf_counter()
         with self._naming_errors():
             result = super().finish(keep, scale)
-        self._count_step(begin)
+        if result is not None:
+            self._count_step(begin)
         return result
 
     # -- what is owed --------------------------------------------------------------------------------------------
@@ -185,11 +186,6 @@ class Pack(Lane):
     def share(self, member: str) -> float:
         """What of the pack's bytes and seconds is the member's."""
         return self.part(member).size / self.buffer.size
-
-    @property
-    def missing(self) -> list[str]:
-        """Members that are not here yet in this step."""
-        return [member for member in self._places if member in self._missing]
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
         # nothing is owed of small tensors, so they can be decoded before it is known whether the step is kept; and

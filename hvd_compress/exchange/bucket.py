@@ -70,6 +70,7 @@ class Bucket(Generic[AnyTransfer]):
         self._send = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
         self._used: dict[str, list[int]] = {}
+        self._skipped: list[str] = []
 
     @property
     def name(self) -> str:
@@ -81,22 +82,27 @@ class Bucket(Generic[AnyTransfer]):
         """Whether a step is under way."""
         return any(t.busy for t in self.transfers.values())
 
-    @property
-    def missing(self) -> list[str]:
-        """Tensors that have not been encoded in this step."""
-        return [name for name in self.transfers if name not in self._used]
-
     # -- stage 1 -------------------------------------------------------------------------------------------------
 
     def encode(self, name: str, flat: Array) -> bool:
-        """Encode a gradient, in any order; whether that was the last one, so that `parcel` can be sent."""
+        """Encode a gradient, in any order; whether that was the last one, so that `parcel` is to be sent."""
         self._used[name] = self.transfers[name].encode(flat, self._slots_of(name))
-        return len(self._used) == len(self.transfers)
+        return self._is_complete()
 
     def skip(self, name: str) -> bool:
-        """Leave a tensor out of this step, on all ranks; as `encode`."""
-        self._used[name] = self.transfers[name].skip(self._slots_of(name))
-        return len(self._used) == len(self.transfers)
+        """Leave a tensor out of this step, on all ranks; as `encode`, but nothing is to be sent if all are left out."""
+        self._skipped.append(name)
+        return self._is_complete()
+
+    def _is_complete(self) -> bool:
+        if len(self._used) + len(self._skipped) < len(self.transfers):
+            return False
+        skipped, self._skipped = self._skipped, []
+        if not self._used:
+            return False
+        for name in skipped:
+            self._used[name] = self.transfers[name].skip(self._slots_of(name))
+        return True
 
     def parcel(self) -> Parcel:
         """What the first collective sends, once every tensor is encoded."""
@@ -168,7 +174,7 @@ class Bucket(Generic[AnyTransfer]):
         """Forget a step in flight; residuals stay as before it."""
         for transfer in self.transfers.values():
             transfer.abandon()
-        self._used = {}
+        self._used, self._skipped = {}, []
 
     # -- places --------------------------------------------------------------------------------------------------
 

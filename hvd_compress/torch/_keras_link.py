@@ -99,6 +99,8 @@ class TorchExchange:
             for i, gradient in enumerate(gradients):
                 if gradient is not None:
                     waiting[i] = self._start(engine, i, gradient)
+                elif engine.exchanges(self._names[i]):
+                    engine.start(self._names[i], None)
             # 2. all arrive; one value that is not finite anywhere takes the step's residuals back
             finite = engine.wait()
             results: list[torch.Tensor | None] = [None] * len(gradients)

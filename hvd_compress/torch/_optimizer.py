@@ -336,5 +336,7 @@ def DistributedOptimizer(
         scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
         routing = Routing(ours, exchange, min_numel, bucket_bytes)
         named_groups = [[wrapped._parameter_names[p] for p in group] for group in wrapped._group_counts] or None
-        wrapped._engine = Engine(routing, scale, process_set, wrapped._by_name.items(), named_groups)
+        # a frozen parameter never comes, and a bucket would wait for it
+        tensors = [(name, p) for name, p in wrapped._by_name.items() if p in wrapped._requires_update]
+        wrapped._engine = Engine(routing, scale, process_set, tensors, named_groups)
     return wrapped
