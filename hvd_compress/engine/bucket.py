@@ -34,6 +34,12 @@ class Bucket(exchange.Bucket[Lane]):
         """Names of all tensors, in the order in which their gradients are expected."""
         return [*self.lanes, *([] if self.pack is None else self.pack.members)]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of one of its tensors."""
+        if self.pack is None or name in self.lanes:
+            return self.lanes[name].plan.shape
+        return self.pack.shapes[name]
+
     def give(self, name: str, flat: Array | None) -> bool:
         """Encode a gradient (flat), or leave the tensor out with None; whether the bucket is complete."""
         if self.pack is None or name in self.lanes:

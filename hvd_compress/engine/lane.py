@@ -155,6 +155,7 @@ class Pack(Lane):
 
     def __init__(self, name: str, members: Mapping[str, tuple[int, ...]], plan: Plan, position: int) -> None:
         super().__init__(name, plan, NoCompression(), position)
+        self.shapes = dict(members)
         self._places: dict[str, slice] = {}
         at = 0
         for member, shape in members.items():

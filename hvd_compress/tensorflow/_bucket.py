@@ -106,7 +106,7 @@ class Bucket(engine.Bucket):
         *flats, done = tf.numpy_function(finish, [keep], [*dtypes, tf.int64], stateful=False)
         done.set_shape([])
         combined = {
-            name: tf.cast(tf.reshape(flat, gradients[name].shape), gradients[name].dtype)
+            name: tf.cast(tf.reshape(flat, self.shape_of(name)), gradients[name].dtype)
             for name, flat in zip(names, flats, strict=True)
         }
         return combined, done
