@@ -1,0 +1,54 @@
+"""What exchanges cost: links and kernels, measured or on paper, and from them the time of a step and a choice.
+
+Pure numbers: no ranks, no frameworks, no Horovod.
+"""
+
+from __future__ import annotations
+
+from hvd_compress.cost.choose import Configuration, Corrector, configurations, pick
+from hvd_compress.cost.explore import Explorer
+from hvd_compress.cost.line import Line, fit_line
+from hvd_compress.cost.link import COLLECTIVES, Link, Network
+from hvd_compress.cost.measure import Collectives, measure_link, sent_bytes
+from hvd_compress.cost.predict import (
+    Stage,
+    Work,
+    break_even_bandwidth,
+    dense_work,
+    exchange_seconds,
+    hierarchical_work,
+    stages_of,
+    work_of,
+)
+from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
+from hvd_compress.cost.step import Job, step_seconds
+
+__all__ = [
+    "COLLECTIVES",
+    "Collectives",
+    "Configuration",
+    "Corrector",
+    "Explorer",
+    "Job",
+    "Line",
+    "Link",
+    "Network",
+    "Speed",
+    "Stage",
+    "Work",
+    "break_even_bandwidth",
+    "configurations",
+    "copy_speed",
+    "dense_work",
+    "exchange_seconds",
+    "fit_line",
+    "hierarchical_work",
+    "measure_link",
+    "measure_speed",
+    "pick",
+    "sent_bytes",
+    "speed_of",
+    "stages_of",
+    "step_seconds",
+    "work_of",
+]

@@ -1,0 +1,158 @@
+"""Which exchange for which bucket: decisions from predictions, and predictions corrected by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hvd_compress.cost.predict import Stage
+from hvd_compress.cost.step import Job, step_seconds
+
+__all__ = ["Configuration", "Corrector", "configurations", "pick"]
+
+_MARGIN = 0.05
+_HYSTERESIS = 0.1
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to exchange all buckets of a step.
+
+    Args:
+        name: unique; that of the one compressor that its buckets use, or "mixed".
+        labels: what each bucket uses.
+        seconds: predicted, of a step.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    seconds: float
+
+
+def pick(
+    seconds: Mapping[str, float],
+    dense: str,
+    current: str | None = None,
+    margin: float = _MARGIN,
+    hysteresis: float = _HYSTERESIS,
+) -> str:
+    """The candidate of least seconds, unless it gains too little; the first one on a tie.
+
+    Args:
+        seconds: of each candidate, predicted or measured.
+        dense: the candidate that loses nothing: another must be faster by more than `margin`.
+        current: the candidate in use: another must be faster by more than `hysteresis`.
+        margin: share of the seconds of `dense`.
+        hysteresis: share of the seconds of `current`.
+
+    Raises:
+        ValueError: `dense` is not among the candidates.
+
+    Example:
+        >>> from hvd_compress.cost import pick
+        >>> pick({"none": 1.0, "onebit": 0.97}, dense="none")
+        'none'
+        >>> pick({"none": 1.0, "onebit": 0.8, "adaptive": 0.75}, dense="none", current="onebit")
+        'onebit'
+    """
+    if dense not in seconds:
+        raise ValueError(f"dense={dense!r} is not among the candidates {', '.join(map(repr, seconds))}")
+    best = min(seconds, key=seconds.__getitem__)
+    if not seconds[best] < seconds[dense] * (1 - margin):
+        best = dense
+    if current is not None and current in seconds and not seconds[best] < seconds[current] * (1 - hysteresis):
+        return current
+    return best
+
+
+def configurations(
+    buckets: Sequence[Mapping[str, tuple[Stage, ...]]],
+    dense: str,
+    backward: Sequence[float] | None = None,
+    forward: float = 0.0,
+    worker: bool = False,
+    margin: float = _MARGIN,
+) -> list[Configuration]:
+    """All configurations worth a thought, the one of the shortest predicted step first.
+
+    They are: `dense` everywhere; for each other label, it where a bucket gains by it, and `dense` elsewhere; and under
+    the name "mixed" the best of each bucket.
+
+    Args:
+        buckets: in backward order, the stages of each label for each of them.
+        dense: the label that all buckets have.
+        backward: seconds of backward for each bucket; 0 if None.
+        forward: seconds of the rest of a step.
+        worker: see `step_seconds`.
+        margin: what a bucket must gain at least, as a share of its dense seconds.
+
+    Raises:
+        ValueError: a bucket without `dense`, or not one number of `backward` for each bucket.
+    """
+    backward = [0.0] * len(buckets) if backward is None else backward
+    if len(backward) != len(buckets):
+        raise ValueError(f"{len(backward)} backward times for {len(buckets)} buckets; give one for each")
+    alone = [{label: sum(s.seconds for s in stages) for label, stages in b.items()} for b in buckets]
+
+    def choose(allowed: set[str] | None) -> tuple[str, ...]:
+        kept = ({k: v for k, v in a.items() if allowed is None or k in allowed} for a in alone)
+        return tuple(pick(seconds, dense, margin=margin) for seconds in kept)
+
+    names = dict.fromkeys(label for bucket in buckets for label in bucket if label != dense)
+    # a choice that another name has already is not worth a trial
+    found = {choose({dense}): dense}
+    for name in names:
+        found.setdefault(choose({dense, name}), name)
+    found.setdefault(choose(None), "mixed")
+
+    def predicted(labels: tuple[str, ...]) -> float:
+        jobs = [Job(b[label], back) for b, label, back in zip(buckets, labels, backward, strict=True)]
+        return step_seconds(jobs, forward, worker)
+
+    made = [Configuration(name, labels, predicted(labels)) for labels, name in found.items()]
+    return sorted(made, key=lambda c: c.seconds)
+
+
+class Corrector:
+    """Learns by what factor a prediction is wrong: the median of measured / predicted, by name.
+
+    Names that were never measured get the median of the others' factors, since most of an error is common: another
+    program on the machine, a link that is shared. The same observations give the same factors.
+
+    Example:
+        >>> from hvd_compress.cost import Corrector
+        >>> corrector = Corrector()
+        >>> corrector.observe("onebit", predicted=0.1, measured=0.15)
+        >>> corrector.factor("onebit") == corrector.factor("adaptive") == 0.15 / 0.1
+        True
+    """
+
+    def __init__(self, window: int = 5) -> None:
+        self._window = window
+        self._ratios: dict[str, list[float]] = {}
+
+    def observe(self, name: str, predicted: float, measured: float) -> None:
+        """Take a measurement; only the last `window` of a name count.
+
+        Raises:
+            ValueError: seconds that are not above 0.
+        """
+        if not (predicted > 0 and measured > 0):
+            raise ValueError(f"predicted={predicted!r}, measured={measured!r}: seconds must be above 0")
+        self._ratios[name] = [*self._ratios.get(name, []), measured / predicted][-self._window :]
+
+    def factor(self, name: str) -> float:
+        """What to multiply a prediction with."""
+        if name in self._ratios:
+            return median(self._ratios[name])
+        return median(median(r) for r in self._ratios.values()) if self._ratios else 1.0
+
+    def get_state(self) -> dict[str, Any]:
+        """A JSON-able dict for `set_state`."""
+        return {name: list(ratios) for name, ratios in self._ratios.items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `get_state`."""
+        self._ratios = {name: [float(r) for r in ratios] for name, ratios in state.items()}

@@ -1,0 +1,212 @@
+"""Tries the few configurations that are predicted to be fast, keeps the fastest, and looks again when times drift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from hvd_compress.cost.choose import Configuration, Corrector, pick
+
+__all__ = ["Explorer"]
+
+_LONGEST_PATIENCE = 64
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How long to look; see `Explorer`."""
+
+    most: int
+    within: float
+    skip: int
+    steps: int
+    drift: float
+    margin: float
+
+
+class Explorer:
+    """Says which configuration the next step is to use, from the measured seconds of the steps before.
+
+    Deterministic: ranks that are given the same configurations and the same seconds agree at every step, so the seconds
+    must be made equal first, for instance by taking the largest of all ranks.
+
+    Args:
+        configurations: of `hvd_compress.cost.configurations`, the best prediction first.
+        dense: name of the one that loses nothing.
+        most: how many are tried at most, not counting `dense`.
+        within: those are tried whose corrected prediction is at most this times the best known seconds.
+        skip: steps after a change that do not count: kernels are compiled, Horovod's caches filled.
+        steps: that are measured of each; their median counts.
+        drift: relative change of the median of a window of 4 * `steps` steps after which all are tried again. Each time
+            the windows until the next look double, so that a noisy machine does not keep on trying.
+        margin: what another one must gain over `dense`.
+
+    Raises:
+        ValueError: `dense` is not among the configurations, names repeat, or a setting is out of its range.
+
+    Example:
+        >>> from hvd_compress.cost import Configuration, Explorer
+        >>> both = [Configuration("onebit", ("onebit",), 0.08), Configuration("none", ("none",), 0.1)]
+        >>> explorer = Explorer(both, dense="none", skip=0, steps=1)
+        >>> explorer.current.name
+        'onebit'
+        >>> explorer.observe(0.2)  # slower than predicted, so is probably the other one
+        True
+        >>> explorer.observe(0.1)
+        False
+        >>> explorer.current.name, explorer.committed
+        ('none', True)
+    """
+
+    def __init__(
+        self,
+        configurations: Sequence[Configuration],
+        dense: str,
+        most: int = 4,
+        within: float = 1.5,
+        skip: int = 2,
+        steps: int = 5,
+        drift: float = 0.3,
+        margin: float = 0.05,
+    ) -> None:
+        names = [c.name for c in configurations]
+        if dense not in names or len(set(names)) < len(names):
+            raise ValueError(f"configurations {names}: names must differ, and {dense!r} be one of them")
+        if most < 1 or steps < 1 or skip < 0 or within < 1 or drift <= 0:
+            raise ValueError(
+                f"most={most!r}, steps={steps!r}, skip={skip!r}, within={within!r}, drift={drift!r}: must be at least "
+                "1, 1, 0, 1 and above 0"
+            )
+        self.configurations = tuple(configurations)
+        self.corrector = Corrector()
+        self._dense = dense
+        self._settings = _Settings(most, within, skip, steps, drift, margin)
+        self._measured: dict[str, float] = {}
+        self._seconds: list[float] = []
+        self._skipped = 0
+        self._patience, self._windows = 1, 0
+        self._expected: float | None = None
+        self._current = min(range(len(names)), key=lambda i: configurations[i].seconds)
+
+    @property
+    def current(self) -> Configuration:
+        """What the next step is to use."""
+        return self.configurations[self._current]
+
+    @property
+    def committed(self) -> bool:
+        """Whether trying has ended."""
+        return self._expected is not None
+
+    @property
+    def measured(self) -> dict[str, float]:
+        """Median seconds of a step by name, of those that have been tried this time."""
+        return dict(self._measured)
+
+    def observe(self, seconds: float) -> bool:
+        """Take the seconds of a step with `current`; whether `current` is another one from now on.
+
+        Raises:
+            ValueError: seconds that are not above 0.
+        """
+        if not seconds > 0:
+            raise ValueError(f"a step of {seconds!r} seconds: must be above 0")
+        before = self._current
+        if self._skipped < self._settings.skip:
+            self._skipped += 1
+            return False
+        self._seconds.append(seconds)
+        if self.committed:
+            self._watch()
+        elif len(self._seconds) == self._settings.steps:
+            self._end_trial()
+        if self._current != before:
+            self._skipped = 0
+        return self._current != before
+
+    def get_state(self) -> dict[str, Any]:
+        """All that it has learnt, as a JSON-able dict for `set_state`."""
+        return {
+            "current": self.current.name,
+            "measured": dict(self._measured),
+            "seconds": list(self._seconds),
+            "skipped": self._skipped,
+            "patience": self._patience,
+            "windows": self._windows,
+            "expected": self._expected,
+            "factors": self.corrector.get_state(),
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `get_state`.
+
+        Raises:
+            ValueError: it names a configuration that is not known here.
+        """
+        names = [c.name for c in self.configurations]
+        unknown = {state["current"], *state["measured"]} - set(names)
+        if unknown:
+            raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(names)}; begin anew")
+        self._current = names.index(state["current"])
+        self._measured = dict(state["measured"])
+        self._seconds = list(state["seconds"])
+        self._skipped = state["skipped"]
+        self._patience, self._windows = state["patience"], state["windows"]
+        self._expected = state["expected"]
+        self.corrector.set_state(state["factors"])
+
+    def _end_trial(self) -> None:
+        seconds, self._seconds = median(self._seconds), []
+        self._measured[self.current.name] = seconds
+        self._learn(seconds)
+        following = self._worth_a_trial()
+        if following is not None:
+            self._current = following
+            return
+        chosen = pick(self._known(), self._dense, margin=self._settings.margin)
+        self._current = next(i for i, c in enumerate(self.configurations) if c.name == chosen)
+        self._expected = self._known()[chosen]
+
+    def _learn(self, seconds: float) -> None:
+        if self.current.seconds > 0:
+            self.corrector.observe(self.current.name, self.current.seconds, seconds)
+
+    def _known(self) -> dict[str, float]:
+        """Seconds of what was measured; and of dense, predicted if it was not."""
+        known = dict(self._measured)
+        if self._dense not in known:
+            known[self._dense] = self._corrected(next(c for c in self.configurations if c.name == self._dense))
+        return known
+
+    def _worth_a_trial(self) -> int | None:
+        limit = self._settings.within * min(self._measured.values())
+        full = len(self._measured.keys() - {self._dense}) >= self._settings.most
+        # dense may lose to a measured time, but is not to lose to a wrong prediction
+        names = {self._dense} if full else {c.name for c in self.configurations}
+        names -= self._measured.keys()
+        left = [i for i, c in enumerate(self.configurations) if c.name in names]
+        left = [i for i in left if self._corrected(self.configurations[i]) <= limit]
+        return min(left, key=lambda i: self._corrected(self.configurations[i]), default=None)
+
+    def _corrected(self, configuration: Configuration) -> float:
+        return configuration.seconds * self.corrector.factor(configuration.name)
+
+    def _watch(self) -> None:
+        if len(self._seconds) < 4 * self._settings.steps:
+            return
+        seconds, self._seconds = median(self._seconds), []
+        self._windows += 1
+        expected = self._expected or seconds
+        if self._windows >= self._patience and abs(seconds / expected - 1) > self._settings.drift:
+            self._patience, self._windows = min(2 * self._patience, _LONGEST_PATIENCE), 0
+            self._expected, self._measured = None, {self.current.name: seconds}
+            # what was learnt of the others was learnt on another link
+            self.corrector = Corrector()
+            self._learn(seconds)
+            following = self._worth_a_trial()
+            if following is None:
+                self._expected = seconds
+            else:
+                self._current = following

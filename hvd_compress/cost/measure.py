@@ -1,0 +1,73 @@
+"""Measures a link by a few collectives; whose they are is the caller's business."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Protocol
+
+from hvd_compress.cost.link import COLLECTIVES, Link
+from hvd_compress.exchange import ring_bytes
+
+__all__ = ["Collectives", "measure_link", "sent_bytes"]
+
+_SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24))
+_LEAST_SIZES = 3
+_REPEATS = 5
+_SLOW_SECONDS = 0.05  # from here on noise is small against the time itself: fewer repeats do
+_SLOW_REPEATS = 2
+_LONGEST_SECONDS = 0.4
+
+
+class Collectives(Protocol):
+    """What an edge provides: blocking collectives over all ranks, called in the same order on each of them."""
+
+    ranks: int
+
+    def run(self, collective: str, nbytes: int) -> None:
+        """Run one of `COLLECTIVES` with a buffer of `nbytes` on this rank."""
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of all ranks' values, one by one, the same on all ranks."""
+
+
+def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
+    """Bytes that a rank sends in a collective whose buffer is `nbytes` on each rank."""
+    if collective.startswith("allreduce"):
+        return ring_bytes(nbytes, ranks)
+    return (ranks - 1) * nbytes / (ranks if collective == "alltoall" else 1)
+
+
+def measure_link(collectives: Collectives) -> Link:
+    """Fit a link to collectives of growing size; a few seconds at most. Equal on all ranks; a collective call.
+
+    Raises:
+        ValueError: a single rank has no link.
+    """
+    if collectives.ranks < 2:
+        raise ValueError("a link has two ends: start two ranks or more")
+    samples = []
+    for collective in COLLECTIVES:
+        slowest = 0.0
+        for i, size in enumerate(_SIZES):
+            # what a rank sends is to be alike for all collectives, so that they take about as long
+            nbytes = size // collectives.ranks if collective == "allgather" else size
+            nbytes -= nbytes % (8 * collectives.ranks)
+            expected = slowest * size / _SIZES[i - 1] if i else 0.0
+            if i >= _LEAST_SIZES and expected > _LONGEST_SECONDS:
+                break
+            seconds = _seconds(collectives, collective, nbytes, _SLOW_REPEATS if expected > _SLOW_SECONDS else _REPEATS)
+            slowest = median(seconds)
+            sent = sent_bytes(collective, nbytes, collectives.ranks)
+            samples += [(collective, sent, s) for s in seconds]
+    return Link.fit(samples)
+
+
+def _seconds(collectives: Collectives, collective: str, nbytes: int, repeats: int) -> list[float]:
+    # one more than counts: Horovod's cache does not know the name yet, and ranks come in at different times
+    taken = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        collectives.run(collective, nbytes)
+        taken.append(time.perf_counter() - begin)
+    return collectives.maximum(taken[1:])

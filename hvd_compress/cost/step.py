@@ -1,0 +1,133 @@
+"""A training step as a line of jobs on a core or two and on Horovod's one background thread."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_compress.cost.predict import Stage
+
+__all__ = ["Job", "step_seconds"]
+
+# HOROVOD_FUSION_THRESHOLD: the most bytes of tensors that one allreduce joins
+_FUSION_BYTES = 128 * 2**20
+
+# of those that are ready at one moment: kernels of a gradient run in its hook, before backward goes on, and all that
+# is ready at that moment can be fused
+_KERNEL, _BACKWARD, _ISSUE, _SEND = range(4)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One exchange of a step.
+
+    Args:
+        stages: one after the other.
+        backward: seconds of the backward pass between the gradient before, and this one.
+    """
+
+    stages: tuple[Stage, ...]
+    backward: float = 0.0
+
+
+def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False) -> float:
+    """Seconds of a training step, exchanges overlapping with backward.
+
+    The model: collectives run one after the other, in the order in which they are issued; dense ones that wait are
+    fused; first and middle kernels run as soon as they can, last ones when all collectives have ended, as a step is a
+    transaction.
+
+    Args:
+        jobs: in the order in which backward makes their gradients.
+        forward: seconds of all that is neither backward nor exchange.
+        worker: kernels run on a core of their own, not between the layers of backward.
+
+    Example:
+        >>> from hvd_compress.cost import Job, Stage, step_seconds
+        >>> job = Job((Stage(1.0), Stage(3.0, "allgather"), Stage(2.0)), backward=4.0)
+        >>> step_seconds([job])  # 4 backward, 1 encode, 3 send, 2 decode
+        10.0
+        >>> step_seconds([job, job])  # the first is sent while the second is made
+        17.0
+    """
+    return forward + _Simulation(jobs, worker).run()
+
+
+class _Simulation:
+    """Events in the order of time; a resource serves them in the order in which they are ready."""
+
+    def __init__(self, jobs: Sequence[Job], worker: bool) -> None:
+        self._jobs = jobs
+        self._free = {"main": 0.0, "worker": 0.0, "network": 0.0}
+        self._kernels = "worker" if worker else "main"
+        self._events: list[tuple[float, int, int, int]] = []  # ready, kind, job, stage
+        self._waiting: dict[str, list[tuple[int, int]]] = {}  # dense ones of a collective that may be fused
+        self._last: list[float] = []
+
+    def run(self) -> float:
+        if self._jobs:
+            self._push(0.0, _BACKWARD, 0, 0)
+        while self._events:
+            ready, kind, job, stage = heapq.heappop(self._events)
+            if kind == _BACKWARD:
+                end = self._occupy("main", ready, self._jobs[job].backward)
+                self._next(end, job, 0)
+                if job + 1 < len(self._jobs):
+                    self._push(end, _BACKWARD, job + 1, 0)
+            elif kind == _KERNEL:
+                end = self._occupy(self._kernels, ready, self._jobs[job].stages[stage].seconds)
+                self._next(end, job, stage + 1)
+            elif kind == _ISSUE:
+                self._issue(ready, job, stage)
+            else:
+                self._send(ready, job, stage)
+        return max(self._free.values()) + sum(self._last)
+
+    def _next(self, ready: float, job: int, stage: int) -> None:
+        stages = self._jobs[job].stages
+        if stage >= len(stages):
+            return
+        if stages[stage].collective:
+            self._push(ready, _ISSUE, job, stage)
+        elif stage == len(stages) - 1:
+            self._last.append(stages[stage].seconds)
+        else:
+            self._push(ready, _KERNEL, job, stage)
+
+    def _issue(self, ready: float, job: int, stage: int) -> None:
+        its = self._jobs[job].stages[stage]
+        if not its.fusable_bytes:
+            self._next(self._occupy("network", ready, its.seconds), job, stage + 1)
+            return
+        waiting = self._waiting.setdefault(its.collective, [])
+        waiting.append((job, stage))
+        if len(waiting) == 1:
+            self._push(max(ready, self._free["network"]), _SEND, job, stage)
+
+    def _send(self, ready: float, job: int, stage: int) -> None:
+        if self._free["network"] > ready:  # another one was issued first
+            self._push(self._free["network"], _SEND, job, stage)
+            return
+        collective = self._jobs[job].stages[stage].collective
+        waiting = self._waiting.pop(collective)
+        first = self._jobs[job].stages[stage]
+        nbytes, fused = first.fusable_bytes, [(job, stage)]
+        for i, other in enumerate(waiting[1:], 1):
+            more = self._jobs[other[0]].stages[other[1]].fusable_bytes
+            if nbytes + more > _FUSION_BYTES:
+                self._waiting[collective] = waiting[i:]
+                self._push(ready, _SEND, *other)
+                break
+            nbytes, fused = nbytes + more, [*fused, other]
+        seconds = first.seconds + (nbytes - first.fusable_bytes) * first.per_byte
+        end = self._occupy("network", ready, seconds)
+        for other in fused:
+            self._next(end, other[0], other[1] + 1)
+
+    def _occupy(self, resource: str, ready: float, seconds: float) -> float:
+        self._free[resource] = max(ready, self._free[resource]) + seconds
+        return self._free[resource]
+
+    def _push(self, ready: float, kind: int, job: int, stage: int) -> None:
+        heapq.heappush(self._events, (ready, kind, job, stage))
