@@ -133,8 +133,8 @@ def _line(call_for: Callable[[Array], Callable[[], object]]) -> Line:
 
 
 def _through(small: float, large: float) -> Line:
-    per_element = max(large - small, 0.0) / (_LARGE - _SMALL)
-    return Line(max(small - per_element * _SMALL, 0.0), per_element)
+    per_element = max(float(large - small), 0.0) / (_LARGE - _SMALL)
+    return Line(max(float(small) - per_element * _SMALL, 0.0), per_element)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -1,0 +1,254 @@
+"""Does compression pay for a model? Predicts the time of a training step for each compressor and exchange.
+
+On paper, on any machine:
+
+    hvd-compress advise --shapes 784x4096,4096x4096*2,4096x10 --bandwidth 1gbit --latency 50us --ranks 4
+
+Measured, with the ranks and the network that training will have:
+
+    horovodrun -np 4 -H a:1,b:1,c:1,d:1 hvd-compress advise --model my_package.models:make_net
+
+Kernel speeds are measured on this machine in both cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, TopK
+from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
+from hvd_compress.cli.ranks import Ranks, is_launched, open_ranks
+from hvd_compress.cli.table import short, table
+from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
+from hvd_compress.compressors import Compressor
+from hvd_compress.cost import (
+    Job,
+    Network,
+    Speed,
+    Work,
+    break_even_bandwidth,
+    dense_work,
+    hierarchical_work,
+    measure_link,
+    speed_of,
+    stages_of,
+    step_seconds,
+    work_of,
+)
+from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.exchange import EXCHANGES, make_plan
+
+__all__ = ["HELP", "add_arguments", "advice", "predict", "run"]
+
+HELP = "does compression pay for a model, and which"
+
+CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), TopK(), Adaptive())
+_LEAST_GAIN = 1.05
+_MOST_BYTES = 1e12  # per second: on one machine the bytes of a collective may not show at all
+# backward makes two products of matrices where forward makes one
+_BACKWARD_SHARE = 2 / 3
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row of the table.
+
+    Args:
+        compressor: of the tensors that are large enough.
+        exchange: "dense" for Horovod's allreduce.
+        sent_bytes: by each rank, in each step.
+        seconds: of a step.
+        break_even: bandwidth below which it is faster than dense float32, bits per second.
+    """
+
+    compressor: Compressor
+    exchange: str
+    sent_bytes: float
+    seconds: float
+    break_even: float = math.nan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", metavar="MODULE:FUNCTION", help="returns a torch module or a built Keras model")
+    model.add_argument("--shapes", metavar="LIST", help="such as 784x4096,4096x4096*2,4096x10")
+    model.add_argument("--shapes-file", metavar="FILE", help="the same in a file, one or more in a line")
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="of a step without communication, most of which exchanges overlap with; without it they are alone",
+    )
+    paper = parser.add_argument_group("on paper")
+    paper.add_argument("--bandwidth", metavar="RATE", help="of a host, in each direction, such as 1gbit")
+    paper.add_argument("--latency", metavar="TIME", default="50us", help="between two hosts (50us)")
+    paper.add_argument("--ranks", type=int, help="in all")
+    paper.add_argument("--ranks-per-host", type=int, default=1, help="that share a host's bandwidth (1)")
+    parser.add_argument("--measure", action="store_true", help="the link between the ranks that run this command; this "
+                        "is what happens under horovodrun and mpirun")  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table and the sentence, on rank 0 only."""
+    on_paper = options.bandwidth is not None or options.ranks is not None
+    measure = options.measure or is_launched()
+    if measure and on_paper:
+        raise ValueError("--bandwidth and --ranks are for an estimate on paper: start it as one process, without them "
+                         "the link is measured")  # fmt: skip
+    if not measure and (options.bandwidth is None or options.ranks is None):
+        raise ValueError("give --bandwidth and --ranks, or start it with horovodrun to measure the link")
+    step = options.step_seconds
+    if not 0 <= step < math.inf:
+        raise ValueError(f"--step-seconds {step}: must be a number of seconds, 0 or more")
+    shapes = _shapes(options)
+    if measure:
+        ranks = open_ranks()
+        network = Network(ranks.ranks, measure_link(ranks), ranks.ranks_per_host)
+        speeds = _measured_speeds(ranks)
+        if ranks.rank:
+            return 0
+        link = "measured just now"
+    else:
+        bandwidth = parse_bandwidth(options.bandwidth)
+        network = Network.on_paper(bandwidth, parse_seconds(options.latency), options.ranks, options.ranks_per_host)
+        speeds = {c: speed_of(c) for c in CANDIDATES}
+        link = f"on paper, {show_bandwidth(bandwidth)} and {options.latency} between hosts: collectives at their best"
+    rows = predict(shapes, network, speeds, step)
+    print(_report(shapes, network, rows, link, step))
+    return 0
+
+
+def predict(
+    shapes: Sequence[Shape], network: Network, speeds: dict[Compressor, Speed], step: float = 0.0
+) -> list[Prediction]:
+    """What a step takes with each compressor of `speeds` and each exchange; dense float32 comes first.
+
+    Args:
+        shapes: of the gradients, in the order of the forward pass.
+        network: of the ranks.
+        speeds: of the compressors.
+        step: seconds of a step without communication.
+
+    Example:
+        >>> from hvd_compress import OneBit
+        >>> from hvd_compress.cli.advise import predict
+        >>> from hvd_compress.cost import Line, Network, Speed
+        >>> kernels = Speed(Line(0, 1e-9), Line(0, 1e-9), Line(0, 1e-9))
+        >>> network = Network.on_paper(bandwidth=1e9, latency=50e-6, ranks=4)
+        >>> rows = predict([(4096, 4096)], network, {OneBit(): kernels})
+        >>> [row.exchange for row in rows]
+        ['dense', 'two_phase', 'allgather']
+        >>> rows[0].seconds > 6 * rows[1].seconds
+        True
+    """
+    whole = sum(math.prod(shape) for shape in shapes)
+    backward = [_BACKWARD_SHARE * step * math.prod(shape) / whole for shape in reversed(shapes)]
+
+    def seconds(works: Sequence[Work], speed: Speed, of: Network) -> float:
+        jobs = [Job(stages_of(work, speed, of), back) for work, back in zip(works, backward, strict=True)]
+        return step_seconds(jobs, forward=step - sum(backward))
+
+    def row(compressor: Compressor, exchange: str, speed: Speed) -> Prediction:
+        works = [_work(shape, compressor, exchange, speed, network) for shape in reversed(shapes)]
+        here = _bandwidth(network)
+        even = break_even_bandwidth(
+            lambda b: seconds(works, speed, network.slowed(here / b)),
+            lambda b: seconds(plain, Speed(), network.slowed(here / b)),
+        )
+        return Prediction(compressor, exchange, sum(w.sent_bytes for w in works), seconds(works, speed, network), even)
+
+    plain = [_work(shape, NoCompression(), "dense", Speed(), network) for shape in reversed(shapes)]
+    first = Prediction(NoCompression(), "dense", sum(w.sent_bytes for w in plain), seconds(plain, Speed(), network))
+    kinds = [e for e in EXCHANGES if e in ("two_phase", "allgather", "hierarchical")]
+    if network.inside is None or network.between is None:
+        kinds = [e for e in kinds if e != "hierarchical"]
+    rows = [row(c, e, s) for c, s in speeds.items() for e in (["dense"] if c.reducible else kinds)]
+    return [first, *rows]
+
+
+def advice(rows: Sequence[Prediction]) -> str:
+    """The plain sentence about a table whose first row is dense float32."""
+    dense, *others = rows
+    best = min(others, key=lambda row: row.seconds)
+    gain = dense.seconds / best.seconds
+    times = f"{show_seconds(best.seconds)} instead of {show_seconds(dense.seconds)}"
+    if gain < 1:
+        return f"Don't compress: a step would take at least {times}."
+    if gain < _LEAST_GAIN:
+        return f"Don't compress: it would gain {100 * (gain - 1):.0f} % at most, a step of {times}."
+    how = f"compression={short(best.compressor)}"
+    if best.exchange != "dense":
+        how += f', exchange="{best.exchange}"'
+    worth = {math.inf: "It pays at any bandwidth."}.get(
+        best.break_even, f"It pays below {show_bandwidth(best.break_even)}."
+    )
+    return f"Use {how}: a step takes {times}, {gain:.1f} times faster. {worth}"
+
+
+def _work(shape: Shape, compressor: Compressor, exchange: str, speed: Speed, network: Network) -> Work:
+    numel = math.prod(shape)
+    if compressor.reducible:
+        return dense_work(numel, 4, network.ranks, half=isinstance(compressor, FP16))
+    if numel < DEFAULT_MIN_NUMEL:
+        return dense_work(numel, 4, network.ranks)
+    if exchange == "hierarchical":
+        plan = make_plan("two_phase", compressor, shape, network.hosts)
+        return hierarchical_work(plan, 4, network.ranks_per_host, speed.bytes_per_element)
+    return work_of(make_plan(exchange, compressor, shape, network.ranks), 4, speed.bytes_per_element)
+
+
+def _bandwidth(network: Network) -> float:
+    """Bits per second that an allreduce reaches from one rank to the next."""
+    per_byte = network.link.allreduce.per_unit
+    return 8 / max(per_byte, 1 / _MOST_BYTES)
+
+
+def _shapes(options: argparse.Namespace) -> list[Shape]:
+    if options.model:
+        return shapes_of_model(options.model)
+    return parse_shapes(options.shapes) if options.shapes else read_shapes(options.shapes_file)
+
+
+def _measured_speeds(ranks: Ranks) -> dict[Compressor, Speed]:
+    """Of the slowest rank: all of them wait for it."""
+    speeds = {}
+    for compressor in CANDIDATES:
+        speed_of(compressor)  # compiled once before all measure at the same time
+        ranks.maximum([0.0])
+        speed_of.cache_clear()
+        speeds[compressor] = Speed.from_numbers(ranks.maximum(speed_of(compressor).numbers()))
+    return speeds
+
+
+def _report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], link: str, step: float) -> str:
+    numel = sum(math.prod(shape) for shape in shapes)
+    hosts = f" on {network.hosts} hosts" if network.ranks_per_host > 1 else ""
+    dense = rows[0]
+    cells = [
+        [
+            "none (float32)" if row is dense else short(row.compressor),
+            row.exchange,
+            show_bytes(row.sent_bytes),
+            f"{dense.sent_bytes / row.sent_bytes:.1f}x",
+            show_seconds(row.seconds),
+            f"{dense.seconds / row.seconds:.2f}x",
+            "" if row is dense else show_bandwidth(row.break_even),
+        ]
+        for row in rows
+    ]
+    head = ["compressor", "exchange", "sent/rank", "fewer", "step" if step else "exchange", "faster", "pays below"]
+    return "\n".join(
+        [
+            f"{len(shapes)} tensors, {numel:,} elements, {network.ranks} ranks{hosts}",
+            f"link: {link}; kernels: measured on this machine",
+            table(head, cells, left=2),
+            advice(rows),
+        ]
+    )

@@ -1,0 +1,208 @@
+"""Is this Horovod able to exchange compressed gradients, and what is missing?
+
+Under horovodrun or mpirun the collectives that exchanges need are tried with real ranks as well; rank 0 prints all that
+it found, the others what is missing where they run. The exit code is 1 if anything is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+import numpy as np
+
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK, __version__
+from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
+from hvd_compress.cli.table import table
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.loopback import Loopback
+
+__all__ = ["HELP", "Finding", "add_arguments", "run"]
+
+HELP = "is this Horovod able to do it, and what is missing"
+
+OK, NOTE, MISSING = "ok", "note", "MISSING"
+
+# the oldest that are known to work
+_LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}
+_DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"), "torch": ("torch",)}
+_BUILD = "build Horovod for it with ci/build_horovod.py of hvd_compress"
+_PROBE = """
+import json, horovod.{0} as hvd
+print(json.dumps({{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}))
+"""
+_PROBE_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of the output.
+
+    Args:
+        what: was looked at.
+        found: what is there.
+        verdict: OK, NOTE (works, or is not needed) or MISSING.
+        remedy: what to do, unless all is well.
+    """
+
+    what: str
+    found: str
+    verdict: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None: all is looked at."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a line for each finding; the same exit code on all ranks."""
+    rank = launched("rank")
+    # ranks of one host have the same to say, and would compete for its cores
+    findings = [*_here(), *_horovod(), *_kernels()] if launched("local rank") == 0 else []
+    missing = any(f.verdict == MISSING for f in findings)
+    if is_launched():
+        try:
+            ranks = open_ranks()
+        except UnsupportedError as error:
+            findings.append(Finding("ranks", str(error), MISSING, _BUILD))
+            missing = True
+        else:
+            findings += _with_ranks(ranks)
+            missing = any(ranks.maximum([float(any(f.verdict == MISSING for f in findings))]))
+    else:
+        findings.append(Finding("ranks", "one process", NOTE, "horovodrun -np 2 hvd-compress check tries real ones"))
+    shown = findings if rank == 0 else [f for f in findings if f.verdict == MISSING]
+    if shown:
+        where = f" of rank {rank}" if is_launched() else ""
+        print(table([f"what{where}", "found", "verdict", "remedy"], [_cells(f) for f in shown], left=4))
+    if rank == 0:
+        print("Something is missing." if missing else "All that is needed is here.")
+    return int(missing)
+
+
+def _cells(finding: Finding) -> list[str]:
+    return [finding.what, finding.found, finding.verdict, finding.remedy]
+
+
+def _here() -> Iterator[Finding]:
+    """Python, packages and processors."""
+    yield Finding("hvd_compress", f"{__version__}, Python {platform.python_version()}", OK)
+    yield Finding("numpy", np.__version__, *_age("numpy", np.__version__))
+    cores, local = len(os.sched_getaffinity(0)), launched("local size")
+    enough = cores >= local
+    remedy = "" if enough else "start fewer ranks per host, or give them more cores: kernels and backward share them"
+    yield Finding("cores", f"{cores} for {local} rank{'s' * (local > 1)} on this host", OK if enough else NOTE, remedy)
+
+
+def _horovod() -> Iterator[Finding]:
+    """Horovod, the frameworks, and whether they fit each other."""
+    version = _version("horovod")
+    if version is None:
+        yield Finding("horovod", "not installed", MISSING, "run ci/build_horovod.py of hvd_compress")
+        return
+    yield Finding("horovod", version, *_age("horovod", version))
+    mpirun = shutil.which("mpirun")
+    remedy = "" if mpirun else "not needed with Gloo: horovodrun --gloo"
+    yield Finding("mpirun", mpirun or "not on PATH", OK if mpirun else NOTE, remedy)
+    able = False
+    for framework, distributions in _DISTRIBUTIONS.items():
+        version = next(filter(None, map(_version, distributions)), None)
+        if version is None:
+            yield Finding(framework, "not installed", NOTE, "")
+            continue
+        yield Finding(framework, version, *_age(framework, version))
+        built = _probe(framework)
+        if isinstance(built, str):
+            # the edge of another framework may be all that is wanted; without any, the last finding says so
+            yield Finding(f"horovod.{framework}", built, NOTE, _BUILD)
+            continue
+        able = True
+        parts = ", ".join(name for name, there in built.items() if there)
+        launcher = built["gloo"] or (built["mpi"] and mpirun is not None)
+        remedy = "" if launcher else "put the mpirun that it was built with on PATH, or rebuild it with Gloo"
+        yield Finding(f"horovod.{framework}", f"built with {parts}", OK if launcher else MISSING, remedy)
+    keras = _version("keras")
+    if keras is not None:
+        yield Finding("keras", keras, *_age("keras", keras))
+    if not able:
+        yield Finding("framework", "none that Horovod works with", MISSING, _BUILD)
+
+
+def _kernels() -> Iterator[Finding]:
+    """Numba compiles, and every compressor's payload can be read again."""
+    version = _version("numba") or "not installed"
+    gradients = [np.random.default_rng(rank).standard_normal((64, 512)).astype(np.float32) for rank in range(2)]
+    for compressor in (OneBit(), Adaptive(), TopK(), QSGD(), Threshold(tau=2.0), BF16()):
+        try:
+            first, second = Loopback(2, compressor).allreduce(gradients)
+        except Exception as error:  # whatever a broken Numba or LLVM raises is what the user is to be told
+            reason = f"{type(error).__name__}: {_last_line(str(error))}"
+            remedy = "reinstall numba; a folder for its cache must be writable (NUMBA_CACHE_DIR)"
+            yield Finding("kernels", f"numba {version}, {compressor!r}: {reason}", MISSING, remedy)
+            return
+        if first.tobytes() != second.tobytes() or not np.isfinite(first).all():
+            yield Finding("wire", f"{compressor!r}: ranks decode different values", MISSING, "report this as a bug")
+            return
+    yield Finding("kernels", f"numba {version}, all compressors encode and decode", OK)
+
+
+def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
+    """The two collectives of an exchange, with values that can only be right."""
+    yield Finding("ranks", f"{ranks.ranks}, {ranks.ranks_per_host} per host, horovod.{ranks.framework}", OK)
+    # rank r sends to rank i i + 1 bytes of value 16 r + i
+    sent = np.concatenate([np.full(i + 1, (16 * ranks.rank + i) % 251, np.uint8) for i in range(ranks.ranks)])
+    received = ranks.alltoall(sent, [i + 1 for i in range(ranks.ranks)], "check.alltoall")
+    expected = [(16 * sender + ranks.rank) % 251 for sender in range(ranks.ranks) for _ in range(ranks.rank + 1)]
+    yield _verdict("alltoall", received.tolist() == expected)
+    gathered = ranks.allgather(np.full(ranks.rank + 1, ranks.rank % 251, np.uint8), "check.allgather")
+    yield _verdict("allgather", gathered.tolist() == [r % 251 for r in range(ranks.ranks) for _ in range(r + 1)])
+
+
+def _verdict(collective: str, right: bool) -> Finding:
+    remedy = "" if right else "this Horovod moves wrong bytes; " + _BUILD
+    return Finding(collective, "right" if right else "wrong values", OK if right else MISSING, remedy)
+
+
+def _probe(framework: str) -> dict[str, bool] | str:
+    """What horovod.<framework> was built with, or why it cannot be imported."""
+    # a process of its own: one that was built for another version of the framework may crash
+    command = [sys.executable, "-c", _PROBE.format(framework)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, env=environment)
+    except subprocess.TimeoutExpired:
+        return f"cannot be imported within {_PROBE_SECONDS} s"
+    if done.returncode:
+        return _last_line(done.stderr) or f"importing it ends with {done.returncode}"
+    found: dict[str, bool] = json.loads(_last_line(done.stdout))
+    return found
+
+
+def _age(name: str, version: str) -> tuple[str, str]:
+    """Verdict and remedy."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if numbers >= _LEAST[name]:
+        return OK, ""
+    least = ".".join(map(str, _LEAST[name]))
+    return NOTE, f"{least} and later are known to work"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1] if text.strip() else ""

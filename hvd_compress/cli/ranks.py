@@ -1,0 +1,114 @@
+"""Real ranks, through whichever of horovod.torch and horovod.tensorflow is there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.errors import UnsupportedError
+
+__all__ = ["Ranks", "is_launched", "launched", "open_ranks"]
+
+Array = npt.NDArray[Any]
+
+# what horovodrun with Gloo, and mpirun of Open MPI, MPICH and their kin, tell the processes that they start
+_VARIABLES = {
+    "rank": ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    "local rank": ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "local size": ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+}
+_FRAMEWORKS = ("torch", "tensorflow")
+
+
+def launched(what: str) -> int:
+    """What a launcher told this process: its "rank", "local rank" or "local size"; those of a lone one without it."""
+    found = next((os.environ[n] for n in _VARIABLES[what] if os.environ.get(n, "").isdigit()), None)
+    return int(found) if found is not None else int(what == "local size")
+
+
+def is_launched() -> bool:
+    """Whether horovodrun or mpirun started this process."""
+    return any(name in os.environ for name in _VARIABLES["rank"])
+
+
+class Ranks:
+    """Blocking collectives on NumPy arrays; `hvd_compress.cost.Collectives` for measuring.
+
+    Args:
+        framework: "torch" or "tensorflow".
+
+    Raises:
+        ImportError: Horovod was not built for it.
+    """
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+        self._hvd: Any = importlib.import_module(f"horovod.{framework}")
+        self._module: Any = importlib.import_module(framework)
+        self._hvd.init()
+        self.rank: int = self._hvd.rank()
+        self.ranks: int = self._hvd.size()
+        self._buffers: dict[tuple[str, int], Any] = {}
+        local: int = self._hvd.local_size()
+        most, least = self.maximum([local, -local])
+        # hosts with different numbers of ranks have no hierarchy to speak of
+        self.ranks_per_host = local if most == -least else 1
+
+    def run(self, collective: str, nbytes: int) -> None:
+        """Run one of `hvd_compress.cost.COLLECTIVES` on a buffer of zeros."""
+        name = f"hvd_compress.measure.{collective}.{nbytes}"
+        buffer = self._buffers.get((collective, nbytes))
+        if buffer is None:
+            dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
+            buffer = self._tensor(np.zeros(nbytes // np.dtype(dtype).itemsize, dtype))
+            self._buffers[collective, nbytes] = buffer
+        if collective.startswith("allreduce"):
+            # as the optimizers do
+            in_place = self.framework == "torch"
+            (self._hvd.allreduce_ if in_place else self._hvd.allreduce)(buffer, name=name, op=self._hvd.Sum)
+        elif collective == "alltoall":
+            self._hvd.alltoall(buffer, name=name)
+        else:
+            self._hvd.allgather(buffer, name=name)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of all ranks' values, one by one."""
+        everyone = self.allgather(np.array([values], np.float64), "maximum")
+        return [float(v) for v in everyone.max(axis=0)]
+
+    def allgather(self, array: Array, name: str) -> Array:
+        """All ranks' arrays, joined along the first axis."""
+        gathered: Array = self._hvd.allgather(self._tensor(array), name=f"hvd_compress.cli.{name}").numpy()
+        return gathered
+
+    def alltoall(self, array: Array, splits: list[int], name: str) -> Array:
+        """The parts of all ranks for this one; `splits` are the sizes of this rank's parts."""
+        sizes = self._tensor(np.array(splits, np.int32))
+        received = self._hvd.alltoall(self._tensor(array), splits=sizes, name=f"hvd_compress.cli.{name}")
+        joined: Array = received[0].numpy()
+        return joined
+
+    def _tensor(self, array: Array) -> Any:
+        return self._module.from_numpy(array) if self.framework == "torch" else self._module.constant(array)
+
+
+def open_ranks() -> Ranks:
+    """Start Horovod; a collective call.
+
+    Raises:
+        UnsupportedError: Horovod is there for neither framework.
+    """
+    reasons = []
+    for framework in _FRAMEWORKS:
+        try:
+            return Ranks(framework)
+        except ImportError as error:
+            reasons.append(f"horovod.{framework}: {error}")
+    raise UnsupportedError(
+        "measuring needs Horovod, built for PyTorch or TensorFlow; `hvd-compress check` says what is missing. "
+        + "; ".join(reasons)
+    )
