@@ -118,8 +118,9 @@ def configurations(
 class Corrector:
     """Learns by what factor a prediction is wrong: the median of measured / predicted, by name.
 
-    Names that were never measured get the median of the others' factors, since most of an error is common: another
-    program on the machine, a link that is shared. The same observations give the same factors.
+    Names that were never measured get the least of the others' factors: most of an error is common, such as another
+    program on the machine or a shared link, and what is not is found out only if it looks worth a trial. The same
+    observations give the same factors.
 
     Example:
         >>> from hvd_compress.cost import Corrector
@@ -147,7 +148,7 @@ class Corrector:
         """What to multiply a prediction with."""
         if name in self._ratios:
             return median(self._ratios[name])
-        return median(median(r) for r in self._ratios.values()) if self._ratios else 1.0
+        return min((median(r) for r in self._ratios.values()), default=1.0)
 
     def get_state(self) -> dict[str, Any]:
         """A JSON-able dict for `set_state`."""

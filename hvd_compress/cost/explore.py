@@ -88,6 +88,7 @@ class Explorer:
         self._skipped = 0
         self._patience, self._windows = 1, 0
         self._expected: float | None = None
+        self._dense_is_due = False
         self._current = min(range(len(names)), key=lambda i: configurations[i].seconds)
 
     @property
@@ -136,6 +137,7 @@ class Explorer:
             "patience": self._patience,
             "windows": self._windows,
             "expected": self._expected,
+            "dense is due": self._dense_is_due,
             "factors": self.corrector.get_state(),
         }
 
@@ -154,7 +156,7 @@ class Explorer:
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
         self._patience, self._windows = state["patience"], state["windows"]
-        self._expected = state["expected"]
+        self._expected, self._dense_is_due = state["expected"], state["dense is due"]
         self.corrector.set_state(state["factors"])
 
     def _end_trial(self) -> None:
@@ -187,7 +189,10 @@ class Explorer:
         names = {self._dense} if full else {c.name for c in self.configurations}
         names -= self._measured.keys()
         left = [i for i, c in enumerate(self.configurations) if c.name in names]
-        left = [i for i in left if self._corrected(self.configurations[i]) <= limit]
+        due = self._dense if self._dense_is_due else None
+        left = [
+            i for i in left if self.configurations[i].name == due or self._corrected(self.configurations[i]) <= limit
+        ]
         return min(left, key=lambda i: self._corrected(self.configurations[i]), default=None)
 
     def _corrected(self, configuration: Configuration) -> float:
@@ -205,6 +210,8 @@ class Explorer:
             # what was learnt of the others was learnt on another link
             self.corrector = Corrector()
             self._learn(seconds)
+            # on a faster link dense gains most, more than any factor of a compressed one tells
+            self._dense_is_due = seconds < expected
             following = self._worth_a_trial()
             if following is None:
                 self._expected = seconds

@@ -13,9 +13,9 @@ __all__ = ["Job", "step_seconds"]
 # HOROVOD_FUSION_THRESHOLD: the most bytes of tensors that one allreduce joins
 _FUSION_BYTES = 128 * 2**20
 
-# of those that are ready at one moment: kernels of a gradient run in its hook, before backward goes on, and all that
-# is ready at that moment can be fused
-_KERNEL, _BACKWARD, _ISSUE, _SEND = range(4)
+# of those that are ready at one moment: the hook of a gradient encodes it, moves on others whose first collective has
+# ended, and only then backward goes on; and all that is issued at that moment can be fused
+_HOOK, _MIDDLE, _BACKWARD, _ISSUE, _SEND = range(5)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False
 
 
 class _Simulation:
-    """Events in the order of time; a resource serves them in the order in which they are ready."""
+    """Events in the order of time; one whose core is busy comes again when that is free."""
 
     def __init__(self, jobs: Sequence[Job], worker: bool) -> None:
         self._jobs = jobs
@@ -70,13 +70,16 @@ class _Simulation:
             self._push(0.0, _BACKWARD, 0, 0)
         while self._events:
             ready, kind, job, stage = heapq.heappop(self._events)
-            if kind == _BACKWARD:
+            core = "main" if kind == _BACKWARD else self._kernels
+            if kind in (_HOOK, _MIDDLE, _BACKWARD) and self._free[core] > ready:
+                self._push(self._free[core], kind, job, stage)
+            elif kind == _BACKWARD:
                 end = self._occupy("main", ready, self._jobs[job].backward)
                 self._next(end, job, 0)
                 if job + 1 < len(self._jobs):
                     self._push(end, _BACKWARD, job + 1, 0)
-            elif kind == _KERNEL:
-                end = self._occupy(self._kernels, ready, self._jobs[job].stages[stage].seconds)
+            elif kind in (_HOOK, _MIDDLE):
+                end = self._occupy(core, ready, self._jobs[job].stages[stage].seconds)
                 self._next(end, job, stage + 1)
             elif kind == _ISSUE:
                 self._issue(ready, job, stage)
@@ -93,7 +96,7 @@ class _Simulation:
         elif stage == len(stages) - 1:
             self._last.append(stages[stage].seconds)
         else:
-            self._push(ready, _KERNEL, job, stage)
+            self._push(ready, _MIDDLE if stage else _HOOK, job, stage)
 
     def _issue(self, ready: float, job: int, stage: int) -> None:
         its = self._jobs[job].stages[stage]

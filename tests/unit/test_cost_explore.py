@@ -1,0 +1,147 @@
+"""Trying configurations out: trajectories typed by hand, and what must hold on any machine."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+
+import numpy as np
+import pytest
+
+from hvd_compress.cost import Configuration, Explorer
+
+PREDICTED = {"adaptive": 0.10, "onebit": 0.12, "fp16": 0.14, "qsgd": 0.30, "none": 0.40}
+
+
+def made(predicted: dict[str, float] = PREDICTED) -> list[Configuration]:
+    return [Configuration(name, (name,), seconds) for name, seconds in predicted.items()]
+
+
+def explorer(**settings: float) -> Explorer:
+    return Explorer(made(), "none", **{"skip": 1, "steps": 3, **settings})  # type: ignore[arg-type]
+
+
+def follow(explorer: Explorer, truth: dict[str, float], steps: int) -> list[tuple[str, int]]:
+    """Which configuration was used for how many steps."""
+    used = []
+    for _ in range(steps):
+        used.append(explorer.current.name)
+        explorer.observe(truth[explorer.current.name])
+    return [(name, len(list(run))) for name, run in groupby(used)]
+
+
+def test_right_predictions_are_soon_committed_to() -> None:
+    it = explorer()
+    # qsgd is beyond 1.5 times the best; one step of each is skipped, three count
+    assert follow(it, PREDICTED, 40) == [("adaptive", 4), ("onebit", 4), ("fp16", 4), ("adaptive", 28)]
+    assert it.committed
+    assert it.measured == {"adaptive": 0.10, "onebit": 0.12, "fp16": 0.14}
+
+
+def test_a_wrong_prediction_lets_dense_win() -> None:
+    # everything is slower than predicted but dense: after adaptive the others are expected to take 8 times as long too
+    truth = {"adaptive": 0.8, "onebit": 0.9, "fp16": 0.5, "qsgd": 2.0, "none": 0.4}
+    it = explorer(within=10)
+    assert follow(it, truth, 60)[:6] == [
+        ("adaptive", 4), ("onebit", 4), ("fp16", 4), ("qsgd", 4), ("none", 44),
+    ]  # fmt: skip
+    assert it.committed
+
+
+def test_most_trials_do_not_count_dense() -> None:
+    truth = dict.fromkeys(PREDICTED, 1.0)
+    it = explorer(most=2, within=100)
+    assert follow(it, truth, 40) == [("adaptive", 4), ("onebit", 4), ("none", 32)]
+
+
+def test_a_gain_below_the_margin_stays_dense() -> None:
+    it = Explorer(made({"a": 0.98, "none": 1.0}), "none", skip=0, steps=1)
+    assert follow(it, {"a": 0.97, "none": 1.0}, 5) == [("a", 1), ("none", 4)]
+
+
+def test_disturbed_steps_do_not_matter() -> None:
+    it = explorer(steps=5)
+    rng = np.random.default_rng(0)
+    for i in range(100):
+        slow = 20.0 if i % 5 == 0 else 1.0
+        it.observe(PREDICTED[it.current.name] * slow * rng.uniform(0.98, 1.02))
+    assert it.current.name == "adaptive"
+    assert it.committed
+
+
+def test_a_link_that_becomes_fast_is_noticed() -> None:
+    it = explorer()
+    follow(it, PREDICTED, 16)
+    assert it.committed
+    # the processor is the limit now: what compresses least is fastest
+    fast = {"adaptive": 0.05, "onebit": 0.045, "fp16": 0.03, "qsgd": 0.05, "none": 0.01}
+    assert it.current.name == "adaptive"
+    follow(it, fast, 60)
+    assert it.committed
+    assert it.current.name == "none"
+    # without a reason, dense is not tried where it is predicted to be 4 times slower
+    assert "none" not in {name for name, _ in follow(explorer(), PREDICTED, 60)}
+
+
+def test_a_link_that_becomes_slow_is_noticed() -> None:
+    it = Explorer(made({"none": 0.1, "onebit": 0.12, "adaptive": 0.13}), "none", skip=1, steps=3)
+    follow(it, {"none": 0.1, "onebit": 0.12, "adaptive": 0.13}, 30)
+    assert it.current.name == "none"
+    follow(it, {"none": 1.0, "onebit": 0.2, "adaptive": 0.15}, 40)
+    assert it.current.name == "adaptive"
+
+
+def test_looking_again_gets_rarer_on_a_noisy_machine() -> None:
+    it = Explorer(made(), "none", skip=0, steps=1)
+    changes = []
+    rng = np.random.default_rng(1)
+    for step in range(4000):
+        level = 3.0 if step // 10 % 2 else 1.0  # it is twice as busy for ten steps, then not
+        if it.observe(PREDICTED[it.current.name] * level * rng.uniform(0.9, 1.1)):
+            changes.append(step)
+    early, late = sum(c < 1000 for c in changes), sum(c >= 3000 for c in changes)
+    assert 0 < late < early / 2
+
+
+def test_small_drifts_do_not_start_another_search() -> None:
+    it = explorer(drift=0.3)
+    follow(it, PREDICTED, 16)
+    assert follow(it, {**PREDICTED, "adaptive": 0.125}, 200) == [("adaptive", 200)]
+
+
+def test_equal_seconds_give_equal_choices_and_a_state_can_be_taken_up_at_any_step() -> None:
+    rng = np.random.default_rng(2)
+    noise = rng.uniform(0.5, 2.5, 300)
+    first, second = explorer(), explorer()
+    for factor in noise:
+        seconds = float(PREDICTED[first.current.name] * factor)
+        assert first.observe(seconds) == second.observe(seconds)
+        assert first.current == second.current
+        resumed = explorer()
+        resumed.set_state(json.loads(json.dumps(second.get_state())))
+        second = resumed
+    assert first.get_state() == second.get_state()
+
+
+def test_a_foreign_state_is_refused() -> None:
+    state = explorer().get_state()
+    with pytest.raises(ValueError, match="'x'"):
+        explorer().set_state({**state, "current": "x"})
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_a_step_takes_time(seconds: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        explorer().observe(seconds)
+
+
+@pytest.mark.parametrize("settings", [{"most": 0}, {"steps": 0}, {"skip": -1}, {"within": 0.5}, {"drift": 0.0}])
+def test_settings_are_checked(settings: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        explorer(**settings)
+
+
+@pytest.mark.parametrize("names", [["a"], ["none", "a", "a"]])
+def test_names_are_checked(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="names"):
+        Explorer([Configuration(n, (n,), 1.0) for n in names], "none")

@@ -1,0 +1,182 @@
+"""Links: measured, on paper, and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hvd_compress.cost import COLLECTIVES, Line, Link, Network, measure, measure_link, sent_bytes
+
+TRUTH = {
+    "allreduce": Line(1e-3, 1e-8),
+    "allreduce_half": Line(1e-3, 5e-8),
+    "alltoall": Line(2e-3, 1.5e-8),
+    "allgather": Line(1.5e-3, 1e-8),
+}
+
+
+class Clock:
+    """Time that passes only when a collective takes it."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Fake:
+    """Collectives that take what a line says, and now and then much longer."""
+
+    def __init__(self, lines: dict[str, Line], ranks: int, clock: Clock) -> None:
+        self.lines, self.ranks, self.clock = lines, ranks, clock
+        self.calls: list[tuple[str, int]] = []
+
+    def run(self, collective: str, nbytes: int) -> None:
+        self.calls.append((collective, nbytes))
+        seconds = self.lines[collective](sent_bytes(collective, nbytes, self.ranks))
+        # the first call of a size, which does not count, and one of the repeats
+        disturbed = self.calls.count((collective, nbytes)) in (1, 4)
+        self.clock.now += seconds * (10 if disturbed else 1)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        return [1.25 * v for v in values]  # another rank waits longer
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_measuring_finds_the_lines_of_the_slowest_rank(clock: Clock, ranks: int) -> None:
+    link = measure_link(Fake(TRUTH, ranks, clock))
+    for name, line in TRUTH.items():
+        found: Line = getattr(link, name)
+        assert found.fixed == pytest.approx(1.25 * line.fixed, rel=1e-3), name
+        assert found.per_unit == pytest.approx(1.25 * line.per_unit, rel=1e-3), name
+
+
+def test_a_slow_link_is_not_measured_with_large_buffers(clock: Clock) -> None:
+    slow = {name: Line(1e-3, 1e-6) for name in COLLECTIVES}
+    fast, patient = Fake(TRUTH, 2, clock), Fake(slow, 2, clock)
+    measure_link(fast)
+    begin = clock.now
+    measure_link(patient)
+    assert max(nbytes for _, nbytes in patient.calls) < max(nbytes for _, nbytes in fast.calls)
+    assert clock.now - begin < 30  # 1 MB/s: the largest buffer alone would take 16 s each time
+
+
+def test_buffers_divide_by_the_ranks(clock: Clock) -> None:
+    fake = Fake(TRUTH, 7, clock)
+    measure_link(fake)
+    assert all(nbytes > 0 and nbytes % (8 * 7) == 0 for _, nbytes in fake.calls)
+
+
+def test_one_rank_has_no_link(clock: Clock) -> None:
+    with pytest.raises(ValueError, match="two ranks"):
+        measure_link(Fake(TRUTH, 1, clock))
+
+
+@pytest.mark.parametrize(
+    ("collective", "expected"),
+    [("allreduce", 150.0), ("allreduce_half", 150.0), ("alltoall", 75.0), ("allgather", 300)],
+)
+def test_sent_bytes_by_hand(collective: str, expected: float) -> None:
+    assert sent_bytes(collective, 100, ranks=4) == expected
+
+
+def samples(*names: str) -> list[tuple[str, float, float]]:
+    return [(name, size, TRUTH[name](size)) for name in names for size in (1e4, 1e6, 1e7)]
+
+
+def test_fit() -> None:
+    link = Link.fit(samples(*COLLECTIVES))
+    assert link.alltoall(5e6) == pytest.approx(2e-3 + 0.075)
+    assert link.seconds("allreduce_half", 1e6) == pytest.approx(1e-3 + 0.05)
+
+
+def test_halves_that_were_not_measured_are_like_the_others() -> None:
+    link = Link.fit(samples("allreduce", "alltoall", "allgather"))
+    assert link.allreduce_half == link.allreduce
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (samples("allreduce", "alltoall"), "allgather"),
+        ([*samples(*COLLECTIVES), ("gossip", 1.0, 1.0)], "gossip"),
+        ([*samples("allreduce", "alltoall"), ("allgather", 1.0, 1.0)], "allgather"),
+        ([*samples(*COLLECTIVES), ("alltoall", 1.0, 0.0)], "above 0"),
+    ],
+)
+def test_fit_says_what_is_missing(given: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link.fit(given)
+
+
+def test_json_round_trip() -> None:
+    link = Link.fit(samples(*COLLECTIVES))
+    assert Link.from_config(json.loads(json.dumps(link.get_config()))) == link
+
+
+@pytest.mark.parametrize("config", [{}, {"alltoall": {"fixed": 1}}, {"x": {}}, dict.fromkeys(COLLECTIVES, 3)])
+def test_a_foreign_config_is_refused(config: dict) -> None:
+    with pytest.raises(ValueError, match="link"):
+        Link.from_config(config)
+
+
+def test_on_paper_by_hand() -> None:
+    # of 1538 bytes on the wire 1448 are ours; 1 ms is Horovod's cycle
+    link = Link.on_paper(bandwidth=1e9, latency=1e-4, ranks=4)
+    per_byte = 8 * 1538 / 1448 / 1e9
+    assert link.allreduce(1e6) == pytest.approx(1e-3 + 2e-4 + 6e-4 + 1e6 * per_byte)
+    assert link.alltoall(1e6) == pytest.approx(1e-3 + 2e-4 + 1e-4 + 1e6 * per_byte)
+    assert link.allgather(1e6) == pytest.approx(1e-3 + 2e-4 + 3e-4 + 1e6 * per_byte)
+
+
+def test_ranks_of_a_host_share_it_in_an_alltoall_only() -> None:
+    one, two = Link.on_paper(1e9, 0, 4), Link.on_paper(1e9, 0, 4, ranks_per_host=2)
+    # 2 of a rank's 3 parts leave the host, and there are 2 such ranks
+    assert two.alltoall.per_unit == pytest.approx(one.alltoall.per_unit * 4 / 3)
+    assert two.allgather == one.allgather
+    assert Link.on_paper(1e9, 0, 2, ranks_per_host=2).alltoall.per_unit == 0
+
+
+def test_slowed() -> None:
+    network = Network.on_paper(1e9, 1e-4, 8, 4).slowed(10)
+    slow = Network.on_paper(1e8, 1e-4, 8, 4)
+    assert network.link.alltoall(1e6) == pytest.approx(slow.link.alltoall(1e6))
+    assert network.between is not None
+    assert slow.between is not None
+    assert network.between.allgather(1e6) == pytest.approx(slow.between.allgather(1e6))
+    assert network.inside == slow.inside
+
+
+def test_networks_on_paper() -> None:
+    assert Network.on_paper(1e9, 0, 4).inside is None
+    assert Network.on_paper(1e9, 0, 8, 2).hosts == 4
+    one_host = Network.on_paper(1e6, 0, 4, 4, inside_bandwidth=1e10)
+    assert one_host.between is None
+    assert one_host.link == one_host.inside
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bandwidth": 0.0, "latency": 0.0, "ranks": 2},
+        {"bandwidth": 1e9, "latency": -1.0, "ranks": 2},
+        {"bandwidth": 1e9, "latency": 0.0, "ranks": 0},
+        {"bandwidth": 1e9, "latency": 0.0, "ranks": 3, "ranks_per_host": 2},
+    ],
+)
+def test_impossible_links_are_refused(settings: dict) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Network.on_paper(**settings)
+
+
+def test_impossible_networks_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        Network(3, Link.on_paper(1e9, 0, 3), ranks_per_host=2)

@@ -1,0 +1,103 @@
+"""A step as a schedule: each case drawn by hand, and bounds that hold of all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_compress.cost import Job, Stage, step_seconds
+
+MIB = 2**20
+
+
+def two_phase(encode: float, alltoall: float, reduce: float, allgather: float, decode: float) -> tuple[Stage, ...]:
+    return (
+        Stage(encode), Stage(alltoall, "alltoall"), Stage(reduce), Stage(allgather, "allgather"), Stage(decode),
+    )  # fmt: skip
+
+
+def dense(seconds: float, nbytes: float, fixed: float = 1.0) -> tuple[Stage, ...]:
+    return (Stage(seconds, "allreduce", nbytes, (seconds - fixed) / nbytes),)
+
+
+def test_no_exchange() -> None:
+    assert step_seconds([], forward=3.0) == 3.0
+
+
+def test_one_exchange_is_the_sum_of_its_stages() -> None:
+    assert step_seconds([Job(two_phase(1, 2, 3, 4, 5), backward=10)], forward=100) == 125
+
+
+def test_sending_overlaps_with_backward() -> None:
+    # 0-10 backward, 10-11 encode, 11-13 send; 11-21 backward, 21-22 encode, 22-24 send; then reductions and the rest:
+    # the first reduction is ready at 13 and waits for the next hook: 22-25, its allgather 25-29; the second is ready
+    # at 24: 25-28, its allgather 29-33; decoding 33-43
+    job = Job(two_phase(1, 2, 3, 4, 5), backward=10)
+    assert step_seconds([job, job]) == 43
+
+
+def test_a_worker_leaves_backward_alone() -> None:
+    # backward 0-10-20; worker: encode 10-11, reduce 13-16, encode 20-21; network 11-13, 16-20, 21-23; reduce 23-26,
+    # network 26-30, decoding 30-40
+    job = Job(two_phase(1, 2, 3, 4, 5), backward=10)
+    assert step_seconds([job, job], worker=True) == 40
+
+
+def test_collectives_run_one_after_the_other() -> None:
+    job = Job((Stage(0), Stage(7, "allgather"), Stage(1)))
+    assert step_seconds([job] * 3) == 3 * 7 + 3 * 1
+
+
+def test_dense_tensors_that_wait_are_fused() -> None:
+    # all there at once: one fixed second and three for their bytes
+    assert step_seconds([Job(dense(2, 100))] * 3) == 1 + 3
+    # the first is sent at once; what becomes ready meanwhile goes together
+    jobs = [Job(dense(2, 100), backward=0.5) for _ in range(3)]
+    assert step_seconds(jobs) == 0.5 + 2 + (1 + 2)
+
+
+def test_what_does_not_fit_into_a_fusion_buffer_goes_on_its_own() -> None:
+    assert step_seconds([Job(dense(2, 100 * MIB))] * 3) == 3 * 2
+    assert step_seconds([Job(dense(2, 60 * MIB))] * 3) == (1 + 2) + 2
+
+
+def test_halves_and_floats_are_not_fused_with_each_other() -> None:
+    half = (Stage(0), Stage(2, "allreduce_half", 100, 0.01), Stage(0))
+    assert step_seconds([Job(dense(2, 100)), Job(half)]) == 4
+
+
+def test_dense_ones_wait_for_a_compressed_one_that_was_issued_first() -> None:
+    compressed = (Stage(0), Stage(10, "allgather"), Stage(0))
+    jobs = [Job(compressed, backward=1), Job(dense(2, 100), backward=1), Job(dense(2, 100), backward=1)]
+    assert step_seconds(jobs) == 1 + 10 + (1 + 2)
+
+
+def test_an_exchange_may_begin_and_end_on_the_network() -> None:
+    hierarchical = (Stage(1, "allreduce"), *two_phase(1, 1, 1, 1, 1), Stage(1, "broadcast"))
+    assert step_seconds([Job(hierarchical)]) == 7
+
+
+stages = st.lists(st.floats(0, 10), min_size=5, max_size=5).map(lambda s: two_phase(*s))
+dense_stages = st.floats(1, 1e8).map(lambda nbytes: dense(1 + 1e-7 * nbytes, nbytes))
+jobs = st.lists(st.builds(Job, st.one_of(stages, dense_stages), st.floats(0, 10)), max_size=8)
+
+
+@given(jobs, st.booleans())
+def test_bounds(jobs: list[Job], worker: bool) -> None:
+    step = step_seconds(jobs, worker=worker)
+    kernels = sum(s.seconds for j in jobs for s in j.stages if not s.collective)
+    fixed = sum(s.seconds for j in jobs for s in j.stages if s.collective and not s.fusable_bytes)
+    backward = sum(j.backward for j in jobs)
+    everything = backward + sum(s.seconds for j in jobs for s in j.stages)
+    assert step <= everything * (1 + 1e-9)
+    assert step >= max(kernels, backward, fixed) * (1 - 1e-9)
+    if not worker:
+        assert step >= (kernels + backward) * (1 - 1e-9)
+
+
+def test_the_order_of_jobs_is_that_of_backward() -> None:
+    slow_first = [Job((Stage(0), Stage(10, "allgather"), Stage(0)), backward=1), Job((), backward=10)]
+    slow_last = [Job((), backward=10), Job((Stage(0), Stage(10, "allgather"), Stage(0)), backward=1)]
+    assert step_seconds(slow_first) == 11
+    assert step_seconds(slow_last) == pytest.approx(21)
