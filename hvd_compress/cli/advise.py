@@ -47,7 +47,6 @@ HELP = "does compression pay for a model, and which"
 
 CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), TopK(), Adaptive())
 _LEAST_GAIN = 1.05
-_MOST_BYTES = 1e12  # per second: on one machine the bytes of a collective may not show at all
 # backward makes two products of matrices where forward makes one
 _BACKWARD_SHARE = 2 / 3
 
@@ -157,7 +156,7 @@ def predict(
 
     def row(compressor: Compressor, exchange: str, speed: Speed) -> Prediction:
         works = [_work(shape, compressor, exchange, speed, network) for shape in reversed(shapes)]
-        here = _bandwidth(network)
+        here = network.bandwidth
         even = break_even_bandwidth(
             lambda b: seconds(works, speed, network.slowed(here / b)),
             lambda b: seconds(plain, Speed(), network.slowed(here / b)),
@@ -204,12 +203,6 @@ def _work(shape: Shape, compressor: Compressor, exchange: str, speed: Speed, net
     return work_of(make_plan(exchange, compressor, shape, network.ranks), 4, speed.bytes_per_element)
 
 
-def _bandwidth(network: Network) -> float:
-    """Bits per second that an allreduce reaches from one rank to the next."""
-    per_byte = network.link.allreduce.per_unit
-    return 8 / max(per_byte, 1 / _MOST_BYTES)
-
-
 def _shapes(options: argparse.Namespace) -> list[Shape]:
     if options.model:
         return shapes_of_model(options.model)
@@ -229,7 +222,7 @@ def _measured_speeds(ranks: Ranks) -> dict[Compressor, Speed]:
 
 def _report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], link: str, step: float) -> str:
     numel = sum(math.prod(shape) for shape in shapes)
-    hosts = f" on {network.hosts} hosts" if network.ranks_per_host > 1 else ""
+    hosts = f", {network.ranks_per_host} on each host" if network.ranks_per_host > 1 else ""
     dense = rows[0]
     cells = [
         [

@@ -185,15 +185,14 @@ class Explorer:
     def _worth_a_trial(self) -> int | None:
         limit = self._settings.within * min(self._measured.values())
         full = len(self._measured.keys() - {self._dense}) >= self._settings.most
-        # dense may lose to a measured time, but is not to lose to a wrong prediction
-        names = {self._dense} if full else {c.name for c in self.configurations}
-        names -= self._measured.keys()
-        left = [i for i, c in enumerate(self.configurations) if c.name in names]
-        due = self._dense if self._dense_is_due else None
-        left = [
-            i for i in left if self.configurations[i].name == due or self._corrected(self.configurations[i]) <= limit
-        ]
-        return min(left, key=lambda i: self._corrected(self.configurations[i]), default=None)
+        left = {}
+        for i, c in enumerate(self.configurations):
+            # dense may lose to a measured time, but is not to lose to a wrong prediction
+            is_dense = c.name == self._dense
+            worth = self._corrected(c) <= limit or (is_dense and self._dense_is_due)
+            if c.name not in self._measured and worth and (is_dense or not full):
+                left[i] = self._corrected(c)
+        return min(left, key=left.__getitem__, default=None)
 
     def _corrected(self, configuration: Configuration) -> float:
         return configuration.seconds * self.corrector.factor(configuration.name)

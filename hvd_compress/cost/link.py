@@ -17,6 +17,8 @@ COLLECTIVES = ("allreduce", "allreduce_half", "alltoall", "allgather")
 _CYCLE_SECONDS = 1e-3
 # of the 1538 bytes that a full Ethernet frame takes on the wire, TCP with time stamps carries 1448
 _TCP_SHARE = 1448 / 1538
+# on one machine the bytes of a measured collective may not show at all
+_LEAST_PER_BYTE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,11 @@ class Network:
     def hosts(self) -> int:
         """How many hosts there are."""
         return self.ranks // self.ranks_per_host
+
+    @property
+    def bandwidth(self) -> float:
+        """Of the Ethernet that an allreduce makes full use of, bits per second; never infinite."""
+        return 8 / (_TCP_SHARE * max(self.link.allreduce.per_unit, _LEAST_PER_BYTE))
 
     def slowed(self, factor: float) -> Network:
         """This network with `factor` times the seconds per byte between hosts."""

@@ -156,6 +156,7 @@ def test_slowed() -> None:
 
 
 def test_networks_on_paper() -> None:
+    assert Network.on_paper(1e9, 1e-4, 4).bandwidth == pytest.approx(1e9)
     assert Network.on_paper(1e9, 0, 4).inside is None
     assert Network.on_paper(1e9, 0, 8, 2).hosts == 4
     one_host = Network.on_paper(1e6, 0, 4, 4, inside_bandwidth=1e10)

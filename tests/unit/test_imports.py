@@ -16,7 +16,9 @@ import hvd_compress
 CORE = [
     "hvd_compress",
     "hvd_compress._keras.binding",
+    "hvd_compress.cli",
     "hvd_compress.compressors",
+    "hvd_compress.cost",
     "hvd_compress.engine",
     "hvd_compress.errors",
     "hvd_compress.exchange",

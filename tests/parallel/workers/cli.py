@@ -1,0 +1,107 @@
+"""What the command line does with real ranks; runs on torch here, and on TensorFlow in `cli_tensorflow`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+
+import numpy as np
+
+from hvd_compress.cli import main
+from hvd_compress.cli.ranks import Ranks, is_launched, launched
+from hvd_compress.cost import COLLECTIVES, measure_link
+from tests.parallel.cases import Cases
+
+
+def cases_of(framework: str) -> Cases:
+    """The cases that both frameworks must pass."""
+    cases = Cases()
+
+    @cases.add
+    def the_launcher_told_who_is_who() -> None:
+        ranks = Ranks(framework)
+        assert is_launched()
+        assert ranks.rank == launched("rank")
+        assert ranks.ranks_per_host == launched("local size") == ranks.ranks
+
+    @cases.add
+    def collectives_bring_the_right_values() -> None:
+        ranks = Ranks(framework)
+        assert ranks.maximum([float(ranks.rank), -float(ranks.rank)]) == [ranks.ranks - 1, 0]
+        gathered = ranks.allgather(np.full(ranks.rank + 1, ranks.rank, np.uint8), "gathered")
+        assert gathered.tolist() == [r for r in range(ranks.ranks) for _ in range(r + 1)]
+        received = ranks.alltoall(np.arange(ranks.ranks, dtype=np.uint8), [1] * ranks.ranks, "received")
+        assert received.tolist() == [ranks.rank] * ranks.ranks
+
+    @cases.add
+    def every_collective_that_is_measured_runs_again_and_again() -> None:
+        ranks = Ranks(framework)
+        for collective in COLLECTIVES:
+            for _ in range(2):
+                ranks.run(collective, 16 * ranks.ranks)
+
+    return cases
+
+
+cases = cases_of("torch")
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command that all ranks run."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = main(arguments)
+    return code, output.getvalue()
+
+
+@cases.add
+def a_measured_link_is_the_same_on_all_ranks() -> None:
+    ranks = Ranks("torch")
+    link = measure_link(ranks)
+    numbers = [value for line in link.get_config().values() for value in line.values()]
+    assert ranks.maximum(numbers) == numbers
+    assert ranks.maximum([-n for n in numbers]) == [-n for n in numbers]
+
+
+@cases.add
+def advise_measures_and_speaks_once() -> None:
+    code, output = command("advise", "--shapes", "512x512,512", "--measure")
+    assert code == 0
+    if launched("rank"):
+        assert output == ""
+        return
+    first, link, _, dense, *rows, sentence = output.splitlines()
+    size = os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"]
+    assert first == f"2 tensors, 262,656 elements, {size} ranks, {size} on each host"
+    assert "measured just now" in link
+    assert float(re.findall(r"([\d.]+) ms", dense)[0]) > 0
+    assert len(rows) == 11
+    assert sentence.startswith(("Use compression=", "Don't compress"))
+
+
+@cases.add
+def check_tries_the_collectives_of_an_exchange() -> None:
+    code, output = command("check")
+    assert code == 0, output
+    if launched("local rank") == 0:
+        assert re.search(r"alltoall +right +ok", output)
+        assert re.search(r"allgather +right +ok", output)
+        assert "All that is needed is here." in output
+    else:
+        assert output == ""
+
+
+@cases.add
+def what_one_rank_misses_fails_on_all() -> None:
+    wrong = Ranks.alltoall
+    if launched("rank") == 1:
+        Ranks.alltoall = lambda self, *arguments: wrong(self, *arguments) + 1  # type: ignore[method-assign]
+    try:
+        code, output = command("check")
+    finally:
+        Ranks.alltoall = wrong  # type: ignore[method-assign]
+    assert code == 1
+    assert ("wrong values" in output) == (launched("rank") == 1)
+    assert ("Something is missing." in output) == (launched("rank") == 0)

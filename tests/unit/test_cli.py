@@ -1,0 +1,435 @@
+"""The command line, in this process and as `python -m hvd_compress`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from hvd_compress import FP16, NoCompression, OneBit, Threshold, __version__
+from hvd_compress.cli import advise, check, main, ranks
+from hvd_compress.cli.advise import Prediction, advice
+from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
+from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
+from hvd_compress.cost import Line, Link, Network, Speed
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.loopback import Loopback
+
+ROOT = Path(__file__).parents[2]
+PAPER = ["--bandwidth", "1gbit", "--latency", "50us", "--ranks", "4"]
+
+
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "HOROVOD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- quantities ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1gbit", 1e9), ("100mbit", 1e8), ("2.5Gbit/s", 2.5e9), ("10 Gbps", None), ("64kbit", 64e3), ("5bit", 5.0),
+     ("25Gbitps", 25e9), ("1gb", None), ("0gbit", None), ("", None), ("-1gbit", None), ("1.2.3gbit", None),
+     ("1e9", None)],
+)  # fmt: skip
+def test_bandwidths(text: str, expected: float | None) -> None:
+    if expected is None:
+        with pytest.raises(ValueError, match="such as 100mbit"):
+            parse_bandwidth(text)
+    else:
+        assert parse_bandwidth(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("50us", 5e-5), ("1.5ms", 1.5e-3), ("2s", 2.0), ("0us", 0.0), ("80 ns", 8e-8), ("7µs", 7e-6), ("5", None),
+     (".ms", None), ("1m", None)],
+)  # fmt: skip
+def test_times(text: str, expected: float | None) -> None:
+    if expected is None:
+        with pytest.raises(ValueError, match="such as 50us"):
+            parse_seconds(text)
+    else:
+        assert parse_seconds(text) == pytest.approx(expected)
+
+
+def test_quantities_as_text() -> None:
+    assert [show_bytes(n) for n in (0, 999, 1500, 2.5e6, 1e12)] == ["0.00 B", "999 B", "1.50 kB", "2.50 MB", "1.00 TB"]
+    assert [show_bandwidth(b) for b in (0, 99.99e6, 1e9, math.inf)] == ["never", "100 Mbit/s", "1.00 Gbit/s", "always"]
+    assert [show_seconds(s) for s in (1e-5, 0.0123, 2)] == ["0.01 ms", "12.3 ms", "2000 ms"]
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", " , ", "4x", "x4", "0x4", "4x4x", "abc", "4*x", "-4"])
+def test_what_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="shape"):
+        parse_shapes(text)
+
+
+def test_shapes_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "shapes"
+    file.write_text("784x10 10  # first layer\n# nothing here\n\n3x3x8*2\n")
+    assert read_shapes(str(file)) == [(784, 10), (10,), (3, 3, 8), (3, 3, 8)]
+    with pytest.raises(ValueError, match="missing"):
+        read_shapes(str(tmp_path / "missing"))
+
+
+def tensor(*shape: int, requires_grad: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(shape=shape, requires_grad=requires_grad)
+
+
+class TorchLike:
+    """What is asked of a torch module."""
+
+    def named_parameters(self) -> list:
+        return [("a", tensor(4, 3)), ("frozen", tensor(9, requires_grad=False)), ("b", tensor(4)), ("none", tensor(0))]
+
+
+class KerasLike(TorchLike):
+    """A Keras model is a torch module as well on that backend."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        self.trainable_variables = [tensor(*shape) for shape in shapes]
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("models_of_a_user")
+    vars(module).update(
+        torch=TorchLike,
+        keras=lambda: KerasLike((3, 4), (4,)),
+        unbuilt=KerasLike,
+        number=lambda: 3,
+        broken=lambda: 1 / 0,
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.usefixtures("models")
+def test_shapes_of_models() -> None:
+    assert shapes_of_model("models_of_a_user:torch") == [(4, 3), (4,)]
+    assert shapes_of_model("models_of_a_user:keras") == [(3, 4), (4,)]
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [("models_of_a_user:gone", "gone"), ("no_such_module:f", "no_such_module"), ("models_of_a_user", "module:function"),
+     (":f", "module:function"), ("models_of_a_user:number", "int"), ("models_of_a_user:unbuilt", "built")],
+)  # fmt: skip
+def test_what_is_no_model_is_refused(place: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", place, *PAPER]) == 2
+    assert message in capsys.readouterr().err
+
+
+# -- advise ----------------------------------------------------------------------------------------------------------
+
+# seconds per element, such as a slow core would take
+KERNELS = Speed(Line(1e-5, 2e-9), Line(1e-5, 1e-9), Line(1e-5, 1e-9), 0.06)
+
+
+def test_slow_links_want_compression_and_fast_ones_do_not() -> None:
+    speeds = {FP16(): KERNELS, OneBit(): KERNELS}
+    shapes = [(4096, 4096), (4096,)]
+    slow = advise.predict(shapes, Network.on_paper(1e8, 5e-5, 4), speeds)
+    fast = advise.predict(shapes, Network.on_paper(1e12, 5e-5, 4), speeds)
+    assert advice(slow).startswith("Use compression=OneBit()")
+    assert advice(fast).startswith("Don't compress")
+
+
+def test_break_even_is_where_both_take_the_same() -> None:
+    def rows(bandwidth: float) -> list[Prediction]:
+        return advise.predict([(4096, 4096)], Network.on_paper(bandwidth, 5e-5, 4), {OneBit(): KERNELS}, step=0.05)
+
+    for i in (1, 2):
+        dense, row = (rows(rows(1e9)[i].break_even)[k] for k in (0, i))
+        assert row.seconds == pytest.approx(dense.seconds, rel=0.01)
+
+
+def test_rows_by_hand() -> None:
+    link = Link(Line(1, 1e-6), Line(1, 1e-6), Line(2, 1e-6), Line(3, 1e-6))
+    speeds = {FP16(): Speed(Line(1), Line(2)), OneBit(): Speed(Line(0.5), Line(0.25), Line(0.125))}
+    dense, half, two_phase, allgather = advise.predict([(1024, 1024)], Network(2, link), speeds)
+    assert dense == Prediction(NoCompression(), "dense", 2**22, 1 + 4.194304, pytest.approx(math.nan, nan_ok=True))
+    assert half.seconds == pytest.approx(1 + (1 + 2.097152) + 2)
+    kernels = 2 * 0.5 + (0.25 + 0.125 + 0.5) + 2 * 0.25
+    assert two_phase.seconds == pytest.approx(2 + 3 + kernels + 1e-6 * two_phase.sent_bytes)
+    assert allgather.seconds == pytest.approx(3 + 0.5 + 0.375 + 1e-6 * allgather.sent_bytes)
+    # 1 bit per element and 8 bytes per row, to the other rank; a few more for headers
+    assert allgather.sent_bytes == pytest.approx(2**20 / 8 + 8 * 1024, rel=1e-3)
+
+
+def test_small_tensors_stay_dense() -> None:
+    network = Network.on_paper(1e9, 5e-5, 4)
+    dense, two_phase, allgather = advise.predict([(64, 64)] * 10, network, {OneBit(): KERNELS})
+    assert dense.sent_bytes == two_phase.sent_bytes == allgather.sent_bytes
+    assert dense.seconds == two_phase.seconds
+
+
+def test_a_payload_of_changing_size_counts_as_measured() -> None:
+    network = Network.on_paper(1e9, 5e-5, 4)
+    rows = advise.predict([(1000, 1000)], network, {Threshold(tau=0.1): KERNELS})
+    assert rows[2].sent_bytes == pytest.approx(3 * 0.06 * 1e6)
+
+
+def test_a_step_hides_what_overlaps_with_backward() -> None:
+    network = Network.on_paper(1e9, 5e-5, 4)
+    alone = advise.predict([(1024, 1024)] * 8, network, {OneBit(): KERNELS})
+    step = advise.predict([(1024, 1024)] * 8, network, {OneBit(): KERNELS}, step=1.0)
+    for before, after in zip(alone, step, strict=True):
+        assert 1.0 < after.seconds < 1.0 + before.seconds
+
+
+def test_hierarchical_is_offered_where_the_exchange_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise, "EXCHANGES", ("auto", "two_phase", "hierarchical"))
+    several = advise.predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8, 4), {OneBit(): KERNELS})
+    assert [row.exchange for row in several] == ["dense", "two_phase", "hierarchical"]
+    assert several[2].seconds < several[0].seconds
+    alone = advise.predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8), {OneBit(): KERNELS})
+    assert [row.exchange for row in alone] == ["dense", "two_phase"]
+
+
+def test_a_link_whose_bytes_take_no_time() -> None:
+    free = Link(Line(1e-3), Line(1e-3), Line(1e-3), Line(1e-3))
+    rows = advise.predict([(1024, 1024)], Network(2, free), {OneBit(): KERNELS})
+    assert {row.break_even for row in rows[1:]} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(2.0, "Don't compress: a step would take at least 2000 ms instead of 1000 ms."),
+     (0.98, "Don't compress: it would gain 2 % at most, a step of 980 ms instead of 1000 ms."),
+     (0.25, 'Use compression=OneBit(), exchange="allgather": a step takes 250 ms instead of 1000 ms, 4.0 times faster. '
+            "It pays below 2.00 Gbit/s.")],
+)  # fmt: skip
+def test_sentences(seconds: float, expected: str) -> None:
+    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(OneBit(), "allgather", 1.0, seconds, 2e9)]
+    assert advice(rows) == expected
+
+
+def test_the_sentence_for_links_that_always_gain() -> None:
+    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(FP16(), "dense", 1.0, 0.5, math.inf)]
+    assert advice(rows).startswith("Use compression=FP16(): a step")
+    assert advice(rows).endswith("at any bandwidth.")
+
+
+def test_advise_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--shapes", "4096x4096,4096*2", *PAPER, "--step-seconds", "0.1"]) == 0
+    first, link, head, *rows, sentence = capsys.readouterr().out.splitlines()
+    assert first == "3 tensors, 16,785,408 elements, 4 ranks"
+    assert "on paper, 1.00 Gbit/s" in link
+    assert head.split() == ["compressor", "exchange", "sent/rank", "fewer", "step", "faster", "pays", "below"]
+    # 16,785,408 elements of 4 bytes; a ring sends 2 * 3 / 4 of them
+    assert re.match(r"none \(float32\) +dense +101 MB +1\.0x", rows[0])
+    assert len(rows) == 1 + 1 + 5 * 2
+    assert sentence.startswith(("Use compression=", "Don't compress"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "--bandwidth and --ranks"), (["--ranks", "4"], "--bandwidth and --ranks"),
+     (["--bandwidth", "1gbit"], "--bandwidth and --ranks"), ([*PAPER, "--measure"], "on paper"),
+     (["--bandwidth", "fast", "--ranks", "4"], "100mbit"), ([*PAPER, "--ranks-per-host", "3"], "multiple"),
+     ([*PAPER, "--latency", "5"], "50us"), ([*PAPER, "--step-seconds", "-1"], "step-seconds"),
+     ([*PAPER, "--step-seconds", "inf"], "step-seconds")],
+)  # fmt: skip
+def test_arguments_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--shapes", "8", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_estimate_on_paper_is_no_job_for_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert main(["advise", "--shapes", "8", *PAPER]) == 2
+    assert "one process" in capsys.readouterr().err
+
+
+def test_measuring_without_horovod_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for framework in ("torch", "tensorflow"):
+        monkeypatch.setitem(sys.modules, f"horovod.{framework}", None)
+    with pytest.raises(UnsupportedError, match="check"):
+        ranks.open_ranks()
+    assert main(["advise", "--shapes", "8", "--measure"]) == 2
+    assert "hvd-compress check" in capsys.readouterr().err
+
+
+# -- check -----------------------------------------------------------------------------------------------------------
+
+
+def findings(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    return {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bool] | str]:
+    """What importing Horovod in a process of its own would say; its versions are those of a good environment."""
+    built = {"mpi": True, "gloo": True, "nccl": False}
+    answers: dict[str, dict[str, bool] | str] = {"torch": built, "tensorflow": built}
+    versions = {
+        "horovod": "0.28.1",
+        "torch": "2.13.0+cpu",
+        "tensorflow": "2.21.0",
+        "keras": "3.15.1",
+        "numba": "0.68.1",
+    }
+    monkeypatch.setattr(check, "_probe", answers.__getitem__)
+    monkeypatch.setattr(check, "_version", versions.get)
+    monkeypatch.setattr(check.shutil, "which", lambda name: None)
+    answers["versions"] = versions  # type: ignore[assignment]
+    return answers
+
+
+def test_all_is_there(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    lines = findings(capsys)
+    assert not any("MISSING" in line for line in lines.values())
+    assert "built with mpi, gloo" in lines["horovod.torch"]
+    assert "note" in lines["mpirun"]
+    assert "all compressors" in lines["kernels"]
+    assert "All that is needed is here." in lines
+
+
+def test_old_versions_are_noted(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probed["versions"].update(torch="1.13.1", keras="2.4")
+    assert main(["check"]) == 0
+    lines = findings(capsys)
+    assert "2.1 and later are known to work" in lines["torch"]
+    assert "2.15 and later are known to work" in lines["keras"]
+
+
+def test_one_framework_is_enough(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    del probed["versions"]["torch"]
+    assert main(["check"]) == 0
+    assert "not installed" in findings(capsys)["torch"]
+
+
+def test_no_horovod(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    del probed["versions"]["horovod"]
+    assert main(["check"]) == 1
+    assert "build_horovod.py" in findings(capsys)["horovod"]
+
+
+def test_a_horovod_of_another_framework(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probed["torch"] = probed["tensorflow"] = "ImportError: undefined symbol"
+    assert main(["check"]) == 1
+    lines = findings(capsys)
+    assert "undefined symbol" in lines["horovod.torch"]
+    assert "MISSING" in lines["framework"]
+
+
+def test_nothing_to_start_ranks_with(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probed["torch"] = {"mpi": True, "gloo": False, "nccl": False}
+    assert main(["check"]) == 1
+    assert "put the mpirun" in findings(capsys)["horovod.torch"]
+
+
+@pytest.mark.usefixtures("probed")
+def test_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("cannot cache function\nno locator available")
+
+    monkeypatch.setattr(Loopback, "allreduce", fail)
+    assert main(["check"]) == 1
+    line = findings(capsys)["kernels"]
+    assert "no locator available" in line
+    assert "NUMBA_CACHE_DIR" in line
+
+
+@pytest.mark.usefixtures("probed")
+def test_ranks_that_decode_differently(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = Loopback.allreduce
+
+    def damage(self: Loopback, arrays: list) -> list:
+        first, second = real(self, arrays)
+        return [first, second + 1]
+
+    monkeypatch.setattr(Loopback, "allreduce", damage)
+    assert main(["check"]) == 1
+    assert "different values" in findings(capsys)["wire"]
+
+
+@pytest.mark.usefixtures("probed")
+def test_more_ranks_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "100000")
+    assert main(["check"]) == 0
+    assert "fewer ranks per host" in findings(capsys)["cores"]
+
+
+def test_a_horovod_that_crashes_or_hangs_ends_its_own_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_PROBE", "import os; os.abort()  # {0}")
+    assert "-6" in check._probe("torch")
+    monkeypatch.setattr(check, "_PROBE", "raise ImportError('built for another {0}')")
+    assert check._probe("torch") == "ImportError: built for another torch"
+    monkeypatch.setattr(check, "_PROBE", "import time; time.sleep(60)  # {0}")
+    monkeypatch.setattr(check, "_PROBE_SECONDS", 0.5)
+    assert "within 0.5 s" in check._probe("torch")
+    monkeypatch.setattr(check, "_PROBE", "print('noise'); print('{{\"mpi\": true}}')  # {0}")
+    monkeypatch.setattr(check, "_PROBE_SECONDS", 60)
+    assert check._probe("torch") == {"mpi": True}
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_bench_shows_every_compressor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    _, head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["compressor", "bytes/element"]
+    shown = {row.partition("(")[0] for row in rows}
+    assert shown == {"OneBit", "Threshold", "Adaptive", "TopK", "QSGD", "BF16", "FP16"}
+
+
+def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+    assert "subcommand" in capsys.readouterr().err
+
+
+def test_as_a_module() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "OMPI"))}
+    command = [sys.executable, "-W", "error", "-m", "hvd_compress"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, __version__)
+    wrong = [*command, "advise", "--shapes", "8", "--bandwidth", "1", "--ranks", "2"]
+    done = subprocess.run(wrong, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2
+    assert "bandwidth" in done.stderr
+
+
+def test_the_entry_point_is_the_command() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    (place,) = re.findall(r'^hvd-compress = "([\w.]+:\w+)"$', text, re.MULTILINE)
+    module, _, function = place.partition(":")
+    assert getattr(import_module(module), function) is main
+
+
+def test_estimates_import_no_framework() -> None:
+    program = (
+        "import sys; from hvd_compress.cli import main; main(sys.argv[1:]); import json; "
+        "print(json.dumps([n for n in ('torch', 'tensorflow', 'keras', 'horovod', 'mpi4py') if n in sys.modules]))"
+    )
+    command = [sys.executable, "-c", program, "advise", "--shapes", "8", *PAPER]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_versions_are_those_of_the_environment() -> None:
+    assert check._version("numpy") == metadata.version("numpy")
+    assert check._version("no-such-distribution-1") is None
