@@ -6,7 +6,7 @@ each padded to 8 bytes. All numbers are little-endian. The header:
     offset  type    field
     0       char4   magic "hvdc"
     4       uint8   version of the layout
-    5       uint8   codec number of the compressor
+    5       uint8   codec number: of the compressor, or of its form whose body is losslessly coded
     6       uint8   flags: 1 = a value was not finite, there is no body; 2 = the source was float64;
                     4 = there was no gradient, there is no body
     7       uint8   number of dimensions
@@ -101,6 +101,12 @@ class Sections:
         """Like `take`, for writing: the padding is zeroed, so that equal content means equal bytes."""
         view = self.take(count, dtype)
         self._body[self._at - padded(view.nbytes) + view.nbytes : self._at] = 0
+        return view
+
+    def rest(self) -> npt.NDArray[np.uint64]:
+        """All that is left, as words."""
+        view = self._body[self._at :].view(np.uint64)
+        self._at = self._body.size
         return view
 
     @property

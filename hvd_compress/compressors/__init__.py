@@ -37,7 +37,12 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c for c in (OneBit, Threshold, Adaptive, TopK, QSGD, NoCompression, BF16, FP16)
 }
 
-_DECODERS: dict[int, Compressor] = {c.codec: c(tau=1.0) if c is Threshold else c() for c in COMPRESSORS.values()}
+_DECODERS: dict[int, Compressor] = {
+    codec: c(tau=1.0) if c is Threshold else c()
+    for c in COMPRESSORS.values()
+    for codec in (c.codec, c.coded_codec)
+    if codec is not None
+}
 
 
 def from_config(config: dict[str, Any]) -> Compressor:

@@ -31,11 +31,17 @@ class Compressor(ABC):
     """Stable name, used in configurations."""
     codec: ClassVar[int]
     """Stable number, used on the wire."""
-    fixed_size: ClassVar[bool] = True
-    """Whether the payload's size follows from the shape alone."""
+    coded_codec: ClassVar[int | None] = None
+    """Stable number of the form whose body is losslessly coded; None where there is no such form."""
     reducible: ClassVar[bool] = False
     """Whether an allreduce may sum what `compress` returns, as Horovod's own compressors require."""
     seed: int = 0
+    coding: str | None = None
+
+    @property
+    def fixed_size(self) -> bool:
+        """Whether the payload's size follows from the shape alone."""
+        return self.coding is None
 
     @property
     def feedback(self) -> bool:
@@ -66,6 +72,12 @@ class Compressor(ABC):
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         """Write or add `scale` times the decoded values; False if an index does not fit."""
 
+    def _shorten(
+        self, body: Bytes, entries: int, parameter: int, numel: int, group: int
+    ) -> tuple[int, int, int] | None:
+        """Replace a body by its losslessly coded form: as `_encode` returns, or None if that would not be shorter."""
+        raise NotImplementedError(f"{self!r} has a coding, so its class must define _shorten")
+
     # -- for exchanges: flat arrays, given buffers ---------------------------------------------------------------
 
     def capacity(self, numel: int, group: int, shape: tuple[int, ...] | None = None) -> int:
@@ -94,10 +106,16 @@ class Compressor(ABC):
         done = self._encode(x, _NO_RESIDUAL[x.dtype] if r is None else r, body, group, key) if x.size else (0, 0, 0)
         used, entries, parameter = done if done is not None else (0, 0, 0)
         body[used : wire.padded(used)] = 0
+        codec = self.codec
+        if self.coding is not None and self.coded_codec is not None and done and x.size:
+            shorter = self._shorten(body[: wire.padded(used)], entries, parameter, x.size, group)
+            if shorter is not None:
+                codec = self.coded_codec
+                used, entries, parameter = shorter
         nbytes = at + wire.padded(used)
         wire.seal(
             payload[:nbytes],
-            codec=self.codec,
+            codec=codec,
             shape=shape,
             group=group,
             parameter=parameter,
@@ -132,7 +150,7 @@ class Compressor(ABC):
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
         """
         header, body = wire.open_payload(payload)
-        if header.codec != self.codec:
+        if header.codec not in (self.codec, self.coded_codec):
             raise WireError(f"payload of codec {header.codec} given to {self!r} (codec {self.codec})")
         if header.numel != out.size:
             raise WireError(f"payload of {header.numel} elements, expected {out.size}")

@@ -77,6 +77,21 @@ def _ternary(x: np.ndarray, group: int) -> float:
     return 2 * x.size + 10 * _groups(x, group)
 
 
+def _ternary_elias(x: np.ndarray, group: int) -> float:
+    # a gap of g takes at most 2 * g - 1 bits, and its sign one
+    return x.size / 4 + 4 * _groups(x, group)
+
+
+def _threshold_golomb(x: np.ndarray, group: int) -> float:
+    # at most a unary gap and a sign for each element
+    return x.size / 4 + 4 * math.ceil(x.size / 32768)
+
+
+def _topk_golomb(kept: Callable[[int], int]) -> Bound:
+    # a gap never takes more than the 2 bytes of an index, nor all of them more than a bit an element and entry
+    return lambda x, group: min(6 * kept(x.size), 4.125 * kept(x.size) + x.size / 8) + 4 * math.ceil(x.size / 65536)
+
+
 def _halves(x: np.ndarray, group: int) -> float:
     return 2 * x.size
 
@@ -97,19 +112,30 @@ ROWS = (
     Row("onebit-no-feedback", OneBit(error_feedback=False), _onebit),
     Row("threshold", Threshold(tau=0.5), _threshold(0.5)),
     Row("threshold-small", Threshold(tau=1e-30), _threshold(0.0)),
+    Row("threshold-golomb", Threshold(tau=0.5, coding="golomb"), _threshold_golomb),
+    Row("threshold-golomb-small", Threshold(tau=1e-30, coding="golomb"), _threshold_golomb),
     Row("threshold-no-feedback", Threshold(tau=1.5, error_feedback=False), _threshold(1.5)),
     Row("adaptive", Adaptive(), _adaptive(64)),
     Row("adaptive-tensor", Adaptive(group="tensor"), _adaptive(64)),
     Row("adaptive-pi-2-group-33", Adaptive(pi=2, group=33), _adaptive(2)),
     Row("adaptive-pi-2-group-1", Adaptive(pi=2, group=1), _adaptive(2), _TINY_GROUPS),
+    Row("adaptive-golomb", Adaptive(coding="golomb"), _adaptive(64)),
+    Row("adaptive-golomb-pi-4-tensor", Adaptive(pi=4, group="tensor", coding="golomb"), _adaptive(4)),
     Row("adaptive-unsampled", Adaptive(pi=16, sample=None), _adaptive(16)),
     Row("adaptive-no-feedback", Adaptive(pi=1024, error_feedback=False), _adaptive(1024)),
     Row("topk", TopK(), _topk(lambda n: math.ceil(0.01 * n))),
     Row("topk-k-100", TopK(k=100), _topk(lambda n: min(n, 100)), _EVERYTHING),
     Row("topk-all", TopK(ratio=1.0), _topk(lambda n: n), _EVERYTHING),
+    Row("topk-golomb", TopK(ratio=0.1, coding="golomb"), _topk_golomb(lambda n: math.ceil(0.1 * n))),
+    Row("topk-golomb-all", TopK(ratio=1.0, coding="golomb"), _topk_golomb(lambda n: n), _EVERYTHING),
     Row("topk-no-feedback", TopK(ratio=0.1, error_feedback=False), _topk(lambda n: math.ceil(0.1 * n))),
     Row("qsgd-1", QSGD(bits=1), _ternary),
     Row("qsgd-1-max-bucket-8", QSGD(bits=1, norm="max", bucket_numel=8), _ternary),
+    Row("qsgd-1-elias", QSGD(bits=1, coding="elias"), _ternary_elias),
+    Row("qsgd-1-elias-one-bucket", QSGD(bits=1, bucket_numel=2**24, coding="elias"), _ternary_elias),
+    Row("qsgd-2-elias", QSGD(bits=2, coding="elias"), _qsgd(2)),
+    Row("qsgd-4-elias", QSGD(coding="elias"), _qsgd(4)),
+    Row("qsgd-8-max-elias", QSGD(bits=8, norm="max", bucket_numel=64, coding="elias"), _qsgd(8)),
     Row("qsgd-2", QSGD(bits=2), _qsgd(2)),
     Row("qsgd-3", QSGD(bits=3, bucket_numel=24), _qsgd(3)),
     Row("qsgd-4", QSGD(), _qsgd(4)),

@@ -17,6 +17,7 @@ CORE = [
     "hvd_compress",
     "hvd_compress._keras.binding",
     "hvd_compress.cli",
+    "hvd_compress.coding",
     "hvd_compress.compressors",
     "hvd_compress.cost",
     "hvd_compress.engine",

@@ -1,0 +1,65 @@
+"""Streams of bits: codes of any length, one after the other, in an array of uint64, the lowest bit first."""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from hvd_compress.kernels.jit import kernel
+
+_ONE = np.uint64(1)
+_LAST = np.uint64(63)
+
+
+def _count_zeros(builder_method):
+    def typed(_context, _word):
+        def generate(_context, builder, _signature, arguments):
+            return getattr(builder, builder_method)(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+        return types.int64(types.uint64), generate
+
+    return typed
+
+
+trailing_zeros = intrinsic(_count_zeros("cttz"))
+leading_zeros = intrinsic(_count_zeros("ctlz"))
+
+
+@kernel
+def put(words, at, code, length):
+    """Lay `code`, which has no bits from `length` (below 65) on, at bit `at` of a zeroed stream; the bit behind it.
+
+    The stream must have a word more than it needs.
+    """
+    i = np.uint64(at) >> np.uint64(6)
+    shift = np.uint64(at) & _LAST
+    words[i] |= code << shift
+    # in two steps: a shift by 64 is undefined
+    words[i + _ONE] |= (code >> _ONE) >> (_LAST - shift)
+    return at + length
+
+
+@kernel
+def peek(words, at):
+    """The 64 bits from bit `at` on; zeros behind the end of the stream."""
+    i = np.uint64(at) >> np.uint64(6)
+    shift = np.uint64(at) & _LAST
+    size = np.uint64(words.size)
+    window = words[i] >> shift if i < size else np.uint64(0)
+    if i + _ONE < size:
+        window |= (words[i + _ONE] << _ONE) << (_LAST - shift)
+    return window
+
+
+@kernel
+def ends_at(words, at):
+    """Whether bit `at` is behind the last one: no word is left over, and the padding is zero."""
+    return (at + 63) >> 6 == words.size and peek(words, at) == 0
+
+
+@kernel
+def low_bits(word, count):
+    """The lowest `count` (below 64) bits."""
+    return word & ((_ONE << np.uint64(count)) - _ONE)

@@ -1,0 +1,295 @@
+"""Elias coding of the levels of QSGD: gaps between those that are not zero, signs, and the levels themselves.
+
+With n = floor(log2 v), gamma of v >= 1 is n zeros, a one, and the n low bits of v. Omega of 1 is a zero; of v > 1 it is
+omega of n without its last zero, a one, the n low bits of v, and a zero.
+
+Sparse streams hold, per level that is not zero, its distance (1 or more) from the one before, over all buckets, in one
+of the two codes; a bit that says that it is negative; and, if there are more levels than one, its gamma code. Dense
+streams hold gamma of level + 1 for each element, and the sign bit if the level is not zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.bits import ends_at, leading_zeros, low_bits, peek, put, trailing_zeros
+from hvd_compress.kernels.collect import TILE, count_bits
+from hvd_compress.kernels.common import bucket_norm
+from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.qsgd import _unpack
+from hvd_compress.kernels.signs import _mask_chosen
+
+SPARSE_GAMMA = 1
+SPARSE_OMEGA = 2
+DENSE = 3
+
+_ONE = np.uint64(1)
+_MOST_ZEROS = 40  # no array has more elements than 2**40
+
+
+@kernel
+def gamma(v):
+    """The code of v, 1 to 2**31, and its length."""
+    n = 63 - leading_zeros(np.uint64(v))
+    code = (_ONE | (low_bits(np.uint64(v), n) << _ONE)) << np.uint64(n)
+    return code, 2 * n + 1
+
+
+@kernel
+def omega(v):
+    """The code of v, 1 to 2**40, and its length."""
+    code = np.uint64(0)
+    length = 1
+    while v > 1:
+        n = 63 - leading_zeros(np.uint64(v))
+        code = _ONE | (low_bits(np.uint64(v), n) << _ONE) | (code << np.uint64(n + 1))
+        length += n + 1
+        v = n
+    return code, length
+
+
+@kernel
+def read_gamma(words, at):
+    """The number at bit `at` and the bit behind it; 0 if none up to 2**40 is there."""
+    window = peek(words, at)
+    n = trailing_zeros(window)
+    if n > 31:
+        if n > _MOST_ZEROS:
+            return 0, at
+        window = peek(words, at + n)
+    else:
+        window >>= np.uint64(n)
+    return np.int64(low_bits(window >> _ONE, n)) | (1 << n), at + 2 * n + 1
+
+
+@kernel
+def read_omega(words, at):
+    """The number at bit `at` and the bit behind it; 0 if none up to 2**40 is there."""
+    window = peek(words, at)
+    v = 1
+    length = 1
+    while window & _ONE:
+        n = v
+        length += n + 1
+        if n > _MOST_ZEROS or length > 64:
+            return 0, at
+        v = np.int64(low_bits(window >> _ONE, n)) | (1 << n)
+        window >>= np.uint64(n + 1)
+    return v, at + length
+
+
+@kernel
+def _put_gap(words, at, gap, use_omega, rest, rest_length):
+    """A gap and the `rest` (17 bits or fewer) that follows it."""
+    if use_omega:
+        code, length = omega(gap)
+        at = put(words, at, code, length)
+        return put(words, at, rest, rest_length)
+    # the zeros are there already, so that the others and the rest fit into a word
+    n = 63 - leading_zeros(np.uint64(gap))
+    code = _ONE | (low_bits(np.uint64(gap), n) << _ONE) | (rest << np.uint64(n + 1))
+    return put(words, at + n, code, n + 1 + rest_length)
+
+
+@kernel
+def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, words):
+    """A sparse stream of x sent as sign(x) * norm with probability |x| / norm: (bits used, levels that are not zero).
+
+    norms[buckets]. `words` must be zeroed and hold two bits an element and two words. Bits are -1 if not finite.
+    """
+    draws = np.empty(TILE, np.float32)
+    mask = np.empty(TILE // 8, np.uint8)
+    marks = mask.view(np.uint64)
+    at = 0
+    count = 0
+    previous = -1
+    for b in range(norms.size):
+        start = b * bucket
+        stop = min(start + bucket, x.size)
+        norm = bucket_norm(x[start:stop], norm_is_max)
+        if not np.isfinite(norm):
+            return -1, 0
+        norms[b] = norm
+        for tile in range(start, stop, TILE):
+            y = x[tile : min(tile + TILE, stop)]
+            _mask_chosen(y, tile, norm, key_low, key_high, draws, mask)
+            for m in range((y.size + 63) >> 6):
+                w = marks[m]
+                while w != 0:
+                    i = 64 * m + trailing_zeros(w)
+                    w &= w - _ONE
+                    negative = np.uint64(not y[i] > 0)
+                    # with its sign, a gap of g takes no more than 2 * g bits in either code
+                    at = _put_gap(words, at, tile + i - previous, use_omega, negative, 1)
+                    previous = tile + i
+                    count += 1
+    return at, count
+
+
+@kernel
+def _suffixes(bits, codes, lengths):
+    """What follows a gap, for each code of `bits` bits whose level is not 0."""
+    sign_bit = 1 << (bits - 1)
+    for level in range(1, sign_bit):
+        code, length = gamma(level)
+        if bits == 2:
+            code, length = np.uint64(0), 0
+        for negative in range(2):
+            codes[level | negative * sign_bit] = np.uint64(negative) | (code << _ONE)
+            lengths[level | negative * sign_bit] = length + 1
+
+
+@kernel
+def _mask_levels(codes, levels, mask):
+    """Bits of the codes whose level is not 0 into `mask`; all of it is written."""
+    for j in range(codes.size >> 3):
+        byte = np.uint8(0)
+        for k in range(8):
+            byte |= np.uint8((codes[8 * j + k] & levels) != 0) << np.uint8(k)
+        mask[j] = byte
+    mask[codes.size >> 3 :] = 0
+
+
+@kernel
+def count_levels(packed, bits):
+    """How many of the packed codes have a level that is not 0."""
+    codes = np.empty(TILE, np.uint8)
+    mask = np.zeros(TILE // 8, np.uint8)
+    levels = np.uint8((1 << (bits - 1)) - 1)
+    octets = packed.size // bits
+    total = 0
+    for first in range(0, octets, TILE // 8):
+        last = min(first + TILE // 8, octets)
+        tile = codes[: 8 * (last - first)]
+        _unpack(packed[first * bits : last * bits], bits, tile)
+        _mask_levels(tile, levels, mask)
+        total += count_bits(mask)
+    return total
+
+
+@kernel
+def encode_sparse(packed, bits, use_omega, words):
+    """A sparse stream of packed codes (octets of `bits` bytes): bits used, or -1 if they do not fit.
+
+    `words` must be zeroed; the last two are not used.
+    """
+    room = 64 * (words.size - 2)
+    codes = np.empty(TILE, np.uint8)
+    mask = np.zeros(TILE // 8, np.uint8)
+    marks = mask.view(np.uint64)
+    levels = np.uint8((1 << (bits - 1)) - 1)
+    suffix = np.zeros(256, np.uint64)
+    suffix_length = np.zeros(256, np.int64)
+    _suffixes(bits, suffix, suffix_length)
+    octets = packed.size // bits
+    at = 0
+    previous = -1
+    for first in range(0, octets, TILE // 8):
+        last = min(first + TILE // 8, octets)
+        tile = codes[: 8 * (last - first)]
+        _unpack(packed[first * bits : last * bits], bits, tile)
+        _mask_levels(tile, levels, mask)
+        for m in range(marks.size):
+            w = marks[m]
+            while w != 0:
+                i = 64 * m + trailing_zeros(w)
+                w &= w - _ONE
+                code = codes[i]
+                place = 8 * first + i
+                if at > room - 64:
+                    return -1
+                at = _put_gap(words, at, place - previous, use_omega, suffix[code], suffix_length[code])
+                previous = place
+    return at
+
+
+@kernel
+def encode_dense(packed, numel, bits, words):
+    """A dense stream of the first `numel` packed codes: bits used, or -1 if they do not fit.
+
+    `words` must be zeroed; the last two are not used.
+    """
+    room = 64 * (words.size - 2)
+    codes = np.empty(TILE, np.uint8)
+    sign_bit = 1 << (bits - 1)
+    whole = np.zeros(256, np.uint64)
+    whole_length = np.zeros(256, np.int64)
+    for level in range(sign_bit):
+        code, length = gamma(level + 1)
+        for negative in range(2):
+            whole[level | negative * sign_bit] = code | (np.uint64(negative * (level > 0)) << np.uint64(length))
+            whole_length[level | negative * sign_bit] = length + (level > 0)
+    octets = packed.size // bits
+    at = 0
+    for first in range(0, octets, TILE // 8):
+        last = min(first + TILE // 8, octets)
+        _unpack(packed[first * bits : last * bits], bits, codes[: 8 * (last - first)])
+        for i in range(min(8 * (last - first), numel - 8 * first)):
+            if at > room - 64:
+                return -1
+            at = put(words, at, whole[codes[i]], whole_length[codes[i]])
+    return at
+
+
+@kernel
+def _step(norm, levels, scale):
+    """What one level stands for."""
+    step = np.float32(np.float64(norm) / levels)
+    if np.isinf(step * np.float32(levels)):
+        # the quotient was rounded up and the norm is next to the largest float32
+        step -= step * np.float32(2.0**-23)
+    return step * scale
+
+
+@kernel
+def decode_sparse(words, nonzeros, norms, bucket, levels, use_omega, scale, out):
+    """Add `scale * norm * level / levels` with the sign; False at the first code that does not fit."""
+    end = 64 * words.size
+    at = 0
+    place = -1
+    b = -1
+    stop = 0
+    step = np.float32(0)
+    for _ in range(nonzeros):
+        gap, at = read_omega(words, at) if use_omega else read_gamma(words, at)
+        place += gap
+        if gap == 0 or place >= out.size or at >= end:
+            return False
+        negative = peek(words, at) & _ONE
+        at += 1
+        level = 1
+        if levels > 1:
+            level, at = read_gamma(words, at)
+            if level == 0 or level > levels:
+                return False
+        if at > end:
+            return False
+        if place >= stop:
+            b = place // bucket
+            stop = (b + 1) * bucket
+            step = _step(norms[b], levels, scale)
+        out[place] += np.float32(-level if negative else level) * step
+    return ends_at(words, at)
+
+
+@kernel
+def decode_dense(words, nonzeros, norms, bucket, levels, scale, out):
+    """Add `scale * norm * level / levels` with the sign; False at the first code that does not fit."""
+    end = 64 * words.size
+    at = 0
+    found = 0
+    for b in range(norms.size):
+        y = out[b * bucket : min((b + 1) * bucket, out.size)]
+        step = _step(norms[b], levels, scale)
+        for i in range(y.size):
+            code, at = read_gamma(words, at)
+            level = code - 1
+            if level < 0 or level > levels or at > end:
+                return False
+            if level == 0:
+                continue
+            negative = peek(words, at) & _ONE
+            at += 1
+            found += 1
+            y[i] += np.float32(-level if negative else level) * step
+    return found == nonzeros and ends_at(words, at)

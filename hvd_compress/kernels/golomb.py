@@ -1,0 +1,100 @@
+"""Golomb-Rice coding of the gaps between ascending indices.
+
+A gap g >= 0 is g >> k in unary (zeros and a one) and the k low bits of g; an entry's flag bits follow. The parameter k
+follows from the number of entries of a group, so that it need not be sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.bits import ends_at, low_bits, peek, put, trailing_zeros
+from hvd_compress.kernels.jit import kernel
+
+
+@kernel
+def rice_parameter(count, size):
+    """The parameter for `count` (1 or more) entries among `size` places: the best for geometric gaps."""
+    # k + 1 beats k where (1 - p)**(2**k) exceeds the golden section, 0.618, so up to a mean gap of 2**k / 0.481
+    k = 0
+    while (count << k) * 133 < size * 64:
+        k += 1
+    return k
+
+
+@kernel
+def encode(counts, entries, group, numel, flag_bits, words):
+    """Code `entries`, index << flag_bits | flags, into zeroed `words`: bits used, or -1 if they do not fit.
+
+    counts[groups] entries belong to each group of `group` of the `numel` places; the last word is not used.
+    """
+    room = 64 * (words.size - 1)
+    at = 0
+    first = 0
+    for g in range(counts.size):
+        count = np.int64(counts[g])
+        if count == 0:
+            continue
+        k = rice_parameter(count, min(group, numel - g * group))
+        length = 1 + k + flag_bits
+        expected = 0
+        for e in range(first, first + count):
+            entry = np.int64(entries[e])
+            gap = (entry >> flag_bits) - expected
+            expected += gap + 1
+            at += gap >> k
+            if at + length > room:
+                return -1
+            code = np.uint64(1) | (low_bits(np.uint64(gap), k) << np.uint64(1))
+            code |= low_bits(np.uint64(entry), flag_bits) << np.uint64(k + 1)
+            at = put(words, at, code, length)
+        first += count
+    return at
+
+
+@kernel
+def decode(words, counts, group, numel, flag_bits, entries):
+    """The reverse of `encode`; False at a code that does not fit, or if the stream does not end with the last one."""
+    end = 64 * words.size
+    at = 0
+    e = 0
+    for g in range(counts.size):
+        count = np.int64(counts[g])
+        if count == 0:
+            continue
+        size = min(group, numel - g * group)
+        k = rice_parameter(count, size)
+        length = 1 + k + flag_bits
+        expected = 0
+        if count > entries.size - e:
+            return False
+        for _ in range(count):
+            window = peek(words, at)
+            quotient = trailing_zeros(window)
+            if quotient + length > 64:
+                # the zeros go on in the next words
+                at += quotient
+                window = peek(words, at)
+                while window == 0 and at < end:
+                    at += 64
+                    quotient += 64
+                    window = peek(words, at)
+                more = trailing_zeros(window)
+                quotient += more
+                at += more
+                window = peek(words, at)
+            else:
+                at += quotient
+                window >>= np.uint64(quotient)
+            if quotient > size >> k:
+                return False
+            window >>= np.uint64(1)
+            index = expected + ((quotient << k) | np.int64(low_bits(window, k)))
+            at += length
+            if at > end or index >= size:
+                return False
+            flags = np.int64(low_bits(window >> np.uint64(k), flag_bits))
+            entries[e] = (index << flag_bits) | flags
+            e += 1
+            expected = index + 1
+    return e == entries.size and ends_at(words, at)
