@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def encode_levels(packed: Array, bits: int, numel: int) -> Stream | None:
         form = _sparse(is_omega)
         used = kernels.encode_sparse(packed, bits, is_omega, words)
     size = -(-used // 64)
-    return (words[:size], form, nonzeros) if 0 <= used and size < most else None
+    return (words[:size], form, nonzeros) if used >= 0 and size < most else None
 
 
 def decode(stream: Stream, norms: Array, bucket: int, bits: int, scale: np.float32, out: Array) -> None:
@@ -103,9 +104,10 @@ def decode(stream: Stream, norms: Array, bucket: int, bits: int, scale: np.float
         raise WireError(f"payload claims {nonzeros} levels that are not zero among {out.size}")
     if form in (kernels.SPARSE_GAMMA, kernels.SPARSE_OMEGA):
         is_omega = form == kernels.SPARSE_OMEGA
-        fits = kernels.decode_sparse(words, nonzeros, norms, bucket, levels, is_omega, scale, out)
+        table = _sparse_table(levels, is_omega)
+        fits = kernels.decode_sparse(words, nonzeros, norms, bucket, levels, is_omega, table, scale, out)
     elif form == kernels.DENSE:
-        fits = kernels.decode_dense(words, nonzeros, norms, bucket, levels, scale, out)
+        fits = kernels.decode_dense(words, nonzeros, norms, bucket, levels, _dense_table(levels), scale, out)
     else:
         raise WireError(f"payload of an Elias code of form {form}; known are 1 to 3")
     if not fits:
@@ -117,3 +119,17 @@ def decode(stream: Stream, norms: Array, bucket: int, bits: int, scale: np.float
 
 def _sparse(is_omega: bool) -> int:
     return kernels.SPARSE_OMEGA if is_omega else kernels.SPARSE_GAMMA
+
+
+@lru_cache(maxsize=None)
+def _sparse_table(levels: int, is_omega: bool) -> Array:
+    table = np.zeros(2**kernels.TABLE_BITS, np.int32)
+    kernels.sparse_table(levels, is_omega, table)
+    return table
+
+
+@lru_cache(maxsize=None)
+def _dense_table(levels: int) -> Array:
+    table = np.zeros(2**kernels.TABLE_BITS, np.int32)
+    kernels.dense_table(levels, table)
+    return table

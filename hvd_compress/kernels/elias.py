@@ -23,7 +23,10 @@ SPARSE_GAMMA = 1
 SPARSE_OMEGA = 2
 DENSE = 3
 
+TABLE_BITS = 12  # 16 KiB of int32: half of a first-level cache
+
 _ONE = np.uint64(1)
+_TABLE_MASK = np.uint64((1 << TABLE_BITS) - 1)
 _MOST_ZEROS = 40  # no array has more elements than 2**40
 
 
@@ -224,7 +227,20 @@ def encode_dense(packed, numel, bits, words):
     for first in range(0, octets, TILE // 8):
         last = min(first + TILE // 8, octets)
         _unpack(packed[first * bits : last * bits], bits, codes[: 8 * (last - first)])
-        for i in range(min(8 * (last - first), numel - 8 * first)):
+        size = min(8 * (last - first), numel - 8 * first)
+        fours = size & ~3
+        # four symbols of 16 bits at most are one word, and one access to the stream
+        for i in range(0, fours, 4):
+            if at > room - 64:
+                return -1
+            length = whole_length[codes[i]]
+            low = whole[codes[i]] | (whole[codes[i + 1]] << np.uint64(length))
+            length += whole_length[codes[i + 1]]
+            length_of_high = whole_length[codes[i + 2]]
+            high = whole[codes[i + 2]] | (whole[codes[i + 3]] << np.uint64(length_of_high))
+            length_of_high += whole_length[codes[i + 3]]
+            at = put(words, at, low | (high << np.uint64(length)), length + length_of_high)
+        for i in range(fours, size):
             if at > room - 64:
                 return -1
             at = put(words, at, whole[codes[i]], whole_length[codes[i]])
@@ -242,54 +258,116 @@ def _step(norm, levels, scale):
 
 
 @kernel
-def decode_sparse(words, nonzeros, norms, bucket, levels, use_omega, scale, out):
+def _read_symbol(words, at, levels, use_omega):
+    """The gap, the signed level and the end of the symbol of a sparse stream at bit `at`; gap 0 if none is there."""
+    gap, at = read_omega(words, at) if use_omega else read_gamma(words, at)
+    negative = peek(words, at) & _ONE
+    at += 1
+    level = 1
+    if levels > 1:
+        level, at = read_gamma(words, at)
+        if level == 0 or level > levels:
+            return 0, 0, at
+    return gap, -level if negative else level, at
+
+
+@kernel
+def _read_level(words, at, levels):
+    """The signed level and the end of the symbol of a dense stream at bit `at`; the end is 0 if none is there."""
+    code, at = read_gamma(words, at)
+    level = code - 1
+    if level < 0 or level > levels:
+        return 0, 0
+    if level == 0:
+        return 0, at
+    negative = peek(words, at) & _ONE
+    return -level if negative else level, at + 1
+
+
+@kernel
+def sparse_table(levels, use_omega, table):
+    """For each pattern of the next bits of a sparse stream its symbol: level << 16 | gap << 4 | length, 0 if longer."""
+    word = np.zeros(1, np.uint64)
+    for pattern in range(table.size):
+        word[0] = pattern
+        gap, level, length = _read_symbol(word, 0, levels, use_omega)
+        table[pattern] = 0 if gap == 0 or length > TABLE_BITS else level << 16 | gap << 4 | length
+
+
+@kernel
+def dense_table(levels, table):
+    """For each pattern of the next bits of a dense stream its symbol: level << 16 | length, 0 if longer."""
+    word = np.zeros(1, np.uint64)
+    for pattern in range(table.size):
+        word[0] = pattern
+        level, length = _read_level(word, 0, levels)
+        table[pattern] = 0 if length > TABLE_BITS else level << 16 | length
+
+
+@kernel
+def decode_sparse(words, nonzeros, norms, bucket, levels, use_omega, table, scale, out):
     """Add `scale * norm * level / levels` with the sign; False at the first code that does not fit."""
-    end = 64 * words.size
     at = 0
-    place = -1
-    b = -1
+    place = np.int64(-1)
     stop = 0
     step = np.float32(0)
-    for _ in range(nonzeros):
-        gap, at = read_omega(words, at) if use_omega else read_gamma(words, at)
-        place += gap
-        if gap == 0 or place >= out.size or at >= end:
-            return False
-        negative = peek(words, at) & _ONE
-        at += 1
-        level = 1
-        if levels > 1:
-            level, at = read_gamma(words, at)
-            if level == 0 or level > levels:
+    done = 0
+    while done < nonzeros:
+        window = peek(words, at)
+        # one look at the stream serves as many short symbols as surely fit into it, or one long one
+        for symbol in range(min(64 // TABLE_BITS, nonzeros - done)):
+            entry = table[window & _TABLE_MASK]
+            length = entry & 15
+            if length == 0:
+                if symbol > 0:
+                    break
+                gap, level, at = _read_symbol(words, at, levels, use_omega)
+                if gap == 0:
+                    return False
+            else:
+                gap, level = np.int64((entry >> 4) & 4095), np.int64(entry >> 16)
+            place += gap
+            if place >= out.size:
                 return False
-        if at > end:
-            return False
-        if place >= stop:
-            b = place // bucket
-            stop = (b + 1) * bucket
-            step = _step(norms[b], levels, scale)
-        out[place] += np.float32(-level if negative else level) * step
+            if place >= stop:
+                b = place // bucket
+                stop = (b + 1) * bucket
+                step = _step(norms[b], levels, scale)
+            out[place] += np.float32(level) * step
+            done += 1
+            if length == 0:
+                break
+            at += length
+            window >>= np.uint64(length)
     return ends_at(words, at)
 
 
 @kernel
-def decode_dense(words, nonzeros, norms, bucket, levels, scale, out):
+def decode_dense(words, nonzeros, norms, bucket, levels, table, scale, out):
     """Add `scale * norm * level / levels` with the sign; False at the first code that does not fit."""
-    end = 64 * words.size
     at = 0
     found = 0
     for b in range(norms.size):
         y = out[b * bucket : min((b + 1) * bucket, out.size)]
         step = _step(norms[b], levels, scale)
-        for i in range(y.size):
-            code, at = read_gamma(words, at)
-            level = code - 1
-            if level < 0 or level > levels or at > end:
-                return False
-            if level == 0:
-                continue
-            negative = peek(words, at) & _ONE
-            at += 1
-            found += 1
-            y[i] += np.float32(-level if negative else level) * step
+        i = 0
+        while i < y.size:
+            window = peek(words, at)
+            for symbol in range(min(64 // TABLE_BITS, y.size - i)):
+                entry = table[window & _TABLE_MASK]
+                length = entry & 15
+                level = np.int64(entry >> 16)
+                if length == 0:
+                    if symbol > 0:
+                        break
+                    level, at = _read_level(words, at, levels)
+                    if at == 0:
+                        return False
+                found += level != 0
+                y[i] += np.float32(level) * step
+                i += 1
+                if length == 0:
+                    break
+                at += length
+                window >>= np.uint64(length)
     return found == nonzeros and ends_at(words, at)

@@ -55,46 +55,58 @@ def encode(counts, entries, group, numel, flag_bits, words):
 @kernel
 def decode(words, counts, group, numel, flag_bits, entries):
     """The reverse of `encode`; False at a code that does not fit, or if the stream does not end with the last one."""
-    end = 64 * words.size
     at = 0
-    e = 0
+    first = 0
     for g in range(counts.size):
         count = np.int64(counts[g])
         if count == 0:
             continue
+        if count > entries.size - first:
+            return False
         size = min(group, numel - g * group)
         k = rice_parameter(count, size)
         length = 1 + k + flag_bits
-        expected = 0
-        if count > entries.size - e:
-            return False
-        for _ in range(count):
+        index = -1
+        e = first
+        first += count
+        while e < first:
             window = peek(words, at)
+            left = 64
             quotient = trailing_zeros(window)
-            if quotient + length > 64:
-                # the zeros go on in the next words
+            if quotient + length > left:
+                quotient = _skip_zeros(words, at)
                 at += quotient
                 window = peek(words, at)
-                while window == 0 and at < end:
-                    at += 64
-                    quotient += 64
-                    window = peek(words, at)
-                more = trailing_zeros(window)
-                quotient += more
-                at += more
-                window = peek(words, at)
+                quotient_of_first = quotient
+                quotient = 0
             else:
-                at += quotient
-                window >>= np.uint64(quotient)
-            if quotient > size >> k:
-                return False
-            window >>= np.uint64(1)
-            index = expected + ((quotient << k) | np.int64(low_bits(window, k)))
-            at += length
-            if at > end or index >= size:
-                return False
-            flags = np.int64(low_bits(window >> np.uint64(k), flag_bits))
-            entries[e] = (index << flag_bits) | flags
-            e += 1
-            expected = index + 1
-    return e == entries.size and ends_at(words, at)
+                quotient_of_first = 0
+            # one look at the stream serves all codes that end within it
+            while quotient + length <= left and e < first:
+                window >>= np.uint64(quotient + 1)
+                left -= quotient + length
+                at += quotient + length
+                quotient += quotient_of_first
+                quotient_of_first = 0
+                if quotient > size >> k:
+                    return False
+                index += 1 + ((quotient << k) | np.int64(low_bits(window, k)))
+                if index >= size:
+                    return False
+                window >>= np.uint64(k)
+                entries[e] = (index << flag_bits) | np.int64(low_bits(window, flag_bits))
+                window >>= np.uint64(flag_bits)
+                e += 1
+                quotient = trailing_zeros(window)
+    return first == entries.size and ends_at(words, at)
+
+
+@kernel
+def _skip_zeros(words, at):
+    """Zeros from bit `at` on up to the next one or the end of the stream."""
+    start = at
+    window = peek(words, at)
+    while window == 0 and at < 64 * words.size:
+        at += 64
+        window = peek(words, at)
+    return at - start + trailing_zeros(window)
