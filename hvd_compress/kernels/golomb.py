@@ -15,9 +15,10 @@ from hvd_compress.kernels.jit import kernel
 @kernel
 def rice_parameter(count, size):
     """The parameter for `count` (1 or more) entries among `size` places: the best for geometric gaps."""
-    # k + 1 beats k where (1 - p)**(2**k) exceeds the golden section, 0.618, so up to a mean gap of 2**k / 0.481
+    # k + 1 beats k where (1 - p)**(2**k) exceeds the golden section 0.618 = exp(-32 / 66.5), and -1 / log(1 - p) is
+    # about 1 / p - 1 / 2
     k = 0
-    while (count << k) * 133 < size * 64:
+    while (count << k) * 133 < (2 * size - count) * 32:
         k += 1
     return k
 

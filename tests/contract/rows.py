@@ -135,6 +135,7 @@ ROWS = (
     Row("qsgd-1-elias-one-bucket", QSGD(bits=1, bucket_numel=2**24, coding="elias"), _ternary_elias),
     Row("qsgd-2-elias", QSGD(bits=2, coding="elias"), _qsgd(2)),
     Row("qsgd-4-elias", QSGD(coding="elias"), _qsgd(4)),
+    Row("qsgd-8-elias", QSGD(bits=8, coding="elias"), _qsgd(8)),
     Row("qsgd-8-max-elias", QSGD(bits=8, norm="max", bucket_numel=64, coding="elias"), _qsgd(8)),
     Row("qsgd-2", QSGD(bits=2), _qsgd(2)),
     Row("qsgd-3", QSGD(bits=3, bucket_numel=24), _qsgd(3)),

@@ -44,6 +44,14 @@ CASES = {
     "topk-two-blocks": (TopK(k=40), (66000,)),
     **{f"qsgd-{bits}": (QSGD(bits=bits, bucket_numel=128), (3, 100)) for bits in range(1, 9)},
     "qsgd-4-max": (QSGD(norm="max", seed=9), (700,)),
+    "threshold-golomb": (Threshold(tau=0.75, coding="golomb"), (5, 300)),
+    "adaptive-golomb": (Adaptive(pi=4, coding="golomb"), (5, 300)),
+    "adaptive-golomb-32-bit": (Adaptive(pi=1024, group="tensor", coding="golomb"), (33000,)),
+    "topk-golomb": (TopK(ratio=0.1, coding="golomb"), (5, 300)),
+    "qsgd-1-elias": (QSGD(bits=1, bucket_numel=128, coding="elias"), (3, 100)),
+    "qsgd-4-elias": (QSGD(bits=4, bucket_numel=128, coding="elias"), (3, 100)),
+    "qsgd-2-elias-omega": (QSGD(bits=2, bucket_numel=32768, coding="elias"), (33000,)),
+    "qsgd-7-elias-dense": (QSGD(bits=7, bucket_numel=128, coding="elias"), (3, 100)),
     "fp16": (FP16(), (3, 100)),
     "bf16": (BF16(), (3, 100)),
     "none": (NoCompression(), (3, 100)),
@@ -121,6 +129,16 @@ def test_frozen_payloads_decode_to_what_was_sent(name):
 
 def test_every_compressor_is_frozen():
     assert {type(c) for c, _ in CASES.values()} == set(COMPRESSORS.values())
+
+
+@pytest.mark.parametrize("name", [name for name, (c, _) in CASES.items() if c.coding is not None])
+def test_files_of_coded_cases_hold_coded_payloads(name):
+    """A coded form that is not shorter is not sent, and a file of the plain form would freeze nothing new."""
+    payload = np.frombuffer((FOLDER / f"{name}.bin").read_bytes(), np.uint8)
+    assert payload[5] == CASES[name][0].coded_codec
+    if name.startswith("qsgd"):
+        form = {"omega": 2, "dense": 3}.get(name.rpartition("-")[2], 1)
+        assert payload[29] == form
 
 
 def test_no_file_is_left_over():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
@@ -30,6 +31,9 @@ def arrays(values=elements):
     return dtypes.flatmap(lambda t: hnp.arrays(t, shapes, elements=values, fill=values))
 
 
+golombs = st.sampled_from([None, "golomb"])
+
+
 @st.composite
 def biased(draw):
     """A compressor with error feedback, of any settings."""
@@ -38,11 +42,13 @@ def biased(draw):
     if kind == "onebit":
         return OneBit(group=group, sample=draw(st.none() | st.integers(2, 100)))
     if kind == "threshold":
-        return Threshold(tau=draw(st.floats(2.0**-149, MAX, width=32)))
+        return Threshold(tau=draw(st.floats(2.0**-149, MAX, width=32)), coding=draw(golombs))
     if kind == "adaptive":
-        return Adaptive(pi=draw(st.integers(2, 300)), group=group, sample=draw(st.none() | st.integers(16, 100)))
+        sample = draw(st.none() | st.integers(16, 100))
+        return Adaptive(pi=draw(st.integers(2, 300)), group=group, sample=sample, coding=draw(golombs))
     if kind == "topk":
-        return draw(st.builds(TopK, ratio=st.floats(0, 1, exclude_min=True)) | st.builds(TopK, k=st.integers(1, 2000)))
+        ratios = st.builds(TopK, ratio=st.floats(0, 1, exclude_min=True), coding=golombs)
+        return draw(ratios | st.builds(TopK, k=st.integers(1, 2000), coding=golombs))
     return BF16()
 
 
@@ -51,6 +57,7 @@ qsgds = st.builds(
     bits=st.integers(1, 8),
     bucket_numel=st.integers(1, 100).map(lambda n: 8 * n),
     norm=st.sampled_from(["l2", "max"]),
+    coding=st.sampled_from([None, "elias"]),
 )
 keys = st.builds(Key, seed=st.integers(0, 9), step=st.integers(0, 9))
 
@@ -95,6 +102,18 @@ def test_payloads_hold_their_bounds_and_describe_themselves(compressor, x, key):
     compressor.decode_into(payload, out, scale=0.5, add=True)
     with np.errstate(over="ignore", invalid="ignore"):
         np.testing.assert_allclose(out, 1 + y.reshape(-1) / 2, rtol=1e-6)
+
+
+@more
+@given(compressor=biased() | qsgds, x=arrays(), key=keys)
+def test_coding_is_lossless_and_never_longer_than_plain(compressor, x, key):
+    coding = {"qsgd": "elias", "threshold": "golomb", "adaptive": "golomb", "topk": "golomb"}.get(compressor.id)
+    if coding is None:
+        return
+    plain, coded = (dataclasses.replace(compressor, coding=c) for c in (None, coding))
+    payload, plain_payload = coded.encode(x, key=key), plain.encode(x, key=key)
+    assert coded.decode(payload).tobytes() == plain.decode(plain_payload).tobytes()
+    assert payload.size <= plain_payload.size
 
 
 @more

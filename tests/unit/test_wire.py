@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
 import tracemalloc
 
@@ -141,7 +142,7 @@ def test_payload_of_another_codec_is_refused(row):
     payload = payload_of(row)
     for other in {type(r.compressor): r.compressor for r in ROWS}.values():
         if other.codec != row.compressor.codec:
-            with pytest.raises(WireError, match=f"codec {row.compressor.codec}"):
+            with pytest.raises(WireError, match=f"codec {field(payload, 'codec')}"):
                 other.decode(payload)
 
 
@@ -213,7 +214,7 @@ def test_forged_number_of_elements(row, numel):
     # an array of that size: the sections no longer fit, or hold fewer elements, which is no harm
     if numel <= 2**20:
         refuses(row.compressor, forged, numel)
-    if numel > 2**16:
+    if numel > max(2**16, field(payload, "group")):
         with pytest.raises(WireError):
             hvd_compress.decode(forged)
 
@@ -293,7 +294,7 @@ def test_forged_entries(row):
     for entries in {0, 1, true - 1, true + 1, true + 4, 300, 301, 2**16, 2**31, 2**32 - 1} - {true, -1}:
         refused = refuses(row.compressor, forge(payload, entries=entries), 300)
         sparse = row.compressor.id in ("threshold", "adaptive", "topk") or getattr(row.compressor, "bits", 0) == 1
-        sparse = sparse or row.compressor.coding is not None
+        sparse = sparse or field(payload, "codec") == row.compressor.coded_codec
         assert refused == sparse, entries
 
 
@@ -306,6 +307,47 @@ def test_forged_bits_of_qsgd(bits, claimed):
     assert refused or claimed <= bits
     if not 1 <= claimed <= 8:
         assert_refused(compressor, forged, 300, "bits")
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("form", [0, 1, 2, 3, 4, 255, 2**24 - 1])
+def test_forged_form_of_coded_qsgd(bits, form):
+    compressor = QSGD(bits=bits, coding="elias")
+    payload = compressor.encode(make("normal", (3000,), "float32"), key=KEY)
+    assert field(payload, "codec") == 133
+    true = field(payload, "parameter") >> 8
+    for claimed in range(10):
+        refused = refuses(compressor, forge(payload, parameter=claimed | form << 8), 3000)
+        assert not refused or (claimed, form) != (bits, true)
+        if not 1 <= claimed <= 8:
+            assert_refused(compressor, forge(payload, parameter=claimed | form << 8), 3000, "bits")
+        elif form not in (1, 2, 3):
+            assert_refused(compressor, forge(payload, parameter=claimed | form << 8), 3000, "form")
+
+
+@pytest.mark.parametrize("codec", [130, 131, 132, 133])
+def test_a_coded_form_is_refused_by_other_compressors(codec):
+    """Also where the compressor has no coded form at all."""
+    payload = forge(NoCompression().encode(np.ones(300, np.float32)), codec=codec)
+    for compressor in {type(r.compressor): r.compressor for r in ROWS}.values():
+        if compressor.coded_codec != codec:
+            with pytest.raises(WireError, match=f"codec {codec}"):
+                compressor.decode(payload)
+
+
+@pytest.mark.parametrize(
+    "compressor", [Threshold(0.5), Adaptive(pi=4), TopK(0.2), QSGD(bits=1), QSGD(bits=4)], ids=repr
+)
+def test_either_form_is_decoded_whatever_the_setting(compressor):
+    x = make("normal", (3000,), "float32")
+    coded = dataclasses.replace(compressor, coding="elias" if compressor.id == "qsgd" else "golomb")
+    plain_payload, coded_payload = compressor.encode(x, key=KEY), coded.encode(x, key=KEY)
+    assert field(coded_payload, "codec") == coded.coded_codec
+    assert coded_payload.size < plain_payload.size
+    expected = compressor.decode(plain_payload)
+    for payload in (plain_payload, coded_payload):
+        for reader in (compressor, coded):
+            assert reader.decode(payload).tobytes() == expected.tobytes(), "coding is not lossless"
 
 
 @pytest.mark.parametrize("tau", [0.0, -0.0, -1.0, np.inf, -np.inf, np.nan])
@@ -404,7 +446,7 @@ def test_bodies_of_noise_with_right_checksums_stay_inside(row):
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", sorted(c.codec for c in COMPRESSORS.values()))
+@pytest.mark.parametrize("codec", sorted({*(c.codec for c in COMPRESSORS.values()), 130, 131, 132, 133}))
 @pytest.mark.parametrize("group", [1, 512, 32768, 2**32 - 1])
 @pytest.mark.parametrize("flags", [0, 1, 2, 3])
 def test_small_payloads_cannot_claim_much_memory(codec, group, flags):
