@@ -20,7 +20,7 @@ class Compression(hvd.Compression, engine.Defaults):
     Example:
         >>> from hvd_compress.torch import Compression
         >>> Compression.adaptive
-        Adaptive(pi=64, group='row', sample=1024, error_feedback=True)
+        Adaptive(pi=64, group='row', sample=1024, error_feedback=True, coding=None)
     """
 
 

@@ -11,6 +11,7 @@ from hvd_compress.errors import WireError
 from hvd_compress.exchange import EXCHANGES, Transfer, chunk_bounds, make_plan
 
 COMPRESSORS = [OneBit(), Threshold(0.5), Adaptive(pi=16), QSGD(bits=4), TopK(ratio=0.05), TopK(k=7), BF16()]
+COMPRESSORS += [Adaptive(pi=16, coding="golomb"), TopK(k=7, coding="golomb"), QSGD(bits=1, coding="elias")]
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
@@ -95,6 +96,28 @@ def test_k_is_shared_among_the_chunks(ranks: int) -> None:
     kept = [c.k for c in plan.chunk_compressors if isinstance(c, TopK)]
     assert 100 <= sum(kept) < 100 + ranks
     assert make_plan("allgather", TopK(k=100), (1000, 1000), ranks).chunk_compressors == (TopK(k=100),)
+
+
+@pytest.mark.parametrize(
+    ("plain", "coded"),
+    [
+        (Threshold(0.5), Threshold(0.5, coding="golomb")),
+        (Adaptive(), Adaptive(coding="golomb")),
+        (TopK(), TopK(coding="golomb")),
+        (QSGD(), QSGD(coding="elias")),
+    ],
+    ids=repr,
+)
+def test_coded_payloads_vary_in_size_within_the_slots_of_plain_ones(plain: Compressor, coded: Compressor) -> None:
+    for exchange in ("two_phase", "allgather"):
+        plan = make_plan(exchange, coded, (500, 600), 4)
+        assert not plan.fixed_size
+        assert plan.slots == make_plan(exchange, plain, (500, 600), 4).slots
+
+
+def test_coded_levels_of_one_bit_have_small_slots_and_one_bucket_for_a_large_tensor() -> None:
+    plan = make_plan("allgather", QSGD(bits=1, coding="elias", bucket_numel=2**30), (500, 600), 4)
+    assert plan.slots[0] <= 40 + 8 + 500 * 600 / 4 + 24
 
 
 # -- one tensor's way ------------------------------------------------------------------------------------------------

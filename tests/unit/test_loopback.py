@@ -17,12 +17,17 @@ WITH_FEEDBACK = {
     "topk": TopK(ratio=0.05),
     "topk-k": TopK(k=40),
     "bf16": BF16(),
+    "threshold-golomb": Threshold(0.5, coding="golomb"),
+    "adaptive-golomb": Adaptive(pi=16, coding="golomb"),
+    "topk-golomb": TopK(ratio=0.05, coding="golomb"),
 }
 ALL = {
     **WITH_FEEDBACK,
     "onebit-without": OneBit(error_feedback=False),
     "qsgd-1": QSGD(bits=1),
     "qsgd-4": QSGD(bits=4),
+    "qsgd-1-elias": QSGD(bits=1, coding="elias"),
+    "qsgd-4-elias": QSGD(bits=4, coding="elias"),
     "qsgd-max": QSGD(bits=8, norm="max"),
     "none": NoCompression(),
     "fp16": FP16(),

@@ -20,6 +20,8 @@ COMPRESSORS = {
     "qsgd": QSGD(bits=4),
     "topk": TopK(0.02),
     "bf16": BF16(),
+    "adaptive-golomb": Adaptive(pi=16, coding="golomb"),
+    "qsgd-elias": QSGD(bits=4, coding="elias"),
 }
 
 
