@@ -168,7 +168,6 @@ def _two_phase(numel: int, hop_bytes: tuple[float, ...], speed: Speed, network: 
 
 
 def _expected(plan: Plan, bytes_per_element: float) -> float:
-    """Bytes of a payload for one other rank."""
-    if plan.fixed_size:
-        return plan.slot
-    return min(plan.slot, bytes_per_element * plan.numel / len(plan.slots))
+    """Bytes of a payload for one other rank, on average."""
+    most = sum(plan.slots) / len(plan.slots)
+    return most if plan.fixed_size else min(most, bytes_per_element * plan.numel / len(plan.slots))
