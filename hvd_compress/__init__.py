@@ -20,15 +20,18 @@ from hvd_compress.compressors import (
     decode,
     from_config,
 )
+from hvd_compress.policy import Auto, Policy
 
 __all__ = [
     "BF16",
     "FP16",
     "QSGD",
     "Adaptive",
+    "Auto",
     "Key",
     "NoCompression",
     "OneBit",
+    "Policy",
     "Threshold",
     "TopK",
     "decode",

@@ -5,7 +5,7 @@ Edges subclass `Lane` and `Ledger` with the collectives of their framework. Arra
 
 from __future__ import annotations
 
-from hvd_compress.engine.bucket import Bucket, backward_buckets
+from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.choice import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -19,10 +19,13 @@ from hvd_compress.engine.choice import (
     names_of_call,
     op_of_call,
     refuse_other_ops,
+    resolved,
 )
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane, Pack
-from hvd_compress.engine.ledger import Ledger, Routing, Tensor, empty_state, refuse_residuals
+from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
+from hvd_compress.engine.pilot import Pilot, measured_speeds
+from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -33,6 +36,7 @@ __all__ = [
     "Lane",
     "Ledger",
     "Pack",
+    "Pilot",
     "Routing",
     "Tensor",
     "average_share",
@@ -43,8 +47,10 @@ __all__ = [
     "empty_state",
     "exchanged",
     "horovod_compressor",
+    "measured_speeds",
     "names_of_call",
     "op_of_call",
     "refuse_other_ops",
     "refuse_residuals",
+    "resolved",
 ]

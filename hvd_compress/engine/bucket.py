@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from hvd_compress import exchange
 from hvd_compress.engine.lane import Lane, Pack
 
-__all__ = ["Bucket", "backward_buckets"]
+__all__ = ["Bucket"]
 
 Array = npt.NDArray[Any]
 
@@ -53,34 +52,3 @@ class Bucket(exchange.Bucket[Lane]):
         numel = sum(t.plan.numel for t in self.transfers.values())
         for transfer in self.transfers.values():
             transfer.counters.exchange_seconds += seconds * transfer.plan.numel / numel
-
-
-def backward_buckets(
-    shapes: Mapping[str, tuple[int, ...]], bucket_bytes: int, groups: list[list[str]] | None = None
-) -> list[list[str]]:
-    """Names of the tensors that go together: in the reverse of their order, which is about that of the backward pass.
-
-    Args:
-        shapes: of all tensors by name, in the order of the forward pass.
-        bucket_bytes: a bucket is full before it would pass this, counted as float32; 0 leaves every tensor alone.
-        groups: of tensors that are to go together whatever their size.
-
-    Example:
-        >>> from hvd_compress.engine import backward_buckets
-        >>> backward_buckets({"a": (100,), "b": (50,), "c": (40,)}, 4 * 100)
-        [['c', 'b'], ['a']]
-    """
-    buckets = [[name for name in group if name in shapes] for group in groups or []]
-    grouped = {name for bucket in buckets for name in bucket}
-    filling: list[str] = []
-    filled = 0
-    for name in reversed(list(shapes)):
-        if name in grouped:
-            continue
-        nbytes = 4 * math.prod(shapes[name])
-        if filling and filled + nbytes > bucket_bytes:
-            buckets.append(filling)
-            filling, filled = [], 0
-        filling.append(name)
-        filled += nbytes
-    return [bucket for bucket in [*buckets, filling] if bucket]

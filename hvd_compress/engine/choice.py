@@ -11,6 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompression, OneBit, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import EXCHANGES
+from hvd_compress.policy import Auto, Policy
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -25,6 +26,7 @@ __all__ = [
     "names_of_call",
     "op_of_call",
     "refuse_other_ops",
+    "resolved",
 ]
 
 # 64 KiB of float32: on the links that this package is for, a smaller tensor costs Horovod's fused allreduce less than
@@ -50,10 +52,18 @@ class Defaults:
     qsgd = QSGD()
     topk = TopK()
     bf16 = BF16()
+    auto = Auto()
 
 
-def exchanged(compression: Any) -> Compressor | None:
-    """The compressor if its payloads need an exchange of ours, None if Horovod's allreduce can sum what it makes."""
+def resolved(compression: Any) -> Any:
+    """What the user gave, "auto" as the `Auto` that it stands for."""
+    return Auto() if isinstance(compression, str) and compression == "auto" else compression
+
+
+def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
+    """What chooses payloads that need an exchange of ours; None if Horovod's allreduce can sum what it makes."""
+    if isinstance(compression, Policy | Auto):
+        return compression
     return compression if isinstance(compression, Compressor) and not compression.reducible else None
 
 
@@ -74,6 +84,8 @@ def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
         )
     if isinstance(compression, NoCompression):
         return none
+    if isinstance(compression, Policy | Auto):
+        return dense_route
     if isinstance(compression, Compressor):
         return compression if compression.reducible else dense_route
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
@@ -86,7 +98,7 @@ def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
 
 def describe(compression: Any) -> Any:
     """What the fingerprint compares of a compressor."""
-    if isinstance(compression, Compressor):
+    if isinstance(compression, Compressor | Policy | Auto):
         return compression.get_config()
     kind = compression if isinstance(compression, type) else type(compression)
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -103,7 +115,7 @@ def description(compression: Any, op: Any, parameters: Sequence[Any], **settings
     }
 
 
-def average_share(compressor: Compressor, op: Any, average: Any, total: Any, ranks: int) -> float:
+def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any, total: Any, ranks: int) -> float:
     """The factor on the sum over ranks that `op` stands for; `average` and `total` are Horovod's Average and Sum.
 
     Raises:

@@ -103,6 +103,13 @@ class Lane(Transfer):
             self.residual[...] = 0
         self.residual[start : start + values.size] += values
 
+    def all_owed(self) -> Array:
+        """What this rank owes of the whole tensor; both residuals' memory may be used for it."""
+        owed = np.zeros(self.plan.numel, np.float32) if self.residual is None else self.residual
+        if self.owner_residual is not None and self.owned is not None:
+            owed[self.owned] += self.owner_residual
+        return owed
+
     def rescale(self, factor: float) -> None:
         """Multiply both residuals."""
         for owed in (self.residual, self.owner_residual):

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from hvd_compress.compressors import Compressor, NoCompression
-from hvd_compress.engine.bucket import Bucket, backward_buckets
-from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.compressors import NoCompression
+from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane, Pack
+from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import make_plan, plan_together
+from hvd_compress.exchange import plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
-__all__ = ["Ledger", "Routing", "Tensor", "empty_state", "refuse_residuals"]
+__all__ = ["Ledger", "empty_state", "refuse_residuals"]
 
+Array = npt.NDArray[Any]
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 MakeBucket = Callable[[dict[str, Lane], Pack | None], AnyBucket]
 
@@ -39,35 +40,6 @@ def refuse_residuals(state: dict[str, Any]) -> None:
         )
 
 
-class Tensor(NamedTuple):
-    """A tensor that gradients will come of: its name, the same on all ranks, and what its exchange depends on.
-
-    `dtype` is a name, such as "bfloat16"; `itemsize` its bytes per element.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    itemsize: int = 4
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Which way tensors go; the same on all ranks.
-
-    Args:
-        compressor: of all tensors; None if all go dense.
-        exchange: "auto", "two_phase" or "allgather".
-        min_numel: tensors with fewer elements are not compressed.
-        bucket_bytes: tensors go together up to so many bytes of float32; 0 leaves every tensor alone.
-    """
-
-    compressor: Compressor | None
-    exchange: str = "auto"
-    min_numel: int = DEFAULT_MIN_NUMEL
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-
-
 class Ledger(Generic[AnyBucket]):
     """The buckets of the tensors that are exchanged and the counters of the others.
 
@@ -81,6 +53,7 @@ class Ledger(Generic[AnyBucket]):
         tensors: all that may come, in the order of the forward pass.
         make_bucket: from lanes and pack.
         groups: of names, to go together.
+        pays_debts: whether the edge adds `debts` to gradients that go dense.
     """
 
     def __init__(
@@ -91,13 +64,17 @@ class Ledger(Generic[AnyBucket]):
         tensors: Iterable[Tensor],
         make_bucket: MakeBucket[AnyBucket],
         groups: list[list[str]] | None = None,
+        pays_debts: bool = False,
     ) -> None:
-        self.compressor = routing.compressor
+        self.routing = routing
         self.buckets: list[AnyBucket] = []
         self.lanes: dict[str, Lane] = {}
         self.packs: dict[str, Pack] = {}
         """The pack of each small tensor."""
         self.dense: dict[str, Counters] = {}
+        self._pays_debts = pays_debts
+        self.debts: dict[str, Array] = {}
+        """What is owed of tensors that go dense now; it travels with their next gradient."""
         self._before: dict[str, Counters] = {}
         self._bucket_of: dict[str, AnyBucket] = {}
         self._steps = 0
@@ -105,52 +82,26 @@ class Ledger(Generic[AnyBucket]):
         self._ranks = ranks
         self._position = position
         by_name = {tensor.name: tensor for tensor in tensors}
-        for names in self._divided(by_name, routing, groups):
-            bucket = self._make_bucket([by_name[name] for name in names], routing, make_bucket)
+        self._shapes = {tensor.name: tensor.shape for tensor in by_name.values()}
+        for names in routing.divided(by_name.values(), ranks, groups):
+            bucket = self._make_bucket(names, by_name, routing, make_bucket)
             self.buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(bucket.tensors, bucket))
         self.dense = {name: Counters() for name in by_name if name not in self._bucket_of}
 
-    def _divided(self, tensors: dict[str, Tensor], routing: Routing, groups: list[list[str]] | None) -> list[list[str]]:
-        """The names in each bucket."""
-        compressed = {name for name, tensor in tensors.items() if self._pays(tensor, routing)}
-        small = {
-            name
-            for name, tensor in tensors.items()
-            if routing.bucket_bytes and 0 < math.prod(tensor.shape) < routing.min_numel and tensor.dtype == "float32"
-        }
-        together = {n: t.shape for n, t in tensors.items() if n in compressed or n in small}
-        buckets: list[list[str]] = []
-        alone: list[str] = []
-        for names in backward_buckets(together, routing.bucket_bytes, groups):
-            # small tensors go with compressed ones: an exchange of their own would cost more than it saves
-            if compressed.isdisjoint(names):
-                alone += names
-            else:
-                buckets.append(alone + names)
-                alone = []
-        if buckets:
-            buckets[-1] += alone
-        return buckets
-
-    def _pays(self, tensor: Tensor, routing: Routing) -> bool:
-        compressor, numel = routing.compressor, math.prod(tensor.shape)
-        if compressor is None or numel < max(routing.min_numel, 1):
-            return False
-        plan = make_plan(routing.exchange, compressor, tensor.shape, self._ranks, tensor.itemsize)
-        return plan.exchange != "dense"
-
-    def _make_bucket(self, tensors: list[Tensor], routing: Routing, make_bucket: MakeBucket[AnyBucket]) -> AnyBucket:
-        compressed = [tensor for tensor in tensors if self._pays(tensor, routing)]
-        small = {tensor.name: tensor.shape for tensor in tensors if tensor not in compressed}
-        compressors = {tensor.name: routing.compressor for tensor in compressed}
-        together: dict[str, Any] = {tensor.name: (tensor.shape, compressors[tensor.name]) for tensor in compressed}
+    def _make_bucket(
+        self, names: list[str], tensors: dict[str, Tensor], routing: Routing, make_bucket: MakeBucket[AnyBucket]
+    ) -> AnyBucket:
+        compressed = [tensors[name] for name in names if routing.compresses(tensors[name], self._ranks)]
+        small = {name: tensors[name].shape for name in names if tensors[name] not in compressed}
+        together = {t.name: (t.shape, routing.compressor_of(t.name)) for t in compressed}
         packed_as = f"{compressed[0].name} and small"
         if small:
             together[packed_as] = (Pack.shape_of(small), NoCompression())
         plans = plan_together(routing.exchange, together, self._ranks)
         lanes = {
-            t.name: Lane(t.name, plans[t.name], together[t.name][1], self._position, t.itemsize) for t in compressed
+            t.name: Lane(t.name, plans[t.name], routing.compressor_of(t.name), self._position, t.itemsize)
+            for t in compressed
         }
         pack = Pack(packed_as, small, plans[packed_as], self._position) if small else None
         self.lanes.update(lanes)
@@ -179,15 +130,25 @@ class Ledger(Generic[AnyBucket]):
         """Take over what `other`, a ledger of the same tensors with another routing, still owes, and its counters.
 
         Raises:
-            UnsupportedError: something is owed of a tensor that is not compressed with error feedback here.
+            UnsupportedError: something is owed of a tensor that is not compressed with error feedback here, and no
+                debts are paid.
         """
         for name, lane in other.lanes.items():
-            if lane.is_owing() and (name not in self.lanes or not self.lanes[name].keeps_residual):
+            if name in self.lanes and self.lanes[name].keeps_residual:
+                continue
+            if lane.is_owing() and not self._pays_debts:
                 raise UnsupportedError(
-                    f"{self.compressor or NoCompression()!r} keeps no residual of {name!r}, of which "
+                    f"{self.routing.compressor_of(name)!r} keeps no residual of {name!r}, of which "
                     f"{lane.residual_norm():.3g} is still owed: "
                     "take a compressor with error feedback, such as the last one"
                 )
+            if lane.residual is not None and self._pays_debts:
+                self._owe(name, lane.residual.dtype)[:] = lane.all_owed()
+        for name, debt in other.debts.items():
+            if name in self.lanes:
+                self.lanes[name].take_owed(0, debt)
+            else:
+                self.debts[name] = debt
         for name, lane in self.lanes.items():
             if name in other.lanes:
                 lane.inherit(other.lanes[name])
@@ -206,6 +167,8 @@ class Ledger(Generic[AnyBucket]):
         if factor != 1.0:
             for lane in self.lanes.values():
                 lane.rescale(factor)
+            for debt in self.debts.values():
+                debt *= factor
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
@@ -227,8 +190,10 @@ class Ledger(Generic[AnyBucket]):
             squares += norm**2
             tensors[name] = lane.counters.report(norm) | {"exchange": lane.plan.exchange}
         for name in (*self.packs, *self.dense):
+            norm = float(np.linalg.norm(self.debts[name])) if name in self.debts else 0.0
+            squares += norm**2
             way = f"{self.packs[name].plan.exchange}, uncompressed" if name in self.packs else "dense"
-            tensors[name] = self.counters_of(name).report(0.0) | {"exchange": way}
+            tensors[name] = self.counters_of(name).report(norm) | {"exchange": way}
         for name in tensors:
             total.add(self.counters_of(name))
         return {"total": total.report(squares**0.5), "tensors": tensors}
@@ -258,6 +223,8 @@ class Ledger(Generic[AnyBucket]):
             if lane.owner_residual is not None and lane.owned is not None:
                 values = lane.owner_residual.copy()
                 owners[name] = {"shape": shape, "start": lane.owned.start, "values": values}
+        for name, debt in self.debts.items():
+            residuals[name] = {"shape": list(self._shapes[name]), "values": debt.copy()}
         return {
             "format": FORMAT,
             "size": self._ranks,
@@ -265,7 +232,7 @@ class Ledger(Generic[AnyBucket]):
             "steps": self._steps,
             "loss_scale": self._loss_scale,
             "transfer_steps": {name: lane.step for name, lane in self.lanes.items()},
-            "compressor": None if self.compressor is None else self.compressor.get_config(),
+            "compressor": None if self.routing.compressor is None else self.routing.compressor.get_config(),
             "residuals": residuals,
             "owner_residuals": owners,
         }
@@ -297,17 +264,29 @@ class Ledger(Generic[AnyBucket]):
             if owed is not None:
                 lane.take_owed(owed["start"], np.asarray(owed["values"]).copy())
             lane.step = state.get("transfer_steps", {}).get(name, state["steps"])
+        self.debts = {}
+        for kind in ("residuals", "owner_residuals"):
+            for name, entry in state[kind].items():
+                if name not in self.lanes:
+                    start, values = entry.get("start", 0), np.asarray(entry["values"])
+                    self._owe(name, values.dtype)[start : start + values.size] += values
         self._steps = state["steps"]
         self._loss_scale = state.get("loss_scale", 1.0)
 
+    def _owe(self, name: str, dtype: npt.DTypeLike) -> Array:
+        return self.debts.setdefault(name, np.zeros(math.prod(self._shapes[name]), dtype))
+
     def _check_entry(self, name: str, entry: dict[str, Any]) -> None:
         lane = self.lanes.get(name)
-        if lane is None:
+        is_paid = self._pays_debts and name in self._shapes
+        if lane is None and not is_paid:
             raise StateError(
                 f"compressor state has a residual of {name!r}, which is not compressed here; known are "
                 f"{', '.join(map(repr, self.lanes)) or 'none'}"
             )
-        if tuple(entry["shape"]) != lane.plan.shape:
-            raise StateError(f"residual of {name!r} has shape {tuple(entry['shape'])}, the tensor {lane.plan.shape}")
-        if self.compressor is None or not self.compressor.feedback:
-            raise StateError(f"compressor state has residuals, {self.compressor!r} keeps none")
+        if tuple(entry["shape"]) != self._shapes[name]:
+            raise StateError(f"residual of {name!r} has shape {tuple(entry['shape'])}, the tensor {self._shapes[name]}")
+        if lane is not None and not lane.keeps_residual:
+            raise StateError(
+                f"compressor state has a residual of {name!r}, {self.routing.compressor_of(name)!r} keeps none"
+            )

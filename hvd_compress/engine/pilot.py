@@ -1,0 +1,156 @@
+"""`Auto` at work: from measured links and kernels to a way for each bucket, corrected by the steps' real times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hvd_compress.compressors import FP16, Compressor, NoCompression
+from hvd_compress.cost import (
+    Explorer,
+    Line,
+    Network,
+    Speed,
+    Stage,
+    Work,
+    configurations,
+    dense_work,
+    speed_of,
+    stages_of,
+)
+from hvd_compress.engine.lane import Pack
+from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
+from hvd_compress.exchange import plan_together
+from hvd_compress.policy import Assigned, Auto
+
+__all__ = ["Pilot", "measured_speeds"]
+
+_DENSE, _HALF = "none", "fp16"
+# seconds of so many steps are compared between ranks at once
+_TRIAL_STEPS, _WATCHED_STEPS = 9, 20
+_SKIPPED_STEPS = 2
+
+
+def measured_speeds(auto: Auto) -> dict[Compressor, Speed]:
+    """What the kernels of all candidates take on this rank, now."""
+    return {compressor: speed_of(compressor) for compressor in (FP16(), *auto.candidates)}
+
+
+class Pilot:
+    """Says which way tensors go in the next step.
+
+    Ranks that are given equal arguments and equal seconds decide alike.
+
+    Args:
+        auto: what the user asked for.
+        tensors: all that may come, in the order of the forward pass.
+        routing: exchange and sizes; its compressor is not looked at.
+        network: as measured, equal on all ranks.
+        speeds: of the candidates and FP16, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        auto: Auto,
+        tensors: Sequence[Tensor],
+        routing: Routing,
+        network: Network,
+        speeds: Mapping[Compressor, Speed],
+    ) -> None:
+        self._routing = routing
+        self._network = network
+        self._speeds = speeds
+        ids = [c.id for c in auto.candidates]
+        self._ways: dict[str, Compressor] = {_DENSE: NoCompression(), _HALF: FP16()}
+        self._ways |= {c.id if ids.count(c.id) == 1 else repr(c): c for c in auto.candidates}
+        self._tensors = {t.name: t for t in tensors}
+        shapes = {t.name: t.shape for t in tensors if math.prod(t.shape)}
+        self.buckets = backward_buckets(shapes, routing.bucket_bytes)
+        stages = [self._stages(names) for names in self.buckets]
+        self._predicted = [{way: sum(s.seconds for s in of_way) for way, of_way in b.items()} for b in stages]
+        self.explorer = Explorer(configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS)
+        self._seconds: list[float] = []
+
+    def routing(self) -> Routing:
+        """Which way tensors go from now on."""
+        labels = self.explorer.current.labels
+        chosen = {name: self._ways[label] for names, label in zip(self.buckets, labels, strict=True) for name in names}
+        return replace(self._routing, compressor=Assigned(chosen))
+
+    @property
+    def seconds_wanted(self) -> int:
+        """How many steps to time before the ranks compare."""
+        return _WATCHED_STEPS if self.explorer.committed else _SKIPPED_STEPS + _TRIAL_STEPS
+
+    def observe(self, seconds: Sequence[float]) -> bool:
+        """Take the seconds of steps, the largest of all ranks; whether `routing` is another one now."""
+        # what is left after a change was taken with the old routing
+        return any(self.explorer.observe(s) for s in seconds)
+
+    def report(self) -> dict[str, Any]:
+        """What was chosen and why, for `compression_stats()`."""
+        current = self.explorer.current
+        return {
+            "configuration": current.name,
+            "committed": self.explorer.committed,
+            "predicted_seconds": {c.name: c.seconds for c in self.explorer.configurations},
+            "measured_seconds": self.explorer.measured,
+            "buckets": [
+                {"tensors": list(names), "choice": label, "predicted_seconds": predicted}
+                for names, label, predicted in zip(self.buckets, current.labels, self._predicted, strict=True)
+            ],
+            "link": self._network.link.get_config(),
+            "reason": self._reason(),
+        }
+
+    def _reason(self) -> str:
+        current, measured = self.explorer.current, self.explorer.measured
+        known = measured if self.explorer.committed and current.name in measured else None
+        seconds = known or {c.name: c.seconds for c in self.explorer.configurations}
+        others = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in sorted(seconds.items(), key=lambda item: item[1]))
+        return f"{current.name}: {'measured' if known else 'predicted'} per step: {others}"
+
+    def _stages(self, names: Sequence[str]) -> dict[str, tuple[Stage, ...]]:
+        """What each way of exchanging the tensors of a bucket consists of."""
+        tensors = [self._tensors[name] for name in names]
+        numel = sum(math.prod(t.shape) for t in tensors)
+        itemsize = max(t.itemsize for t in tensors)
+        ranks = self._network.ranks
+        stages = {
+            _DENSE: stages_of(dense_work(numel, itemsize, ranks), Speed(), self._network),
+            _HALF: stages_of(dense_work(numel, itemsize, ranks, half=True), self._speeds[FP16()], self._network),
+        }
+        large = {t.name: t.shape for t in tensors if math.prod(t.shape) >= self._routing.min_numel}
+        small = {t.name: t.shape for t in tensors if t.name not in large}
+        for way, compressor in self._ways.items():
+            if large and not compressor.reducible:
+                stages[way] = self._compressed(compressor, large, small)
+        return stages
+
+    def _compressed(
+        self, compressor: Compressor, large: dict[str, tuple[int, ...]], small: dict[str, tuple[int, ...]]
+    ) -> tuple[Stage, ...]:
+        ranks, speed = self._network.ranks, self._speeds[compressor]
+        together: dict[str, Any] = {name: (shape, compressor) for name, shape in large.items()}
+        if small:
+            together["and small"] = (Pack.shape_of(small), NoCompression())
+        plans = list(plan_together(self._routing.exchange, together, ranks).values())
+        others, numel = (ranks - 1) / ranks, sum(plan.numel for plan in plans)
+        nbytes = sum(
+            sum(plan.slots) if plan.fixed_size else min(sum(plan.slots), int(speed.bytes_per_element * plan.numel))
+            for plan in plans
+        )
+        exchange = plans[0].exchange
+        hops = (nbytes * (ranks - 1),) if exchange == "allgather" else (others * nbytes, others * nbytes)
+        return stages_of(Work(exchange, numel, hops), _of_calls(speed, len(plans)), self._network)
+
+
+def _of_calls(speed: Speed, calls: int) -> Speed:
+    """The speed of a bucket whose elements come in several tensors."""
+
+    def line(of_one: Line) -> Line:
+        return Line(of_one.fixed * calls, of_one.per_unit)
+
+    return replace(speed, encode=line(speed.encode), decode=line(speed.decode), add=line(speed.add))

@@ -1,0 +1,110 @@
+"""Which way each tensor goes: compressed, packed beside compressed ones, or through Horovod's allreduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvd_compress.compressors import Compressor, NoCompression
+from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.exchange import make_plan
+from hvd_compress.policy import Assigned, Policy
+
+__all__ = ["Routing", "Tensor", "backward_buckets"]
+
+
+class Tensor(NamedTuple):
+    """A tensor that gradients will come of: its name, the same on all ranks, and what its exchange depends on.
+
+    `dtype` is a name, such as "bfloat16"; `itemsize` its bytes per element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    itemsize: int = 4
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which way tensors go; the same on all ranks.
+
+    Args:
+        compressor: of all tensors, or of each by its name; None if all go dense.
+        exchange: "auto", "two_phase" or "allgather".
+        min_numel: tensors with fewer elements are not compressed.
+        bucket_bytes: tensors go together up to so many bytes of float32; 0 leaves every tensor alone.
+    """
+
+    compressor: Compressor | Policy | Assigned | None
+    exchange: str = "auto"
+    min_numel: int = DEFAULT_MIN_NUMEL
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    def compressor_of(self, name: str) -> Compressor:
+        """What the user, or `Auto`, has chosen for a tensor, whether it pays or not."""
+        if self.compressor is None:
+            return NoCompression()
+        return self.compressor if isinstance(self.compressor, Compressor) else self.compressor.for_tensor(name)
+
+    def compresses(self, tensor: Tensor, ranks: int) -> bool:
+        """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod."""
+        compressor = self.compressor_of(tensor.name)
+        if compressor.reducible or math.prod(tensor.shape) < max(self.min_numel, 1):
+            return False
+        return make_plan(self.exchange, compressor, tensor.shape, ranks, tensor.itemsize).exchange != "dense"
+
+    def packs(self, tensor: Tensor) -> bool:
+        """Whether a tensor may travel uncompressed beside compressed ones."""
+        return bool(self.bucket_bytes) and 0 < math.prod(tensor.shape) < self.min_numel and tensor.dtype == "float32"
+
+    def divided(self, tensors: Iterable[Tensor], ranks: int, groups: list[list[str]] | None = None) -> list[list[str]]:
+        """The names of the tensors in each bucket; those in none go through Horovod's allreduce."""
+        by_name = {tensor.name: tensor for tensor in tensors}
+        compressed = {name for name, tensor in by_name.items() if self.compresses(tensor, ranks)}
+        together = {n: t.shape for n, t in by_name.items() if n in compressed or self.packs(t)}
+        buckets: list[list[str]] = []
+        small: list[str] = []
+        for names in backward_buckets(together, self.bucket_bytes, groups):
+            # small tensors go with compressed ones: an exchange of their own would cost more than it saves
+            if compressed.isdisjoint(names):
+                small += names
+            else:
+                buckets.append(small + names)
+                small = []
+        if buckets:
+            buckets[-1] += small
+        return buckets
+
+
+def backward_buckets(
+    shapes: Mapping[str, tuple[int, ...]], bucket_bytes: int, groups: list[list[str]] | None = None
+) -> list[list[str]]:
+    """Names of the tensors that go together: in the reverse of their order, which is about that of the backward pass.
+
+    Args:
+        shapes: of all tensors by name, in the order of the forward pass.
+        bucket_bytes: a bucket is full before it would pass this, counted as float32; 0 leaves every tensor alone.
+        groups: of tensors that are to go together whatever their size.
+
+    Example:
+        >>> from hvd_compress.engine import backward_buckets
+        >>> backward_buckets({"a": (100,), "b": (50,), "c": (40,)}, 4 * 100)
+        [['c', 'b'], ['a']]
+    """
+    buckets = [[name for name in group if name in shapes] for group in groups or []]
+    grouped = {name for bucket in buckets for name in bucket}
+    filling: list[str] = []
+    filled = 0
+    for name in reversed(list(shapes)):
+        if name in grouped:
+            continue
+        nbytes = 4 * math.prod(shapes[name])
+        if filling and filled + nbytes > bucket_bytes:
+            buckets.append(filling)
+            filling, filled = [], 0
+        filling.append(name)
+        filled += nbytes
+    return [bucket for bucket in [*buckets, filling] if bucket]

@@ -1,0 +1,114 @@
+"""Which tensor gets which compressor: by its name, or by what the network and the machine turn out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hvd_compress.compressors import Adaptive, Compressor, NoCompression, OneBit
+
+__all__ = ["Assigned", "Auto", "Policy"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A compressor for each tensor by its name: that of the first rule whose pattern matches.
+
+    Tensors of several compressors share an exchange all the same; those of NoCompression and FP16 go through Horovod's
+    allreduce.
+
+    Args:
+        rules: (pattern, compressor) pairs; `*`, `?` and `[...]` in a pattern mean what they do for file names.
+        default: of tensors that no rule matches.
+
+    Raises:
+        TypeError: a rule is not a pattern and a compressor.
+
+    Example:
+        >>> from hvd_compress import Adaptive, NoCompression, Policy, TopK
+        >>> policy = Policy([("embedding*", TopK(0.01)), ("*.head.*", NoCompression())], default=Adaptive(pi=64))
+        >>> policy.for_tensor("embedding.weight")
+        TopK(ratio=0.01, k=None, error_feedback=True, coding=None)
+    """
+
+    rules: Sequence[tuple[str, Compressor]]
+    default: Compressor = NoCompression()
+
+    def __post_init__(self) -> None:
+        rules = tuple((rule[0], rule[1]) for rule in self.rules)
+        object.__setattr__(self, "rules", rules)
+        for pattern, compressor in (*rules, ("*", self.default)):
+            if not isinstance(pattern, str) or not isinstance(compressor, Compressor):
+                raise TypeError(
+                    f"Policy: a rule is a pattern and a compressor, such as ('*.bias', NoCompression()), got "
+                    f"({pattern!r}, {compressor!r})"
+                )
+
+    def for_tensor(self, name: str) -> Compressor:
+        """The compressor of a tensor."""
+        return next((c for pattern, c in self.rules if fnmatchcase(name, pattern)), self.default)
+
+    def get_config(self) -> dict[str, Any]:
+        """The rules as a JSON-able dict, which ranks compare."""
+        rules = [[pattern, compressor.get_config()] for pattern, compressor in self.rules]
+        return {"id": "policy", "rules": rules, "default": self.default.get_config()}
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Measures the network and the machine, predicts what each way of exchanging takes, and picks one per bucket.
+
+    Uncompressed float32 and float16 are always among the ways. On PyTorch (and Keras on it) the few best are then tried
+    for some steps each, the fastest is kept, and all are looked at again when steps become slower or faster; what is
+    owed of a tensor that goes uncompressed from now on travels with its next gradient. On TensorFlow, whose graphs are
+    fixed, the choice is made once, by prediction. All ranks decide alike, by the slowest of them. A compressor
+    changes how a training converges: `candidates` are those that you would accept.
+
+    Args:
+        candidates: compressors with error feedback to choose from.
+
+    Raises:
+        TypeError: a candidate is no compressor.
+        ValueError: there is none, or one without error feedback, or one that is a candidate anyway.
+
+    Example:
+        >>> from hvd_compress import Auto, OneBit
+        >>> Auto([OneBit()]).get_config()["candidates"][0]["id"]
+        'onebit'
+    """
+
+    candidates: Sequence[Compressor] = (OneBit(), Adaptive(pi=64))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        for compressor in self.candidates:
+            if not isinstance(compressor, Compressor):
+                raise TypeError(f"Auto: candidates are compressors, such as OneBit(), got {compressor!r}")
+            if compressor.reducible or not compressor.feedback:
+                raise ValueError(
+                    f"Auto: {compressor!r} is no candidate: give compressors with error feedback; uncompressed and "
+                    "fp16 are considered anyway"
+                )
+        if not self.candidates:
+            raise ValueError("Auto: give at least one candidate, or use compression=Compression.none")
+
+    def get_config(self) -> dict[str, Any]:
+        """The candidates as a JSON-able dict, which ranks compare."""
+        return {"id": "auto", "candidates": [compressor.get_config() for compressor in self.candidates]}
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """A compressor for each tensor by its exact name; what `Auto` makes of its choices."""
+
+    compressors: Mapping[str, Compressor]
+
+    def for_tensor(self, name: str) -> Compressor:
+        """The compressor of a tensor."""
+        return self.compressors.get(name, NoCompression())
+
+    def get_config(self) -> dict[str, Any]:
+        """The assignment as a JSON-able dict."""
+        return {"id": "assigned", "compressors": {name: c.get_config() for name, c in self.compressors.items()}}
