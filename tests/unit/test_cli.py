@@ -123,6 +123,14 @@ def test_shapes_of_models() -> None:
     assert shapes_of_model("models_of_a_user:keras") == [(3, 4), (4,)]
 
 
+def test_a_model_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "class T:\n    shape = (2, 3)\nclass Net:\n    trainable_variables = [T]\n"
+    (tmp_path / "net_of_this_folder.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert shapes_of_model("net_of_this_folder:Net") == [(2, 3)]
+
+
 @pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     ("place", "message"),

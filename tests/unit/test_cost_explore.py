@@ -103,6 +103,14 @@ def test_looking_again_gets_rarer_on_a_noisy_machine() -> None:
     assert 0 < late < early / 2
 
 
+def test_without_an_alternative_a_drift_is_the_new_normal() -> None:
+    it = Explorer(made({"none": 0.1, "adaptive": 10.0}), "none", skip=0, steps=1)
+    assert follow(it, {"none": 0.1}, 5) == [("none", 5)]
+    assert follow(it, {"none": 0.2}, 20) == [("none", 20)]
+    assert it.committed
+    assert it.measured == {"none": 0.2}
+
+
 def test_small_drifts_do_not_start_another_search() -> None:
     it = explorer(drift=0.3)
     follow(it, PREDICTED, 16)
