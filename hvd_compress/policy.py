@@ -11,6 +11,8 @@ from hvd_compress.compressors import Adaptive, Compressor, NoCompression, OneBit
 
 __all__ = ["Assigned", "Auto", "Policy"]
 
+_UNCOMPRESSED = NoCompression()
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -34,16 +36,15 @@ class Policy:
     """
 
     rules: Sequence[tuple[str, Compressor]]
-    default: Compressor = NoCompression()
+    default: Compressor = _UNCOMPRESSED
 
     def __post_init__(self) -> None:
-        rules = tuple((rule[0], rule[1]) for rule in self.rules)
-        object.__setattr__(self, "rules", rules)
-        for pattern, compressor in (*rules, ("*", self.default)):
-            if not isinstance(pattern, str) or not isinstance(compressor, Compressor):
+        object.__setattr__(self, "rules", tuple(map(tuple, self.rules)))
+        rules: tuple[Any, ...] = (*self.rules, ("*", self.default))
+        for rule in rules:
+            if len(rule) != 2 or not isinstance(rule[0], str) or not isinstance(rule[1], Compressor):
                 raise TypeError(
-                    f"Policy: a rule is a pattern and a compressor, such as ('*.bias', NoCompression()), got "
-                    f"({pattern!r}, {compressor!r})"
+                    f"Policy: a rule is a pattern and a compressor, such as ('*.bias', NoCompression()), got {rule!r}"
                 )
 
     def for_tensor(self, name: str) -> Compressor:
@@ -107,7 +108,7 @@ class Assigned:
 
     def for_tensor(self, name: str) -> Compressor:
         """The compressor of a tensor."""
-        return self.compressors.get(name, NoCompression())
+        return self.compressors.get(name, _UNCOMPRESSED)
 
     def get_config(self) -> dict[str, Any]:
         """The assignment as a JSON-able dict."""

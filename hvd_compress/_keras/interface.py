@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import local_variables, wrap
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, resolved
 
 __all__ = ["Interface"]
 
@@ -58,7 +58,8 @@ class Interface:
             name: Horovod's prefix of operations; not used, they are named by variable.
             device_dense: of Horovod's allreduce on TensorFlow.
             device_sparse: of Horovod's allgathers of sparse gradients on TensorFlow.
-            compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod (default: none).
+            compression: a compressor of hvd_compress, `Auto` (or "auto"), a `Policy`, one of `Compression`, or one
+                written for Horovod (default: none).
             sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
             gradient_predivide_factor: splits the averaging before and after the sum; only for Average.
             op: Average (default) or Sum.
@@ -92,7 +93,7 @@ class Interface:
         """
         groups = num_groups if num_groups and groups is None else groups
         settings = {
-            "compression": self._link.none if compression is None else compression,
+            "compression": self._link.none if compression is None else resolved(compression),
             "sparse_as_dense": sparse_as_dense,
             "op": self._link.average_op if op is None else op,
             "gradient_predivide_factor": gradient_predivide_factor,

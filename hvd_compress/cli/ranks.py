@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress.cost import HorovodCollectives
 from hvd_compress.errors import UnsupportedError
 
 __all__ = ["Ranks", "is_launched", "launched", "open_ranks"]
@@ -35,8 +36,8 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _VARIABLES["rank"])
 
 
-class Ranks:
-    """Blocking collectives on NumPy arrays; `hvd_compress.cost.Collectives` for measuring.
+class Ranks(HorovodCollectives):
+    """Blocking collectives on NumPy arrays, and those of `hvd_compress.cost.Collectives` for measuring.
 
     Args:
         framework: "torch" or "tensorflow".
@@ -47,38 +48,15 @@ class Ranks:
 
     def __init__(self, framework: str) -> None:
         self.framework = framework
-        self._hvd: Any = importlib.import_module(f"horovod.{framework}")
-        self._module: Any = importlib.import_module(framework)
-        self._hvd.init()
-        self.rank: int = self._hvd.rank()
-        self.ranks: int = self._hvd.size()
-        self._buffers: dict[tuple[str, int], Any] = {}
-        local: int = self._hvd.local_size()
+        hvd: Any = importlib.import_module(f"horovod.{framework}")
+        module: Any = importlib.import_module(framework)
+        hvd.init()
+        super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant, hvd.size())
+        self.rank: int = hvd.rank()
+        local: int = hvd.local_size()
         most, least = self.maximum([local, -local])
         # hosts with different numbers of ranks have no hierarchy to speak of
         self.ranks_per_host = local if most == -least else 1
-
-    def run(self, collective: str, nbytes: int) -> None:
-        """Run one of `hvd_compress.cost.COLLECTIVES` on a buffer of zeros."""
-        name = f"hvd_compress.measure.{collective}.{nbytes}"
-        buffer = self._buffers.get((collective, nbytes))
-        if buffer is None:
-            dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
-            buffer = self._tensor(np.zeros(nbytes // np.dtype(dtype).itemsize, dtype))
-            self._buffers[collective, nbytes] = buffer
-        if collective.startswith("allreduce"):
-            # as the optimizers do
-            in_place = self.framework == "torch"
-            (self._hvd.allreduce_ if in_place else self._hvd.allreduce)(buffer, name=name, op=self._hvd.Sum)
-        elif collective == "alltoall":
-            self._hvd.alltoall(buffer, name=name)
-        else:
-            self._hvd.allgather(buffer, name=name)
-
-    def maximum(self, values: list[float]) -> list[float]:
-        """The largest of all ranks' values, one by one."""
-        everyone = self.allgather(np.array([values], np.float64), "maximum")
-        return [float(v) for v in everyone.max(axis=0)]
 
     def allgather(self, array: Array, name: str) -> Array:
         """All ranks' arrays, joined along the first axis."""
@@ -91,9 +69,6 @@ class Ranks:
         received = self._hvd.alltoall(self._tensor(array), splits=sizes, name=f"hvd_compress.cli.{name}")
         joined: Array = received[0].numpy()
         return joined
-
-    def _tensor(self, array: Array) -> Any:
-        return self._module.from_numpy(array) if self.framework == "torch" else self._module.constant(array)
 
 
 def open_ranks() -> Ranks:

@@ -9,7 +9,7 @@ from hvd_compress.cost.choose import Configuration, Corrector, configurations, p
 from hvd_compress.cost.explore import Explorer
 from hvd_compress.cost.line import Line, fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
-from hvd_compress.cost.measure import Collectives, measure_link, sent_bytes
+from hvd_compress.cost.measure import Collectives, HorovodCollectives, measure_link, sent_bytes
 from hvd_compress.cost.predict import (
     Stage,
     Work,
@@ -29,6 +29,7 @@ __all__ = [
     "Configuration",
     "Corrector",
     "Explorer",
+    "HorovodCollectives",
     "Job",
     "Line",
     "Link",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from hvd_compress.cost.link import COLLECTIVES, Link
 from hvd_compress.exchange import ring_bytes
 
-__all__ = ["Collectives", "measure_link", "sent_bytes"]
+__all__ = ["Collectives", "HorovodCollectives", "measure_link", "sent_bytes"]
 
 _SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24))
 _LEAST_SIZES = 3
@@ -29,6 +33,46 @@ class Collectives(Protocol):
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of all ranks' values, one by one, the same on all ranks."""
+
+
+class HorovodCollectives:
+    """`Collectives` through a Horovod module; frameworks differ in how a NumPy array becomes a tensor only.
+
+    Args:
+        hvd: horovod.torch or horovod.tensorflow.
+        tensor: from a NumPy array.
+        settings: of every collective, such as a process set.
+    """
+
+    def __init__(self, hvd: Any, tensor: Callable[[npt.NDArray[Any]], Any], ranks: int, **settings: Any) -> None:
+        self.ranks = ranks
+        self._hvd = hvd
+        self._tensor = tensor
+        self._settings = settings
+        self._buffers: dict[tuple[str, int], Any] = {}
+
+    def run(self, collective: str, nbytes: int) -> None:
+        """Run one of `COLLECTIVES` on a buffer of zeros."""
+        name = f"hvd_compress.measure.{collective}.{nbytes}"
+        buffer = self._buffers.get((collective, nbytes))
+        if buffer is None:
+            dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
+            buffer = self._tensor(np.zeros(nbytes // np.dtype(dtype).itemsize, dtype))
+            self._buffers[collective, nbytes] = buffer
+        if collective.startswith("allreduce"):
+            # in place where the framework can, as its optimizers do
+            allreduce = getattr(self._hvd, "allreduce_", self._hvd.allreduce)
+            allreduce(buffer, name=name, op=self._hvd.Sum, **self._settings)
+        elif collective == "alltoall":
+            self._hvd.alltoall(buffer, name=name, **self._settings)
+        else:
+            self._hvd.allgather(buffer, name=name, **self._settings)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of all ranks' values, one by one."""
+        mine = self._tensor(np.array([values], np.float64))
+        everyone = self._hvd.allgather(mine, name=f"hvd_compress.maximum.{len(values)}", **self._settings).numpy()
+        return [float(v) for v in everyone.max(axis=0)]
 
 
 def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:

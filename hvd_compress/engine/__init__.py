@@ -12,6 +12,7 @@ from hvd_compress.engine.choice import (
     Defaults,
     average_share,
     check_settings,
+    compressor_of_call,
     describe,
     description,
     exchanged,
@@ -24,7 +25,7 @@ from hvd_compress.engine.choice import (
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane, Pack
 from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
-from hvd_compress.engine.pilot import Pilot, measured_speeds
+from hvd_compress.engine.pilot import Pilot, slowest_speeds
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 
 __all__ = [
@@ -42,15 +43,16 @@ __all__ = [
     "average_share",
     "backward_buckets",
     "check_settings",
+    "compressor_of_call",
     "describe",
     "description",
     "empty_state",
     "exchanged",
     "horovod_compressor",
-    "measured_speeds",
     "names_of_call",
     "op_of_call",
     "refuse_other_ops",
     "refuse_residuals",
     "resolved",
+    "slowest_speeds",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "Defaults",
     "average_share",
     "check_settings",
+    "compressor_of_call",
     "describe",
     "description",
     "exchanged",
@@ -65,6 +66,20 @@ def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
     if isinstance(compression, Policy | Auto):
         return compression
     return compression if isinstance(compression, Compressor) and not compression.reducible else None
+
+
+def compressor_of_call(compression: Any) -> Compressor | None:
+    """`exchanged`, of a call that reduces single tensors.
+
+    Raises:
+        UnsupportedError: what chooses for the tensors of an optimizer.
+    """
+    chosen = exchanged(resolved(compression))
+    if isinstance(chosen, Policy | Auto):
+        raise UnsupportedError(
+            f"allreduce with {chosen!r}: it chooses for the tensors of an optimizer; give the compressor of this one"
+        )
+    return chosen
 
 
 def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:

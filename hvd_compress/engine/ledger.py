@@ -113,6 +113,11 @@ class Ledger(Generic[AnyBucket]):
         """Whether any tensor goes through an exchange."""
         return bool(self.buckets)
 
+    @property
+    def owes(self) -> bool:
+        """Whether anything may be left of what this rank was to send."""
+        return bool(self.buckets) or bool(self.debts)
+
     def exchanges(self, name: str) -> bool:
         """Whether the tensor goes through an exchange rather than through Horovod's allreduce."""
         return name in self._bucket_of

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_compress.compressors import FP16, Compressor, NoCompression
 from hvd_compress.cost import (
+    Collectives,
     Explorer,
     Line,
     Network,
@@ -25,7 +26,7 @@ from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.exchange import plan_together
 from hvd_compress.policy import Assigned, Auto
 
-__all__ = ["Pilot", "measured_speeds"]
+__all__ = ["Pilot", "slowest_speeds"]
 
 _DENSE, _HALF = "none", "fp16"
 # seconds of so many steps are compared between ranks at once
@@ -33,9 +34,9 @@ _TRIAL_STEPS, _WATCHED_STEPS = 9, 20
 _SKIPPED_STEPS = 2
 
 
-def measured_speeds(auto: Auto) -> dict[Compressor, Speed]:
-    """What the kernels of all candidates take on this rank, now."""
-    return {compressor: speed_of(compressor) for compressor in (FP16(), *auto.candidates)}
+def slowest_speeds(auto: Auto, collectives: Collectives) -> dict[Compressor, Speed]:
+    """What the kernels of all candidates take on the slowest rank, while all measure them; a collective call."""
+    return {c: Speed.from_numbers(collectives.maximum(speed_of(c).numbers())) for c in (FP16(), *auto.candidates)}
 
 
 class Pilot:

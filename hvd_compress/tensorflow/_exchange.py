@@ -17,18 +17,22 @@ from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
     Ledger,
+    Pilot,
     Routing,
     Tensor,
     average_share,
     description,
     exchanged,
+    slowest_speeds,
 )
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._measure import collectives_of, network_of
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
-from hvd_compress.tensorflow.compression import horovod_compressor
+from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
 __all__ = ["GradientExchange", "Settings", "Source"]
 
@@ -96,10 +100,10 @@ class GradientExchange(Ledger[Bucket]):
             require_agreement(self._description(), process_set)
         ranks = process_set.size() if self.takes_part else 1
         position = process_set.rank() if self.takes_part else 0
-        compressor = self._compressor if self.takes_part else None
+        tensors = [Tensor(s.name, self._static_shape(s), s.dtype.name, s.dtype.size) for s in sources]
+        self._pilot: Pilot | None = None
         super().__init__(
-            Routing(compressor, settings.exchange, settings.min_numel, settings.bucket_bytes), ranks, position,
-            [Tensor(s.name, self._static_shape(s), s.dtype.name, s.dtype.size) for s in sources],
+            self._routing(tensors), ranks, position, tensors,
             partial(Bucket, process_set=process_set, wire_names=self._wire_names), self._named_groups(),
         )  # fmt: skip
         self._horovods = horovod_compressor(settings.compression)
@@ -176,7 +180,7 @@ class GradientExchange(Ledger[Bucket]):
         factor = settings.gradient_predivide_factor if settings.op == hvd.Average else 1.0
         reduce = {
             "device_dense": settings.device_dense, "device_sparse": settings.device_sparse,
-            "compression": self._horovods, "op": settings.op, "prescale_factor": 1.0 / factor,
+            "op": settings.op, "prescale_factor": 1.0 / factor,
             "postscale_factor": factor, "process_set": settings.process_set,
         }  # fmt: skip
         results: list[Gradient] = [None] * len(gradients)
@@ -185,12 +189,16 @@ class GradientExchange(Ledger[Bucket]):
                 (i,) = group
                 name = f"hvd_compress.allreduce.{self._wire_names[self._sources[i].name]}"
                 # Horovod names the two allgathers of a sparse gradient itself
-                results[i] = hvd.allreduce(gradients[i], name=name, ignore_name_scope=True, **reduce)
+                results[i] = hvd.allreduce(
+                    gradients[i], name=name, ignore_name_scope=True,
+                    compression=self._horovods_of(self._sources[i].name), **reduce,
+                )  # fmt: skip
             elif group:
                 name = f"hvd_compress.grouped_allreduce.{self._wire_names[self._sources[group[0]].name]}"
                 combined = hvd.grouped_allreduce(
-                    [gradients[i] for i in group], name=name, ignore_name_scope=True, **reduce
-                )
+                    [gradients[i] for i in group], name=name, ignore_name_scope=True,
+                    compression=self._horovods_of(self._sources[group[0]].name), **reduce,
+                )  # fmt: skip
                 for i, result in zip(group, combined, strict=True):
                     results[i] = result
         return results
@@ -198,7 +206,7 @@ class GradientExchange(Ledger[Bucket]):
     def _lay_end(self, gradients: list[Gradient], ends: list[tf.Tensor], turn: tf.Tensor) -> None:
         """Count the step when all of it is done, which `ends` tell, and give the turn to the next one."""
         dense = [
-            (source.name, *self._dense_bytes(g))
+            (source.name, *self._dense_bytes(g, self._horovods_of(source.name)))
             for source, g in zip(self._sources, gradients, strict=True)
             if isinstance(g, tf.Tensor) and not self.exchanges(source.name) and g.shape.is_fully_defined()
         ]
@@ -229,7 +237,14 @@ class GradientExchange(Ledger[Bucket]):
         return gradient
 
     def _groups(self, gradients: list[Gradient], ours: set[int]) -> list[list[int]]:
-        """Positions of dense gradients that Horovod is to combine together."""
+        """Positions of dense gradients that Horovod is to combine together, each group in one way."""
+        return [
+            [i for i in group if self._horovods_of(self._sources[i].name) is way]
+            for group in self._whole_groups(gradients, ours)
+            for way in dict.fromkeys(self._horovods_of(self._sources[i].name) for i in group)
+        ]
+
+    def _whole_groups(self, gradients: list[Gradient], ours: set[int]) -> list[list[int]]:
         left = [i for i, g in enumerate(gradients) if g is not None and i not in ours]
         groups = self.settings.groups
         if groups is None:
@@ -240,10 +255,10 @@ class GradientExchange(Ledger[Bucket]):
         grouped = {i for group in named for i in group}
         return named + [[i] for i in left if i not in grouped]
 
-    def _dense_bytes(self, gradient: tf.Tensor) -> tuple[int, int]:
+    def _dense_bytes(self, gradient: tf.Tensor, horovods: Any) -> tuple[int, int]:
         numel = int(np.prod(gradient.shape.as_list(), dtype=np.int64))
         with tf.init_scope():
-            sent, _ = self._horovods.compress(tf.zeros([1], gradient.dtype))
+            sent, _ = horovods.compress(tf.zeros([1], gradient.dtype))
         return numel * sent.dtype.size, numel * gradient.dtype.size
 
     def _rescale(self, turn: np.int64, loss_scale: np.float32) -> np.int64:
@@ -259,6 +274,28 @@ class GradientExchange(Ledger[Bucket]):
                 "out payloads. Set the shape, or use compression=hvd.Compression.none"
             )
         return ()
+
+    def _routing(self, tensors: list[Tensor]) -> Routing:
+        settings, ours = self.settings, self._compressor if self.takes_part else None
+        chosen = None if isinstance(ours, Auto) else ours
+        routing = Routing(chosen, settings.exchange, settings.min_numel, settings.bucket_bytes)
+        if isinstance(ours, Auto):
+            # graphs are fixed, so predictions decide; measured at once, even while tracing
+            with tf.init_scope(), tf.device("CPU:0"):
+                network, collectives = network_of(settings.process_set), collectives_of(settings.process_set)
+                self._pilot = Pilot(ours, tensors, routing, network, slowest_speeds(ours, collectives))
+            routing = self._pilot.routing()
+        return routing
+
+    def stats(self) -> dict[str, Any]:
+        """The "total", "tensors" and, with `Auto`, "auto" of `compression_stats()`."""
+        return super().stats() | ({} if self._pilot is None else {"auto": self._pilot.report()})
+
+    def _horovods_of(self, name: str) -> Any:
+        """How a tensor goes through Horovod's allreduce."""
+        if isinstance(self._compressor, Auto | Policy):
+            return dense_route(self.routing.compressor_of(name))
+        return self._horovods
 
     def _named_groups(self) -> list[list[str]] | None:
         groups = self.settings.groups

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import exchanged, names_of_call, op_of_call
+from hvd_compress.engine import compressor_of_call, exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import raw
@@ -64,7 +64,7 @@ def allreduce(
             postscale_factor, name, process_set, ignore_name_scope,
         )  # fmt: skip
     factor = prescale_factor * postscale_factor
-    return _exchange([tensor], average, compression, op, factor, name, process_set)[0]
+    return _exchange([tensor], average, compressor_of_call(compression), op, factor, name, process_set)[0]
 
 
 def grouped_allreduce(
@@ -88,7 +88,7 @@ def grouped_allreduce(
         )  # fmt: skip
         return combined
     factor = prescale_factor * postscale_factor
-    return _exchange(tensors, average, compression, op, factor, name, process_set)
+    return _exchange(tensors, average, compressor_of_call(compression), op, factor, name, process_set)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, *arguments: Any, **settings: Any) -> Any:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress._keras.optimizer import local_variables
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, check_settings, refuse_other_ops
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, check_settings, refuse_other_ops, resolved
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import overlay
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -221,6 +221,7 @@ def DistributedGradientTape(
         [2.0, 4.0]
     """
     groups = num_groups if num_groups and groups is None else groups
+    compression = resolved(compression)
     check_settings(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor, 1, groups,
         hvd.rocm_built(),

@@ -8,6 +8,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress import engine
+from hvd_compress.compressors import FP16, Compressor
 
 __all__ = ["Compression"]
 
@@ -39,6 +40,11 @@ class DenseRoute:
     def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
         """The tensor in the type it had."""
         return tensor if ctx is None else tf.cast(tensor, ctx)
+
+
+def dense_route(compressor: Compressor) -> Any:
+    """How a tensor whose chosen compressor is NoCompression or FP16 goes through Horovod's allreduce."""
+    return hvd.Compression.fp16 if isinstance(compressor, FP16) else DenseRoute
 
 
 def horovod_compressor(compression: Any) -> Any:

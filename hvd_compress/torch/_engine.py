@@ -12,7 +12,12 @@ import torch
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.torch._bucket import Bucket
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "described"]
+
+
+def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
+    """Named torch tensors as the engine knows them."""
+    return [Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size()) for name, t in tensors]
 
 
 class Engine(Ledger[Bucket]):
@@ -24,6 +29,7 @@ class Engine(Ledger[Bucket]):
         process_set: the ranks that take part; this rank is one of them.
         tensors: (name, tensor) of all that may come.
         groups: of names, to go together.
+        pays_debts: whether the caller calls `with_debt` for gradients that go dense.
     """
 
     def __init__(
@@ -33,13 +39,14 @@ class Engine(Ledger[Bucket]):
         process_set: hvd.ProcessSet,
         tensors: Iterable[tuple[str, torch.Tensor]],
         groups: list[list[str]] | None = None,
+        pays_debts: bool = False,
     ) -> None:
-        described = (
-            Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size()) for name, t in tensors
-        )
         make_bucket = partial(Bucket, process_set=process_set)
-        super().__init__(routing, process_set.size(), process_set.rank(), described, make_bucket, groups)
+        super().__init__(
+            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts
+        )
         self.scale = scale
+        self._paid: list[str] = []
 
     def start(self, name: str, gradient: torch.Tensor | None) -> None:
         """Encode a gradient, which is spoiled, start what it completes, and move others on that are ready.
@@ -53,6 +60,20 @@ class Engine(Ledger[Bucket]):
         """Run every stage whose collective is complete; never waits."""
         for bucket in self.buckets:
             bucket.progress()
+
+    def with_debt(self, name: str, gradient: torch.Tensor) -> None:
+        """Add what is owed to a dense gradient that goes through Horovod, in place."""
+        if name in self.debts:
+            owed = torch.from_numpy(self.debts[name]).view(gradient.shape)
+            gradient.add_(owed.to(device=gradient.device, dtype=gradient.dtype))
+            self._paid.append(name)
+
+    def settle(self, keep: bool) -> None:
+        """The step has ended: debts that travelled are forgotten if its gradients were finite."""
+        for name in self._paid:
+            if keep:
+                del self.debts[name]
+        self._paid = []
 
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Routing, average_share, exchanged, names_of_call, op_of_call
+from hvd_compress.engine import Routing, average_share, compressor_of_call, exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch.compression import horovod_compressor
@@ -95,7 +95,7 @@ def _reduce(
             process_set,
         )  # fmt: skip
 
-    compressor = exchanged(compression)
+    compressor = compressor_of_call(compression)
     if compressor is None or process_set.size() == 1:
         return [plain(tensor, name) for tensor in tensors]
     op, average = op_of_call(average, op, hvd.Average, hvd.Sum), None

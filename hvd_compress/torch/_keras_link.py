@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,10 +12,12 @@ import torch
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.engine import Ledger, Routing, average_share, description, exchanged
+from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
-from hvd_compress.torch._engine import Engine
+from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._functions import allreduce
-from hvd_compress.torch.compression import horovod_compressor
+from hvd_compress.torch._steering import Steering
+from hvd_compress.torch.compression import dense_route, horovod_compressor
 
 __all__ = ["LINK"]
 
@@ -74,6 +77,8 @@ class TorchExchange:
         self.takes_part = bool(process_set.included() and process_set.size() > 1)
         self._horovods = horovod_compressor(compression)
         self._engine: Engine | None = None
+        self._steering: Steering | None = None
+        self._chooses = False
         if not self.takes_part:
             return
         tensors = [v.value for v in variables]
@@ -83,8 +88,16 @@ class TorchExchange:
         require_agreement(description(compression, settings["op"], parameters, **compared), process_set)
         ours, ranks = exchanged(compression), process_set.size()
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
-        routing = Routing(ours, settings["exchange"], settings["min_numel"], settings["bucket_bytes"])
-        self._engine = Engine(routing, scale, process_set, zip(self._names, tensors, strict=True))
+        named = list(zip(self._names, tensors, strict=True))
+        steered = isinstance(ours, Auto)
+        chosen = None if isinstance(ours, Auto) else ours
+        routing = Routing(chosen, settings["exchange"], settings["min_numel"], settings["bucket_bytes"])
+        if isinstance(ours, Auto):
+            self._steering = Steering(ours, described(named), routing, process_set)
+            routing = self._steering.routing
+        self._chooses = isinstance(ours, Auto | Policy)
+        self._make_engine = partial(Engine, scale=scale, process_set=process_set, tensors=named, pays_debts=steered)
+        self._engine = self._make_engine(routing)
 
     def reduce(self, gradients: Sequence[torch.Tensor | None], loss_scale: Any = None) -> list[torch.Tensor | None]:
         """The combined gradients, in the order of the variables; None stays None."""
@@ -93,6 +106,8 @@ class TorchExchange:
             return list(gradients)
         if loss_scale is not None:
             engine.set_loss_scale(float(loss_scale))
+        if self._steering is not None:
+            self._steering.begin()
         with torch.no_grad():
             # 1. all collectives start
             waiting = {}
@@ -106,21 +121,25 @@ class TorchExchange:
             results: list[torch.Tensor | None] = [None] * len(gradients)
             for i, dense in waiting.items():
                 if dense is not None:
-                    handle, context = dense
-                    result = self._horovods.decompress(hvd.synchronize(handle), context)
-                    finite = bool(torch.isfinite(result).all()) and finite
+                    handle, context, horovods = dense
+                    result = horovods.decompress(hvd.synchronize(handle), context)
+                    finite = finite and (not engine.owes or bool(torch.isfinite(result).all()))
                     results[i] = result
             combined = engine.combine(finite)
+            engine.settle(finite)
             # 3. results take the place of the gradients that they were made from
             for i, gradient in enumerate(gradients):
                 if gradient is not None and waiting[i] is None:
                     results[i] = combined[self._names[i]]
                     if self._variables[i].value.grad is gradient:
                         self._variables[i].value.grad = results[i]
+        if self._steering is not None and self._steering.end():
+            self._engine = self._make_engine(self._steering.routing)
+            self._engine.inherit(engine)
         return results
 
-    def _start(self, engine: Engine, i: int, gradient: torch.Tensor) -> tuple[int, Any] | None:
-        """Start the exchange of a gradient, or Horovod's allreduce, of which handle and context are returned."""
+    def _start(self, engine: Engine, i: int, gradient: torch.Tensor) -> tuple[int, Any, Any] | None:
+        """Start the exchange of a gradient, or Horovod's allreduce: its handle, context and Horovod's compressor."""
         name = self._names[i]
         if engine.exchanges(name):
             # the residual will lie in the gradient's memory: only .grad, which will be replaced, may refer to it too
@@ -128,13 +147,17 @@ class TorchExchange:
             return None
         settings = self._settings
         factor = settings["gradient_predivide_factor"] if settings["op"] == hvd.Average else 1.0
-        sent, context = self._horovods.compress(gradient)
+        horovods = dense_route(engine.routing.compressor_of(name)) if self._chooses else self._horovods
+        if name in engine.debts:
+            gradient = gradient.clone()
+            engine.with_debt(name, gradient)
+        sent, context = horovods.compress(gradient)
         engine.count_dense(name, sent.numel() * sent.element_size(), gradient.numel() * gradient.element_size())
         handle = hvd.allreduce_async(
             sent, name=f"hvd_compress.{name}", op=settings["op"], prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=settings["process_set"],
         )  # fmt: skip
-        return handle, context
+        return handle, context, horovods
 
     def inherit(self, other: TorchExchange) -> None:
         """Take over what another exchange of the same variables owes, and its counters."""
@@ -143,7 +166,9 @@ class TorchExchange:
 
     def stats(self) -> dict[str, Any]:
         """The "total" and "tensors" of `compression_stats()`."""
-        return {"total": {}, "tensors": {}} if self._engine is None else self._engine.stats()
+        if self._engine is None:
+            return {"total": {}, "tensors": {}}
+        return self._engine.stats() | ({} if self._steering is None else {"auto": self._steering.report()})
 
     def state_dict(self) -> dict[str, Any]:
         """See `hvd_compress.feedback`; values are NumPy arrays."""

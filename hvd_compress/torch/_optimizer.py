@@ -22,12 +22,15 @@ from hvd_compress.engine import (
     empty_state,
     exchanged,
     refuse_residuals,
+    resolved,
 )
 from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
-from hvd_compress.torch._engine import Engine
+from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
-from hvd_compress.torch.compression import horovod_compressor
+from hvd_compress.torch._steering import Steering
+from hvd_compress.torch.compression import dense_route, horovod_compressor
 
 __all__ = ["DistributedOptimizer"]
 
@@ -36,9 +39,12 @@ class _Overrides:
     """Methods laid over Horovod's `_DistributedOptimizer`; see `_horovod.make_class`."""
 
     _engine: Engine | None = None
+    _steering: Steering | None = None
+    _chooses = False
+    _make_engine: Callable[[Routing], Engine]
     _by_name: dict[str, torch.Tensor]
     _label: str
-    _sent_itemsizes: dict[torch.dtype, int]
+    _sent_itemsizes: dict[tuple[Any, torch.dtype], int]
 
     # -- what the backward pass calls ----------------------------------------------------------------------------
 
@@ -52,6 +58,8 @@ class _Overrides:
         self._groups = groups
 
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+        if self._steering is not None:
+            self._steering.begin()
         if p.grad is None:
             # another rank may have a gradient: all ranks issue the same collectives
             p.grad = torch.zeros_like(p)
@@ -66,13 +74,22 @@ class _Overrides:
             self._engine.start(name, None)
         else:
             self._engine.progress()
+        self._compression = self._dense_compression(name)
         if not is_sparse or self.sparse_as_dense:
             self._count_dense(name, p.grad)
+        if not is_sparse:
+            self._engine.with_debt(name, p.grad)
         return HorovodOptimizer._allreduce_grad_async(self, p)
+
+    def _dense_compression(self: Any, name: str) -> Any:
+        """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
+        if not self._chooses:
+            return self._compression
+        return dense_route(self._engine.routing.compressor_of(name))
 
     def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         # a group is a bucket here; a rank where one of its tensors got no gradient completes it in synchronize()
-        if self._engine is not None and self._engine.is_used:
+        if self._engine is not None and (self._engine.is_used or self._chooses):
             return [self._allreduce_grad_async(p) for p in ps], None
         if self._engine is not None:
             for p in ps:
@@ -80,23 +97,28 @@ class _Overrides:
         return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)
 
     def _count_dense(self: Any, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dtype not in self._sent_itemsizes:
+        kind = self._compression, tensor.dtype
+        if kind not in self._sent_itemsizes:
             # asked once, not in every hook
             sent, _ = self._compression.compress(torch.zeros(1, dtype=tensor.dtype))
-            self._sent_itemsizes[tensor.dtype] = sent.element_size()
+            self._sent_itemsizes[kind] = sent.element_size()
         # no nbytes: sparse gradients that are made dense have none
         numel, itemsize = tensor.numel(), tensor.element_size()
-        self._engine.count_dense(name, numel * self._sent_itemsizes[tensor.dtype], numel * itemsize)
+        self._engine.count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize)
 
     # -- what the user calls -------------------------------------------------------------------------------------
 
     def synchronize(self: Any) -> None:
         """Wait until the gradients of all ranks are combined in `p.grad`."""
-        if self._engine is not None and self._engine.is_used:
+        if self._engine is not None and (self._engine.is_used or self._chooses):
             self._ungroup()
             self._submit_missing()
             self._complete()
         HorovodOptimizer.synchronize(self)
+        if self._steering is not None and self._steering.end():
+            followed = self._make_engine(self._steering.routing)
+            followed.inherit(self._engine)
+            self._engine = followed
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
@@ -138,11 +160,13 @@ class _Overrides:
             {"compressor": repr, "total": counters, "tensors": {name: counters}}, where counters are: steps,
             bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would have
             sent), ratio (dense_bytes / bytes_sent), encode_seconds, exchange_seconds (waited), decode_seconds, and
-            residual_norm (Euclidean, in units of the sum over ranks).
+            residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also "auto": what was chosen for
+            each bucket, from which predicted and measured seconds, and why.
         """
         if self._engine is None:
             return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}
-        return {"compressor": self._label, **self._engine.stats()}
+        chosen = {} if self._steering is None else {"auto": self._steering.report()}
+        return {"compressor": self._label, **self._engine.stats(), **chosen}
 
     def compression_state_dict(self: Any) -> dict[str, Any]:
         """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
@@ -186,7 +210,7 @@ class _Overrides:
 
     def _wait_for_dense(self: Any) -> None:
         """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step."""
-        if self._engine.is_used:
+        if self._engine.is_used or self._chooses:
             self._ungroup()
         for handle, _ in self._handles.values():
             if callable(handle):
@@ -218,9 +242,16 @@ class _Overrides:
             if isinstance(handle, _InExchange):
                 continue
             output = handle() if callable(handle) else hvd.synchronize(handle)
-            finite = _all_finite(output) and finite
+            # where nothing is owed, nothing depends on it
+            finite = finite and (not self._engine.owes or _all_finite(output))
+            if self._chooses:
+                output, ctx = self._dense_compression(self._parameter_names[p]).decompress(output, ctx), None
             waited[p] = (partial(_identity, output), ctx)
         results = self._engine.combine(keep=finite)
+        self._engine.settle(keep=finite)
+        if self._chooses:
+            # decompressed already
+            self._compression = hvd.Compression.none
         for p in self._handles:
             # Horovod's synchronize calls what is callable (l. 284) and assigns what it returns
             self._handles[p] = waited.get(p) or (partial(_identity, results[self._parameter_names[p]]), None)
@@ -277,7 +308,8 @@ def DistributedOptimizer(
     Args:
         optimizer: to wrap.
         named_parameters: such as `model.named_parameters()`; names key collectives, residuals and randomness.
-        compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
+        compression: a compressor of hvd_compress, `Auto` (or "auto"), a `Policy`, one of `Compression`, or one written
+            for Horovod.
         backward_passes_per_step: backward passes that are summed up locally before an exchange.
         op: Average or Sum; Adasum only without compression.
         gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
@@ -298,6 +330,7 @@ def DistributedOptimizer(
         MismatchError: the ranks disagree; raised on all of them.
     """
     groups = num_groups if num_groups and groups is None else groups
+    compression = resolved(compression)
     check_settings(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor,
         backward_passes_per_step, groups, hvd.rocm_built(),
@@ -331,12 +364,20 @@ def DistributedOptimizer(
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
     wrapped._sent_itemsizes = {}
-    wrapped._label = repr(compression) if isinstance(compression, Compressor) else describe(compression)
+    wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
     if takes_part:
         scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
-        routing = Routing(ours, exchange, min_numel, bucket_bytes)
         named_groups = [[wrapped._parameter_names[p] for p in group] for group in wrapped._group_counts] or None
         # a frozen parameter never comes, and a bucket would wait for it
         tensors = [(name, p) for name, p in wrapped._by_name.items() if p in wrapped._requires_update]
-        wrapped._engine = Engine(routing, scale, process_set, tensors, named_groups)
+        steered = isinstance(ours, Auto)
+        routing = Routing(None if isinstance(ours, Auto) else ours, exchange, min_numel, bucket_bytes)
+        wrapped._make_engine = partial(
+            Engine, scale=scale, process_set=process_set, tensors=tensors, groups=named_groups, pays_debts=steered
+        )
+        wrapped._chooses = isinstance(ours, Auto | Policy)
+        if isinstance(ours, Auto):
+            wrapped._steering = Steering(ours, described(tensors), routing, process_set)
+            routing = wrapped._steering.routing
+        wrapped._engine = wrapped._make_engine(routing)
     return wrapped

@@ -1,0 +1,27 @@
+"""The network and the machine as `Auto` sees them: Horovod's own collectives in a process set, timed, and kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvd_compress.cost import HorovodCollectives, Network, measure_link
+
+__all__ = ["collectives_of", "network_of"]
+
+
+def collectives_of(process_set: hvd.ProcessSet) -> HorovodCollectives:
+    """Collectives among the ranks of a process set."""
+    return HorovodCollectives(hvd, tf.constant, process_set.size(), process_set=process_set)
+
+
+def network_of(process_set: hvd.ProcessSet) -> Network:
+    """What collectives take among these ranks, equal on all of them; measured once in a process, a few seconds."""
+    return _network(process_set.process_set_id, process_set)
+
+
+@cache
+def _network(_: int, process_set: hvd.ProcessSet) -> Network:
+    return Network(process_set.size(), measure_link(collectives_of(process_set)))

@@ -1,0 +1,59 @@
+"""`Auto` on PyTorch: times the steps of an optimizer and says when its tensors are to go another way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.torch as hvd
+
+from hvd_compress.engine import Pilot, Routing, Tensor, slowest_speeds
+from hvd_compress.policy import Auto
+from hvd_compress.torch._measure import collectives_of, network_of
+
+__all__ = ["Steering"]
+
+
+class Steering:
+    """A `Pilot` with the clock and the ranks that agree on what it is told.
+
+    Measures the network and the kernels when it is made, which takes a few seconds: a collective call.
+
+    Args:
+        auto: what the user asked for.
+        tensors: all that may come.
+        routing: exchange and sizes.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
+        network, self._collectives = network_of(process_set), collectives_of(process_set)
+        self._pilot = Pilot(auto, tensors, routing, network, slowest_speeds(auto, self._collectives))
+        self._began: float | None = None
+        self._seconds: list[float] = []
+
+    @property
+    def routing(self) -> Routing:
+        """Which way tensors go now."""
+        return self._pilot.routing()
+
+    def begin(self) -> None:
+        """The first gradient of a step is there, or one that is not the first."""
+        if self._began is None:
+            self._began = time.perf_counter()
+
+    def end(self) -> bool:
+        """A step's gradients are combined; whether `routing` is another one for the next. Now and then a collective."""
+        if self._began is None:
+            return False
+        self._seconds.append(time.perf_counter() - self._began)
+        self._began = None
+        if len(self._seconds) < self._pilot.seconds_wanted:
+            return False
+        seconds, self._seconds = self._seconds, []
+        return self._pilot.observe(self._collectives.maximum(seconds))
+
+    def report(self) -> dict[str, Any]:
+        """See `Pilot.report`."""
+        return self._pilot.report()
