@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.base import as_flat_floats
-from hvd_compress.exchange import Bucket, Parcel, Transfer, make_plan, plan_together
+from hvd_compress.exchange import Bucket, Hosts, Parcel, Transfer, make_plan, plan_together
 
 __all__ = ["Loopback"]
 
@@ -25,9 +25,10 @@ class Loopback:
     Args:
         ranks: how many.
         compressor: of every rank.
-        exchange: "auto", "two_phase" or "allgather". Where "auto" would go dense (the payload saves nothing) the
-            arrays take the two-phase way all the same.
+        exchange: "auto", "two_phase", "allgather" or "hierarchical". Where "auto" would go dense (the payload saves
+            nothing) the arrays take the two-phase way all the same.
         op: "average" or "sum".
+        ranks_per_host: for exchange="hierarchical"; ranks are counted host by host.
 
     Raises:
         ValueError: an argument out of its range.
@@ -42,12 +43,23 @@ class Loopback:
         array([1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5, 1.5], dtype=float32)
     """
 
-    def __init__(self, ranks: int, compressor: Compressor, exchange: str = "auto", op: str = "average") -> None:
+    def __init__(
+        self,
+        ranks: int,
+        compressor: Compressor,
+        exchange: str = "auto",
+        op: str = "average",
+        ranks_per_host: int = 1,
+    ) -> None:
         if ranks < 1:
             raise ValueError(f"Loopback(ranks={ranks!r}): must be at least 1")
         if op not in ("average", "sum"):
             raise ValueError(f'Loopback(op={op!r}): must be "average" or "sum"')
+        if ranks_per_host < 1 or ranks % ranks_per_host:
+            raise ValueError(f"Loopback(ranks_per_host={ranks_per_host!r}): must divide the {ranks} ranks")
         self.ranks = ranks
+        hosts = Hosts.of_names([rank // ranks_per_host for rank in range(ranks)])
+        self._hosts = hosts if exchange == "hierarchical" else None
         self.compressor = compressor
         self.bytes_sent = [0] * ranks
         self._exchange = exchange
@@ -88,14 +100,15 @@ class Loopback:
         for bucket, of_rank in zip(buckets, grads, strict=True):
             for name, grad in of_rank.items():
                 bucket.encode(name, as_flat_floats(grad))
-        # encode -> alltoall -> reduce -> allgather, or encode -> allgather
+        # parcel -> collective -> advance -> collective -> ... -> arrive
         parcels = [bucket.parcel() for bucket in buckets]
-        if buckets[0].exchange == "two_phase":
-            received = self._alltoall(parcels)
-            parcels = [bucket.reduce(bytes_) for bucket, bytes_ in zip(buckets, received, strict=True)]
-        gathered = self._allgather(parcels)
+        *earlier, last = buckets[0].collectives
+        for collective in earlier:
+            received = self._run(collective, parcels)
+            parcels = [b.advance(collective, bytes_) for b, bytes_ in zip(buckets, received, strict=True)]
+        received = self._run(last, parcels)
 
-        finite = [bucket.arrive(gathered) for bucket in buckets]
+        finite = [bucket.arrive(bytes_) for bucket, bytes_ in zip(buckets, received, strict=True)]
         sums = [bucket.finish(keep=all(finite), scale=self._scale) for bucket in buckets]
         # every tensor was encoded, so every one has a sum; the buffers are ours, and used again
         return [
@@ -145,11 +158,19 @@ class Loopback:
             together = {name: (grad.shape, self.compressor) for name, grad in grads.items()}
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():
-                self._transfers[name] = [Transfer(name, plan, self.compressor, rank) for rank in range(self.ranks)]
+                self._transfers[name] = [
+                    Transfer(name, plan, self.compressor, rank, self._hosts) for rank in range(self.ranks)
+                ]
             self._buckets[names] = [
                 Bucket({name: self._transfers[name][rank] for name in names}) for rank in range(self.ranks)
             ]
         return self._buckets[names]
+
+    def _run(self, collective: str, parcels: list[Parcel]) -> list[Bytes]:
+        """What each rank receives."""
+        if collective == "allgather":
+            return [self._allgather(parcels)] * self.ranks
+        return self._alltoall(parcels)
 
     def _alltoall(self, parcels: list[Parcel]) -> list[Bytes]:
         parts = []

@@ -36,7 +36,7 @@ class Explorer:
         configurations: of `hvd_compress.cost.configurations`, the best prediction first.
         dense: name of the one that loses nothing.
         most: how many are tried at most, not counting `dense`.
-        within: those are tried whose corrected prediction is at most this times the best known seconds.
+        within: those are tried whose prediction, corrected or not, is at most this times the best known seconds.
         skip: steps after a change that do not count: kernels are compiled, Horovod's caches filled.
         steps: that are measured of each; their median counts.
         drift: relative change of the median of a window of 4 * `steps` steps after which all are tried again. Each time
@@ -189,7 +189,8 @@ class Explorer:
         for i, c in enumerate(self.configurations):
             # dense may lose to a measured time, but is not to lose to a wrong prediction
             is_dense = c.name == self._dense
-            worth = self._corrected(c) <= limit or (is_dense and self._dense_is_due)
+            # the factor learnt from another one may be all its own: a prediction counts as it stands, too
+            worth = min(c.seconds, self._corrected(c)) <= limit or (is_dense and self._dense_is_due)
             if c.name not in self._measured and worth and (is_dense or not full):
                 left[i] = self._corrected(c)
         return min(left, key=left.__getitem__, default=None)

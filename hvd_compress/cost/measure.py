@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.cost.link import COLLECTIVES, Link
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import ring_bytes
 
 __all__ = ["Collectives", "HorovodCollectives", "measure_link", "sent_bytes"]
@@ -67,6 +68,21 @@ class HorovodCollectives:
             self._hvd.alltoall(buffer, name=name, **self._settings)
         else:
             self._hvd.allgather(buffer, name=name, **self._settings)
+
+    def host_numbers(self) -> list[int]:
+        """The number of each rank's host.
+
+        Raises:
+            UnsupportedError: hosts with different numbers of ranks, whose numbers Horovod does not tell.
+        """
+        mine = self._tensor(np.array([[self._hvd.cross_rank(), self._hvd.local_size()]], np.int64))
+        numbers, sizes = self._hvd.allgather(mine, name="hvd_compress.hosts", **self._settings).numpy().T.tolist()
+        if len(set(sizes)) > 1:
+            raise UnsupportedError(
+                f"exchange='hierarchical' where ranks share hosts with {sorted(set(sizes))} ranks: start equally many "
+                "on all hosts, or use exchange='two_phase'"
+            )
+        return list(numbers)
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of all ranks' values, one by one."""

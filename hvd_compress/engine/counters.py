@@ -17,6 +17,7 @@ class Counters:
         steps: exchanges finished.
         bytes_sent: given to the network by this rank; an allgather counts as a ring.
         bytes_received: taken from it.
+        bytes_sent_inside: given to other ranks of its host by a hierarchical exchange; all others go between hosts.
         dense_bytes: what Horovod's ring allreduce of the uncompressed gradient would have sent.
         encode_seconds: in the stages that encode.
         exchange_seconds: waited for collectives, after all that could overlap with the backward pass.
@@ -26,6 +27,7 @@ class Counters:
     steps: int = 0
     bytes_sent: float = 0.0
     bytes_received: float = 0.0
+    bytes_sent_inside: float = 0.0
     dense_bytes: float = 0.0
     encode_seconds: float = 0.0
     exchange_seconds: float = 0.0
@@ -56,6 +58,7 @@ class Counters:
             "steps": self.steps,
             "bytes_sent": round(self.bytes_sent),
             "bytes_received": round(self.bytes_received),
+            "bytes_sent_inside": round(self.bytes_sent_inside),
             "dense_bytes": round(self.dense_bytes),
             "ratio": self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0,
             "encode_seconds": self.encode_seconds,

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.counters import Counters
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import Plan, Transfer, aligned_empty, ring_bytes
+from hvd_compress.exchange import Hosts, Plan, Transfer, aligned_empty, ring_bytes
 
 __all__ = ["Lane", "Pack"]
 
@@ -30,11 +30,20 @@ class Lane(Transfer):
         plan: sizes, the same on all ranks.
         compressor: of the whole tensor.
         position: of this rank among those that take part.
+        hosts: of the ranks, for a hierarchical exchange.
         itemsize: bytes per element of the uncompressed gradient, for the statistics.
     """
 
-    def __init__(self, name: str, plan: Plan, compressor: Compressor, position: int, itemsize: int = 4) -> None:
-        super().__init__(name, plan, compressor, position)
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        compressor: Compressor,
+        position: int,
+        hosts: Hosts | None = None,
+        itemsize: int = 4,
+    ) -> None:
+        super().__init__(name, plan, compressor, position, hosts)
         self.counters = Counters()
         self._dense_bytes = ring_bytes(plan.numel * itemsize, plan.ranks)
 
@@ -57,17 +66,20 @@ class Lane(Transfer):
         self._count_received(payloads)
         with self._naming_errors():
             used = super().reduce(payloads, slot)
-        self.counters.bytes_sent += (self.plan.ranks - 1) * (slot.size if self.plan.fixed_size else used)
+        sent = slot.size if self.plan.fixed_size else used
+        self.counters.bytes_sent += (len(payloads) - 1) * sent
         self.counters.encode_seconds += time.perf_counter() - begin
         return used
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
-        if self.plan.exchange == "two_phase":
-            numbers = [chunk for chunk, _ in self.plan.chunks]
-            own = [payload.size for chunk, payload in zip(numbers, payloads, strict=True) if chunk == self.position]
-            self.counters.bytes_received += sum(p.size for p in payloads) - sum(own)
-        else:
+        if self.plan.exchange == "allgather":
             self._count_received(payloads)
+        else:
+            others = {chunk for chunk, _ in self.sent_chunks} - {self.chunk}
+            numbers = [chunk for chunk, _ in self.plan.chunks]
+            sizes = [p.size for chunk, p in zip(numbers, payloads, strict=True) if chunk in others]
+            self.counters.bytes_received += sum(sizes)
+            self._count_inside(numbers, payloads)
         with self._naming_errors():
             return super().arrive(payloads)
 
@@ -83,14 +95,23 @@ class Lane(Transfer):
 
     def is_owing(self) -> bool:
         """Whether anything is left of what this rank was to send."""
-        return any(r is not None and r.any() for r in (self.residual, self.owner_residual))
+        return any(r.any() for r in self._debts())
 
     def inherit(self, other: Lane) -> None:
         """Take over the residuals, counters and step of a lane of the same tensor with another compressor or plan."""
         self.counters, self.step = other.counters, other.step
-        self.residual = other.residual
+        if other.residual is not None or other.pending is not None:
+            self.take_residual(other.whole_residual())
         if other.owner_residual is not None and other.owned is not None:
             self.take_owed(other.owned.start, other.owner_residual)
+
+    def take_residual(self, values: Array) -> None:
+        """Take over a residual of all elements; its memory is used."""
+        self.residual, self.pending = None, None
+        if self.shard == slice(0, values.size):
+            self.residual = values
+        elif values.any():
+            self.pending = values
 
     def take_owed(self, start: int, values: Array) -> None:
         """Take over an owner's residual of the elements from `start`, whoever owns them now."""
@@ -98,27 +119,49 @@ class Lane(Transfer):
             self.owner_residual = values
             return
         # both kinds of residual are in units of the sum
-        if self.residual is None:
-            self.residual = aligned_empty(self.plan.numel, values.dtype)
-            self.residual[...] = 0
-        self.residual[start : start + values.size] += values
+        whole = self.whole_residual(values.dtype)
+        whole[start : start + values.size] += values
+        self.take_residual(whole)
+
+    def whole_residual(self, dtype: npt.DTypeLike = np.float32) -> Array:
+        """What this rank owes of all elements, but not as an owner; a residual's memory may be used for it."""
+        residual, pending = self.residual, self.pending
+        if residual is not None and residual.size == self.plan.numel:
+            return residual
+        if pending is None:
+            pending = aligned_empty(self.plan.numel, dtype if residual is None else residual.dtype)
+            pending[...] = 0
+        if residual is not None:
+            pending[self.shard] += residual
+        return pending
+
+    def copied_residual(self) -> Array:
+        """A copy of `whole_residual` that leaves everything as it is."""
+        whole = np.zeros(self.plan.numel, np.float32 if self.residual is None else self.residual.dtype)
+        if self.pending is not None:
+            whole += self.pending
+        if self.residual is not None:
+            whole[self.shard] += self.residual
+        return whole
 
     def all_owed(self) -> Array:
-        """What this rank owes of the whole tensor; both residuals' memory may be used for it."""
-        owed = np.zeros(self.plan.numel, np.float32) if self.residual is None else self.residual
+        """What this rank owes of all elements; the residuals' memory may be used for it."""
+        owed = self.whole_residual()
         if self.owner_residual is not None and self.owned is not None:
             owed[self.owned] += self.owner_residual
         return owed
 
+    def _debts(self) -> list[Array]:
+        return [r for r in (self.residual, self.pending, self.owner_residual) if r is not None]
+
     def rescale(self, factor: float) -> None:
-        """Multiply both residuals."""
-        for owed in (self.residual, self.owner_residual):
-            if owed is not None:
-                owed *= factor
+        """Multiply the residuals."""
+        for owed in self._debts():
+            owed *= factor
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank still owes."""
-        owed = [r for r in (self.residual, self.owner_residual) if r is not None]
+        owed = self._debts()
         # float64 for the sum, without a float64 copy of the residual
         return float(np.sqrt(sum(np.einsum("i,i->", r, r, dtype=np.float64, casting="safe") for r in owed)))
 
@@ -126,16 +169,27 @@ class Lane(Transfer):
 
     def _count_sent(self, used: Sequence[int], slots: Sequence[Bytes]) -> None:
         sizes = [slot.size for slot in slots] if self.plan.fixed_size else used
-        if self.plan.exchange == "two_phase":
-            numbers = [chunk for chunk, _ in self.plan.chunks]
-            sent = sum(size for chunk, size in zip(numbers, sizes, strict=True) if chunk != self.position)
-        else:
+        if self.plan.exchange == "allgather":
             sent = (self.plan.ranks - 1) * sum(sizes)
+        else:
+            numbers = [chunk for chunk, _ in self.sent_chunks]
+            sent = sum(size for chunk, size in zip(numbers, sizes, strict=True) if chunk != self.chunk)
         self.counters.bytes_sent += sent
 
     def _count_received(self, of_ranks: Sequence[Bytes]) -> None:
         sizes = [payload.size for payload in of_ranks]
-        self.counters.bytes_received += sum(sizes) - sizes[self.position]
+        own = self.position if self.hosts is None else sorted(self.hosts.between(self.position)).index(self.position)
+        self.counters.bytes_received += sum(sizes) - sizes[own]
+
+    def _count_inside(self, numbers: Sequence[int], payloads: Sequence[Bytes]) -> None:
+        """What a hierarchical exchange has sent to the ranks of this host."""
+        if self.hosts is None or self._gradient is None:
+            return
+        others = self.hosts.per_host - 1
+        shard = {chunk for chunk, _ in self.sent_chunks}
+        passed_on = sum(p.size for chunk, p in zip(numbers, payloads, strict=True) if chunk in shard)
+        uncompressed = self._gradient.nbytes - self._gradient[self.shard].nbytes
+        self.counters.bytes_sent_inside += uncompressed + others * passed_on
 
     def _count_step(self, begin: float) -> None:
         self.counters.steps += 1
@@ -158,10 +212,18 @@ class Pack(Lane):
         members: {name: shape} of float32 tensors.
         plan: of all elements together, see `shape_of`.
         position: of this rank among those that take part.
+        hosts: of the ranks, for a hierarchical exchange.
     """
 
-    def __init__(self, name: str, members: Mapping[str, tuple[int, ...]], plan: Plan, position: int) -> None:
-        super().__init__(name, plan, NoCompression(), position)
+    def __init__(
+        self,
+        name: str,
+        members: Mapping[str, tuple[int, ...]],
+        plan: Plan,
+        position: int,
+        hosts: Hosts | None = None,
+    ) -> None:
+        super().__init__(name, plan, NoCompression(), position, hosts)
         self.shapes = dict(members)
         self._places: dict[str, slice] = {}
         at = 0

@@ -15,7 +15,7 @@ from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane, Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import plan_together
+from hvd_compress.exchange import Hosts, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
 __all__ = ["Ledger", "empty_state", "refuse_residuals"]
@@ -54,6 +54,7 @@ class Ledger(Generic[AnyBucket]):
         make_bucket: from lanes and pack.
         groups: of names, to go together.
         pays_debts: whether the edge adds `debts` to gradients that go dense.
+        hosts: of the ranks; a hierarchical exchange needs them.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Ledger(Generic[AnyBucket]):
         make_bucket: MakeBucket[AnyBucket],
         groups: list[list[str]] | None = None,
         pays_debts: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
         self.routing = routing
         self.buckets: list[AnyBucket] = []
@@ -73,6 +75,7 @@ class Ledger(Generic[AnyBucket]):
         """The pack of each small tensor."""
         self.dense: dict[str, Counters] = {}
         self._pays_debts = pays_debts
+        self._hosts = hosts if routing.exchange == "hierarchical" else None
         self.debts: dict[str, Array] = {}
         """What is owed of tensors that go dense now; it travels with their next gradient."""
         self._before: dict[str, Counters] = {}
@@ -100,10 +103,10 @@ class Ledger(Generic[AnyBucket]):
             together[packed_as] = (Pack.shape_of(small), NoCompression())
         plans = plan_together(routing.exchange, together, self._ranks)
         lanes = {
-            t.name: Lane(t.name, plans[t.name], routing.compressor_of(t.name), self._position, t.itemsize)
+            t.name: Lane(t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize)
             for t in compressed
         }
-        pack = Pack(packed_as, small, plans[packed_as], self._position) if small else None
+        pack = Pack(packed_as, small, plans[packed_as], self._position, self._hosts) if small else None
         self.lanes.update(lanes)
         self.packs.update(dict.fromkeys(small, pack) if pack is not None else {})
         return make_bucket(lanes, pack)
@@ -147,8 +150,9 @@ class Ledger(Generic[AnyBucket]):
                     f"{lane.residual_norm():.3g} is still owed: "
                     "take a compressor with error feedback, such as the last one"
                 )
-            if lane.residual is not None and self._pays_debts:
-                self._owe(name, lane.residual.dtype)[:] = lane.all_owed()
+            if lane.is_owing() and self._pays_debts:
+                owed = lane.all_owed()
+                self._owe(name, owed.dtype)[:] = owed
         for name, debt in other.debts.items():
             if name in self.lanes:
                 self.lanes[name].take_owed(0, debt)
@@ -223,8 +227,8 @@ class Ledger(Generic[AnyBucket]):
         residuals, owners = {}, {}
         for name, lane in self.lanes.items():
             shape = list(lane.plan.shape)
-            if lane.residual is not None:
-                residuals[name] = {"shape": shape, "values": lane.residual.copy()}
+            if lane.residual is not None or lane.pending is not None:
+                residuals[name] = {"shape": shape, "values": lane.copied_residual()}
             if lane.owner_residual is not None and lane.owned is not None:
                 values = lane.owner_residual.copy()
                 owners[name] = {"shape": shape, "start": lane.owned.start, "values": values}
@@ -264,8 +268,9 @@ class Ledger(Generic[AnyBucket]):
         self.abandon()
         for name, lane in self.lanes.items():
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)
-            lane.residual = None if own is None else np.asarray(own["values"]).copy()
-            lane.owner_residual = None
+            lane.residual = lane.pending = lane.owner_residual = None
+            if own is not None:
+                lane.take_residual(np.asarray(own["values"]).copy())
             if owed is not None:
                 lane.take_owed(owed["start"], np.asarray(owed["values"]).copy())
             lane.step = state.get("transfer_steps", {}).get(name, state["steps"])

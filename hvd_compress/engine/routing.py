@@ -33,7 +33,7 @@ class Routing:
 
     Args:
         compressor: of all tensors, or of each by its name; None if all go dense.
-        exchange: "auto", "two_phase" or "allgather".
+        exchange: "auto", "two_phase", "allgather" or "hierarchical".
         min_numel: tensors with fewer elements are not compressed.
         bucket_bytes: tensors go together up to so many bytes of float32; 0 leaves every tensor alone.
     """

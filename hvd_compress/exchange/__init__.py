@@ -1,7 +1,9 @@
 """How payloads become a sum: pure stages, and between each two a named collective that an edge runs.
 
-    two_phase   encode each chunk -alltoall-> decode, sum, encode again -allgather-> decode
-    allgather   encode the tensor -allgather-> decode and sum
+    two_phase     encode each chunk -alltoall-> decode, sum, encode again -allgather-> decode
+    allgather     encode the tensor -allgather-> decode and sum
+    hierarchical  cut up -alltoall inside hosts-> sum, encode each chunk -alltoall between hosts-> decode, sum, encode
+                  again -to all between hosts-> pass on -to all inside hosts-> decode
 
 Nothing here knows ranks (only positions), frameworks or Horovod.
 """
@@ -9,6 +11,7 @@ Nothing here knows ranks (only positions), frameworks or Horovod.
 from __future__ import annotations
 
 from hvd_compress.exchange.bucket import Bucket, Parcel
+from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import EXCHANGES, Plan, chunk_bounds, make_plan, plan_together, ring_bytes
 from hvd_compress.exchange.transfer import Transfer
@@ -16,6 +19,7 @@ from hvd_compress.exchange.transfer import Transfer
 __all__ = [
     "EXCHANGES",
     "Bucket",
+    "Hosts",
     "Parcel",
     "Plan",
     "Transfer",

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.errors import WireError
+from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.transfer import Transfer
 
@@ -62,14 +63,18 @@ class Bucket(Generic[AnyTransfer]):
         self.transfers = dict(transfers)
         first = next(iter(self.transfers.values()))
         self.exchange = first.plan.exchange
+        self.collectives = first.plan.collectives
+        """What follows each stage."""
         self.ranks = first.plan.ranks
         self.position = first.position
+        self.hosts = first.hosts
         self.fixed_size = all(t.plan.fixed_size for t in self.transfers.values())
-        # {receiver: (tensor, number of its payload, bytes of its slot)}
         self._contents = self._laid_out()
         self._send = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
+        self._uncompressed = np.empty(0, np.uint8)
         self._used: dict[str, list[int]] = {}
+        self._given: set[str] = set()
         self._skipped: list[str] = []
 
     @property
@@ -82,11 +87,16 @@ class Bucket(Generic[AnyTransfer]):
         """Whether a step is under way."""
         return any(t.busy for t in self.transfers.values())
 
-    # -- stage 1 -------------------------------------------------------------------------------------------------
+    # -- the first stage -----------------------------------------------------------------------------------------
 
     def encode(self, name: str, flat: Array) -> bool:
-        """Encode a gradient, in any order; whether that was the last one, so that `parcel` is to be sent."""
-        self._used[name] = self.transfers[name].encode(flat, self._slots_of(name))
+        """Take a gradient, in any order; whether that was the last one, so that `parcel` is to be sent."""
+        transfer = self.transfers[name]
+        if self.hosts is None:
+            self._used[name] = transfer.encode(flat, self._slots_of(name))
+        else:
+            transfer.hold(flat)
+        self._given.add(name)
         return self._is_complete()
 
     def skip(self, name: str) -> bool:
@@ -95,20 +105,23 @@ class Bucket(Generic[AnyTransfer]):
         return self._is_complete()
 
     def _is_complete(self) -> bool:
-        if len(self._used) + len(self._skipped) < len(self.transfers):
+        if len(self._given) + len(self._skipped) < len(self.transfers):
             return False
         skipped, self._skipped = self._skipped, []
-        if not self._used:
+        if not self._given:
             return False
         for name in skipped:
             self._used[name] = self.transfers[name].skip(self._slots_of(name))
         return True
 
     def parcel(self) -> Parcel:
-        """What the first collective sends, once every tensor is encoded."""
-        sizes = []
+        """What the first collective sends, once every tensor is here."""
+        return self._payloads() if self.hosts is None else self._parts_inside(self.hosts)
+
+    def _payloads(self) -> Parcel:
+        sizes: dict[int, int] = {}
         at = start = 0
-        for contents in self._contents:
+        for chunk, contents in self._contents.items():
             begin = at
             for name, index, slot in contents:
                 used = self._used[name][index]
@@ -120,31 +133,48 @@ class Bucket(Generic[AnyTransfer]):
                     self._send[at : at + used] = self._send[start : start + used]
                     at += used
                 start += slot
-            sizes.append(at - begin)
+            sizes[chunk] = at - begin
         if self.exchange == "allgather":
             return Parcel(self._send[:at])
         # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
-        return Parcel(self._send, None if len(set(sizes)) == 1 and self.fixed_size else tuple(sizes))
+        return Parcel(self._send, self._by_rank(sizes))
 
-    # -- stages 2 and 3 ------------------------------------------------------------------------------------------
+    # -- the stages between collectives ------------------------------------------------------------------------------
+
+    def advance(self, collective: str, received: Bytes) -> Parcel:
+        """What the next collective sends, from what `collective`, which is not the last one, has brought.
+
+        Raises:
+            WireError: a payload, or a message, is truncated, corrupted or foreign.
+        """
+        if collective == "scatter_inside":
+            return self._encode_sums(received)
+        if collective == "alltoall":
+            return self.reduce(received)
+        return self._forwarded(received)
 
     def reduce(self, received: Bytes) -> Parcel:
-        """Stage 2 of two phases: what all ranks sent of this rank's chunks becomes the payloads of their sums.
+        """What ranks sent of this rank's chunks becomes the payloads of their sums.
 
         Raises:
             WireError: a payload is truncated, corrupted or foreign.
         """
-        contents = self._contents[self.position]
+        first = next(iter(self.transfers.values()))
+        contents = self._contents[first.chunk]
+        senders = self.ranks if self.hosts is None else self.hosts.count
         if self._result.size == 0:
             self._result = aligned_empty(sum(slot for _, _, slot in contents), np.uint8)
-        payloads = self._cut(received, [contents] * self.ranks)
+        payloads = self._cut(received, [contents] * senders)
         at = 0
         for i, (name, _, slot) in enumerate(contents):
             used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
             end = at + (slot if self.fixed_size else used)
             self._result[at + used : end] = 0
             at = end
-        return Parcel(self._result[:at])
+        result = self._result[:at]
+        if self.hosts is None:
+            return Parcel(result)
+        return self._copies(result, self.hosts.between(self.position))
 
     def arrive(self, received: Bytes) -> bool:
         """The last payloads are here; whether all of them, and so the sums, are finite.
@@ -152,47 +182,123 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: truncated or foreign.
         """
-        everyone = self._contents if self.exchange == "two_phase" else self._contents * self.ranks
+        everyone = self._last_messages()
+        places = [(chunk, name) for chunk, contents in everyone for name, _, _ in contents]
+        payloads = self._cut(received, [contents for _, contents in everyone])
         of_tensor: dict[str, list[Bytes]] = {name: [] for name in self.transfers}
-        names = (name for contents in everyone for name, _, _ in contents)
-        for name, payload in zip(names, self._cut(received, everyone), strict=True):
+        # in the order of the chunks, or of the ranks
+        for (_, name), payload in sorted(zip(places, payloads, strict=True), key=lambda item: item[0][0]):
             of_tensor[name].append(payload)
         finite = [self.transfers[name].arrive(payloads) for name, payloads in of_tensor.items()]
         return all(finite)
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
-        """Decode all tensors, in the order in which they were encoded; see `Transfer.finish`.
+        """Decode all tensors; see `Transfer.finish`.
 
         Raises:
             WireError: a payload is corrupted.
         """
-        results = {name: self.transfers[name].finish(keep, scale) for name in self._used}
-        self._used = {}
+        results = {name: transfer.finish(keep, scale) for name, transfer in self.transfers.items() if transfer.busy}
+        self._used, self._given = {}, set()
         return results
 
     def abandon(self) -> None:
         """Forget a step in flight; residuals stay as before it."""
         for transfer in self.transfers.values():
             transfer.abandon()
-        self._used, self._skipped = {}, []
+        self._used, self._given, self._skipped = {}, set(), []
+
+    # -- inside a host and between hosts -----------------------------------------------------------------------------
+
+    def _parts_inside(self, hosts: Hosts) -> Parcel:
+        """The shard of every rank on this host of each gradient, uncompressed."""
+        parts = {
+            peer: [t.held(hosts.shard_of(peer)) for t in self._held()] for peer in sorted(hosts.inside(self.position))
+        }
+        nbytes = {peer: sum(part.nbytes for part in of_peer) for peer, of_peer in parts.items()}
+        if self._uncompressed.size != sum(nbytes.values()):
+            self._uncompressed = aligned_empty(sum(nbytes.values()), np.uint8)
+        pieces = [part.view(np.uint8) for of_peer in parts.values() for part in of_peer]
+        np.concatenate(pieces, out=self._uncompressed)
+        return Parcel(self._uncompressed, tuple(nbytes.get(rank, 0) for rank in range(self.ranks)))
+
+    def _encode_sums(self, received: Bytes) -> Parcel:
+        """The gradients of this host's ranks become the payloads of their sum."""
+        hosts = self._of_hosts()
+        peers = sorted(hosts.inside(self.position))
+        sizes = [t.held(hosts.shard_of(self.position)).nbytes for t in self._held()]
+        if received.size != len(peers) * sum(sizes):
+            raise WireError(
+                f"rank {self.position} received {received.size} bytes from the {len(peers)} ranks of its host, "
+                f"expected {sum(sizes)} from each"
+            )
+        at = {peer: i * sum(sizes) for i, peer in enumerate(peers)}
+        for transfer, size in zip(self._held(), sizes, strict=True):
+            others = [received[at[p] : at[p] + size] for p in hosts.inside(self.position) if p != self.position]
+            at = {peer: start + size for peer, start in at.items()}
+            x = transfer.add_inside(others)
+            self._used[transfer.name] = transfer.encode(x, self._slots_of(transfer.name))
+        return self._payloads()
+
+    def _forwarded(self, received: Bytes) -> Parcel:
+        """The payloads of this rank's shard, for every rank on its host."""
+        return self._copies(received, self._of_hosts().inside(self.position))
+
+    def _copies(self, message: Bytes, receivers: Sequence[int]) -> Parcel:
+        sizes = tuple(message.size if rank in receivers else 0 for rank in range(self.ranks))
+        return Parcel(np.tile(message, len(receivers)), sizes)
+
+    def _held(self) -> list[AnyTransfer]:
+        return [transfer for name, transfer in self.transfers.items() if name in self._given]
+
+    def _of_hosts(self) -> Hosts:
+        if self.hosts is None:
+            raise RuntimeError(f"exchange {self.exchange!r} knows no hosts")
+        return self.hosts
 
     # -- places --------------------------------------------------------------------------------------------------
 
-    def _laid_out(self) -> list[list[tuple[str, int, int]]]:
-        """What goes to each receiver; an allgather has one that stands for all."""
-        receivers = range(self.ranks) if self.exchange == "two_phase" else range(1)
-        contents: list[list[tuple[str, int, int]]] = [[] for _ in receivers]
+    def _laid_out(self) -> dict[int, list[tuple[str, int, int]]]:
+        """{chunk: [(tensor, number of its payload, bytes of its slot)]} of what this rank sends, by owner."""
+        if self.exchange == "allgather":
+            return {0: self._contents_of(0)}
+        return {chunk: self._contents_of(chunk) for chunk in self._chunks_by_rank()}
+
+    def _last_messages(self) -> list[tuple[int, list[tuple[str, int, int]]]]:
+        """The same of what the last collective brings, with the chunk, or rank, that each part is of."""
+        if self.exchange == "allgather":
+            return [(rank, self._contents_of(0)) for rank in range(self.ranks)]
+        if self.hosts is None:
+            return [(chunk, self._contents_of(chunk, sent=False)) for chunk in range(self.ranks)]
+        order = [
+            self.hosts.chunk_of(owner)
+            for peer in sorted(self.hosts.inside(self.position))
+            for owner in sorted(self.hosts.between(peer))
+        ]
+        return [(chunk, self._contents_of(chunk, sent=False)) for chunk in order]
+
+    def _contents_of(self, chunk: int, sent: bool = True) -> list[tuple[str, int, int]]:
+        contents = []
         for name, transfer in self.transfers.items():
-            for index, (chunk, _) in enumerate(transfer.plan.chunks):
-                contents[chunk].append((name, index, transfer.plan.slots[chunk]))
+            chunks = [number for number, _ in (transfer.sent_chunks if sent else transfer.plan.chunks)]
+            if chunk in chunks:
+                contents.append((name, chunks.index(chunk), transfer.plan.slots[chunk]))
         return contents
+
+    def _chunks_by_rank(self) -> list[int]:
+        return [rank if self.hosts is None else self.hosts.chunk_of(rank) for rank in range(self.ranks)]
+
+    def _by_rank(self, sizes: Mapping[int, int]) -> tuple[int, ...] | None:
+        """Bytes for each rank, from the bytes for each owner of a chunk; None if equal."""
+        of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
+        return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
     def _slots_of(self, name: str) -> list[Bytes]:
         if self._send.size == 0:
-            self._send = aligned_empty(sum(slot for c in self._contents for _, _, slot in c), np.uint8)
+            self._send = aligned_empty(sum(slot for c in self._contents.values() for _, _, slot in c), np.uint8)
         slots = []
         at = 0
-        for contents in self._contents:
+        for contents in self._contents.values():
             for owner, _, slot in contents:
                 if owner == name:
                     slots.append(self._send[at : at + slot])

@@ -12,7 +12,15 @@ from hvd_compress.compressors import Compressor, TopK
 
 __all__ = ["EXCHANGES", "Plan", "chunk_bounds", "make_plan", "plan_together", "ring_bytes"]
 
-EXCHANGES = ("auto", "two_phase", "allgather")
+EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical")
+
+# what follows each stage; all but "allgather" are alltoalls of Horovod, some of them with empty parts
+COLLECTIVES = {
+    "two_phase": ("alltoall", "allgather"),
+    "allgather": ("allgather",),
+    "hierarchical": ("scatter_inside", "alltoall", "gather_between", "gather_inside"),
+    "dense": (),
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class Plan:
     """Who encodes what of a tensor, and how many bytes that can take.
 
     Args:
-        exchange: "two_phase", "allgather", or "dense" where compressing would not save bytes.
+        exchange: "two_phase", "allgather", "hierarchical", or "dense" where compressing would not save bytes.
         shape: of the tensor.
         ranks: that take part.
         group: elements per group of the compressor.
@@ -55,7 +63,7 @@ class Plan:
     @property
     def collectives(self) -> tuple[str, ...]:
         """Names of the collectives between the stages."""
-        return {"two_phase": ("alltoall", "allgather"), "allgather": ("allgather",), "dense": ()}[self.exchange]
+        return COLLECTIVES[self.exchange]
 
 
 def chunk_bounds(numel: int, chunks: int, group: int) -> tuple[int, ...]:

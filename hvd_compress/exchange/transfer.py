@@ -1,7 +1,8 @@
 """One tensor's way through an exchange on one rank: the stages, with the state that must survive between them.
 
-The order is: `encode`, collective, `reduce` (two_phase only), collective, `arrive`, and, when the payloads of the whole
-step have arrived, `finish`. Up to `finish` both residuals are as they were before the step: the encode kernels turn the
+The order is: `encode`, collective, `reduce` (not in an allgather), collective, `arrive`, and, when the payloads of the
+whole step have arrived, `finish`. A hierarchical exchange begins with `hold`, a collective inside the host, and
+`add_inside`. Up to `finish` both residuals are as they were before the step: the encode kernels turn the
 gradient's own memory into the new residual, and `finish` swaps the two buffers, so taking a step back costs nothing.
 """
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor, Key
+from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan
 
@@ -33,16 +35,26 @@ class Transfer:
         plan: sizes and bounds, equal on all ranks.
         compressor: of the whole tensor.
         position: of this rank among those that take part.
+        hosts: of the ranks, for a hierarchical exchange.
     """
 
-    def __init__(self, name: str, plan: Plan, compressor: Compressor, position: int) -> None:
+    def __init__(
+        self, name: str, plan: Plan, compressor: Compressor, position: int, hosts: Hosts | None = None
+    ) -> None:
         self.name = name
         self.plan = plan
         self.position = position
+        self.hosts = hosts
+        self.chunk = position if hosts is None else hosts.chunk_of(position)
+        """The chunk that this rank owns."""
         self.keeps_residual = compressor.feedback
         """Whether error feedback is on."""
         self.residual: Array | None = None
+        """Of the elements in `shard`."""
         self.owner_residual: Array | None = None
+        self.pending: Array | None = None
+        """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
+        shard only."""
         self.step = 0
         self._key = Key(seed=compressor.seed, name=name, rank=position)
         self._sum: Array = np.empty(0, np.float32)
@@ -58,33 +70,72 @@ class Transfer:
     @property
     def owned(self) -> slice | None:
         """The elements whose sum this rank makes, if there are any."""
-        if self.plan.exchange != "two_phase":
+        if self.plan.exchange == "allgather":
             return None
-        return next((part for chunk, part in self.plan.chunks if chunk == self.position), None)
+        return next((part for chunk, part in self.plan.chunks if chunk == self.chunk), None)
+
+    @property
+    def shard(self) -> slice:
+        """The elements that this rank encodes: all, or in a hierarchical exchange its share of its host's sum."""
+        if self.hosts is None:
+            return slice(0, self.plan.numel)
+        chunks = self.hosts.shard_of(self.position)
+        return slice(self.plan.bounds[chunks.start], self.plan.bounds[chunks.stop])
+
+    @property
+    def sent_chunks(self) -> list[tuple[int, slice]]:
+        """(number, elements) of each chunk that this rank encodes and that has a payload."""
+        wanted = range(len(self.plan.slots)) if self.hosts is None else self.hosts.shard_of(self.position)
+        return [(chunk, part) for chunk, part in self.plan.chunks if chunk in wanted]
+
+    def hold(self, x: Array) -> None:
+        """Stage 0 of a hierarchical exchange: take a gradient (see `encode`), to be cut up among this host's ranks."""
+        if self.pending is not None:
+            x += self.pending
+        self._gradient = x
+
+    def held(self, chunks: range) -> Array:
+        """The elements of a shard, given by its chunks, of the gradient in `hold`."""
+        if self._gradient is None:
+            raise RuntimeError(f"held() of {self.name!r} without hold()")
+        return self._gradient[self.plan.bounds[chunks.start] : self.plan.bounds[chunks.stop]]
+
+    def add_inside(self, others: Sequence[Bytes]) -> Array:
+        """The gradient, with what the other ranks of this host have sent of its shard added, in their order."""
+        if self._gradient is None:
+            raise RuntimeError(f"add_inside() of {self.name!r} without hold()")
+        shard = self._gradient[self.shard]
+        for sent in others:
+            shard += sent.view(shard.dtype)
+        return self._gradient
 
     def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
         """Stage 1, every rank: a gradient becomes the payloads of its chunks.
 
         Args:
             x: flat float32 or float64; in use, and spoiled, until `finish`.
-            slots: where the payload of each chunk goes.
+            slots: where the payload of each of `sent_chunks` goes.
 
         Returns:
             The bytes of each payload.
         """
         if self.keeps_residual and self.residual is None:
-            self.residual = aligned_empty(x.size, x.dtype)
+            self.residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
             self.residual[...] = 0
         if self.residual is not None:
             # of a model that was converted since
             self.residual = self.residual.astype(x.dtype, copy=False)
         self._gradient = x
-        plan, r = self.plan, self.residual
+        plan, r, start = self.plan, self.residual, self.shard.start
         return [
             plan.chunk_compressors[chunk].encode_into(
-                x[part], None if r is None else r[part], slot, plan.group, self._key_of(hop=0, chunk=chunk)
+                x[part],
+                None if r is None else r[part.start - start : part.stop - start],
+                slot,
+                plan.group,
+                self._key_of(hop=0, chunk=chunk),
             )
-            for (chunk, part), slot in zip(plan.chunks, slots, strict=True)
+            for (chunk, part), slot in zip(self.sent_chunks, slots, strict=True)
         ]
 
     def skip(self, slots: Sequence[Bytes]) -> list[int]:
@@ -93,7 +144,7 @@ class Transfer:
         plan = self.plan
         return [
             plan.chunk_compressors[chunk].say_absent(slot, part.stop - part.start, plan.group)
-            for (chunk, part), slot in zip(plan.chunks, slots, strict=True)
+            for (chunk, part), slot in zip(self.sent_chunks, slots, strict=True)
         ]
 
     def reduce(self, payloads: Sequence[Bytes], slot: Bytes) -> int:
@@ -106,7 +157,7 @@ class Transfer:
         part = self.owned
         if part is None:
             raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
-        compressor = plan.chunk_compressors[self.position]
+        compressor = plan.chunk_compressors[self.chunk]
         numel = part.stop - part.start
         if self._skipped:
             return compressor.say_absent(slot, numel, plan.group)
@@ -119,14 +170,14 @@ class Transfer:
             self.owner_residual = self.owner_residual.astype(dtype, copy=False)
         for sender, payload in enumerate(payloads):
             compressor.decode_into(payload, self._sum, add=sender > 0)
-        key = self._key_of(hop=1, chunk=self.position)
+        key = self._key_of(hop=1, chunk=self.chunk)
         return compressor.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
         """The last payloads are here; whether all of them, and so the sum, are finite.
 
         Args:
-            payloads: one of each chunk in two phases, one of each rank in an allgather.
+            payloads: one of each chunk, or one of each rank in an allgather.
 
         Raises:
             WireError: truncated or foreign.
@@ -153,10 +204,10 @@ class Transfer:
         out = self._gradient
         if out is not None:
             if keep and self.residual is not None:
-                out = self.residual
+                out = self._moved_on(out, self.residual)
             self._decode(out, scale)
-            if keep and self.residual is not None:
-                self.residual = self._gradient
+            if keep:
+                self.pending = None
             if keep and self.owner_residual is not None:
                 self.owner_residual, self._sum = self._sum, self.owner_residual
         self.abandon()
@@ -169,9 +220,17 @@ class Transfer:
         self._skipped = False
         self._arrived = ()
 
+    def _moved_on(self, gradient: Array, residual: Array) -> Array:
+        """Make the new residual, which lies in the gradient's memory, final; returns memory for the result."""
+        if residual.size == gradient.size:
+            self.residual = gradient
+            return residual
+        residual[:] = gradient[self.shard]
+        return gradient
+
     def _decode(self, out: Array, scale: float) -> None:
         plan = self.plan
-        if plan.exchange == "two_phase":
+        if plan.exchange != "allgather":
             for (chunk, part), payload in zip(plan.chunks, self._arrived, strict=True):
                 plan.chunk_compressors[chunk].decode_into(payload, out[part], scale)
             return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,7 +14,7 @@ import tensorflow as tf
 
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
-from hvd_compress.exchange import aligned_empty
+from hvd_compress.exchange import Parcel, aligned_empty
 
 __all__ = ["Bucket"]
 
@@ -48,7 +50,7 @@ class Bucket(engine.Bucket):
     # -- laying stages into the graph ------------------------------------------------------------------------------
 
     def lay_encode(self, gradients: Mapping[str, tf.Tensor], turn: tf.Tensor) -> list[tf.Tensor]:
-        """Stage 1: (payloads, bytes for each rank), the second where messages to ranks differ in size only.
+        """The first stage: (payloads, bytes for each rank), see `_lay_stage`.
 
         Args:
             gradients: by name; tensors that are not among them are left out of this step, on all ranks alike.
@@ -60,31 +62,35 @@ class Bucket(engine.Bucket):
         def encode(turn: np.int64, *arrays: Array) -> Any:
             return self._encode(dict(zip(names, arrays, strict=True)))
 
-        kinds = [tf.uint8, tf.int32] if self.exchange == "two_phase" else [tf.uint8]
-        sent = tf.numpy_function(encode, [turn, *wide], kinds, stateful=False)
+        return self._lay_stage(encode, [turn, *wide], self.collectives[0])
+
+    def lay_advance(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """All collectives but the last one, each with the stage after it."""
+        for collective, following in pairwise(self.collectives):
+            sent = self._lay_stage(partial(self._advance, collective), [self._lay(collective, sent)], following)
+        return list(sent)
+
+    def lay_arrive(self, sent: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The last collective; whether all that it brings is finite."""
+        gathered = self._lay(self.collectives[-1], sent)
+        finite = tf.numpy_function(self._arrive, [gathered], tf.bool, stateful=False)
+        finite.set_shape([])
+        return finite
+
+    def _lay_stage(self, stage: Callable[..., Any], inputs: list[tf.Tensor], collective: str) -> list[tf.Tensor]:
+        """A stage before a collective: (payloads, bytes for each rank), the second for all but an allgather."""
+        kinds = [tf.uint8] if collective == "allgather" else [tf.uint8, tf.int32]
+        sent = tf.numpy_function(stage, inputs, kinds, stateful=False)
         sent[0].set_shape([None])
         if len(sent) > 1:
             sent[1].set_shape([self.ranks])
         return list(sent)
 
-    def lay_reduce(self, sent: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The first of two collectives, and stage 2."""
-        payloads, splits = sent
-        received, _ = hvd.alltoall(
-            payloads, splits, self._name_of("alltoall"), ignore_name_scope=True, process_set=self._process_set
-        )
-        reduced = tf.numpy_function(self._reduce, [received], tf.uint8, stateful=False)
-        reduced.set_shape([None])
-        return reduced
-
-    def lay_arrive(self, payload: tf.Tensor) -> tf.Tensor:
-        """The last collective; whether all that it brings is finite."""
-        gathered = hvd.allgather(
-            payload, self._name_of("allgather"), ignore_name_scope=True, process_set=self._process_set
-        )
-        finite = tf.numpy_function(self._arrive, [gathered], tf.bool, stateful=False)
-        finite.set_shape([])
-        return finite
+    def _lay(self, collective: str, sent: Sequence[tf.Tensor]) -> tf.Tensor:
+        settings = {"ignore_name_scope": True, "process_set": self._process_set}
+        if collective == "allgather":
+            return hvd.allgather(sent[0], self._name_of(collective), **settings)
+        return hvd.alltoall(sent[0], sent[1], self._name_of(collective), **settings)[0]
 
     def lay_finish(
         self, gradients: Mapping[str, tf.Tensor], keep: tf.Tensor, scale: float
@@ -119,9 +125,11 @@ class Bucket(engine.Bucket):
         for name in self.tensors:
             gradient = gradients.get(name)
             self.give(name, None if gradient is None else self._writable(name, gradient))
-        parcel = self.parcel()
+        return self._handed_on(self.parcel(), self.collectives[0])
+
+    def _handed_on(self, parcel: Parcel, collective: str) -> Any:
         self._left_at = time.perf_counter()
-        if self.exchange != "two_phase":
+        if collective == "allgather":
             return parcel.buffer
         sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
         return parcel.buffer, np.array(sizes, np.int32)
@@ -136,11 +144,10 @@ class Bucket(engine.Bucket):
         self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
         return flat
 
-    def _reduce(self, received: Array) -> Array:
+    def _advance(self, collective: str, received: Array) -> Any:
         self.count_wait(time.perf_counter() - self._left_at)
-        parcel = self.reduce(received)
-        self._left_at = time.perf_counter()
-        return parcel.buffer
+        following = self.collectives[self.collectives.index(collective) + 1]
+        return self._handed_on(self.advance(collective, received), following)
 
     def _arrive(self, gathered: Array) -> np.bool_:
         self.count_wait(time.perf_counter() - self._left_at)
@@ -149,7 +156,8 @@ class Bucket(engine.Bucket):
     def _name_of(self, collective: str) -> str:
         # Horovod's torch interface puts the kind of the collective before every name, its TensorFlow interface does
         # not: written out, ranks of both can take part in one exchange
-        return f"{collective}.hvd_compress.{collective}.{self._wire_name}"
+        kind = "allgather" if collective == "allgather" else "alltoall"
+        return f"{kind}.hvd_compress.{collective}.{self._wire_name}"
 
 
 def _wide(gradient: tf.Tensor) -> tf.Tensor:

@@ -26,6 +26,7 @@ from hvd_compress.engine import (
     slowest_speeds,
 )
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import Hosts
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
@@ -105,6 +106,7 @@ class GradientExchange(Ledger[Bucket]):
         super().__init__(
             self._routing(tensors), ranks, position, tensors,
             partial(Bucket, process_set=process_set, wire_names=self._wire_names), self._named_groups(),
+            hosts=self._found_hosts(),
         )  # fmt: skip
         self._horovods = horovod_compressor(settings.compression)
         self._scale = 1.0
@@ -157,10 +159,7 @@ class GradientExchange(Ledger[Bucket]):
             # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
             buckets = [bucket for bucket in self.buckets if not exchanged.keys().isdisjoint(bucket.tensors)]
             payloads = [bucket.lay_encode(exchanged, turn) for bucket in buckets]
-            last = [
-                bucket.lay_reduce(sent) if bucket.exchange == "two_phase" else sent[0]
-                for bucket, sent in zip(buckets, payloads, strict=True)
-            ]
+            last = [bucket.lay_advance(sent) for bucket, sent in zip(buckets, payloads, strict=True)]
             finite += [bucket.lay_arrive(payload) for bucket, payload in zip(buckets, last, strict=True)]
             keep = tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
             combined: dict[str, tf.Tensor] = {}
@@ -286,6 +285,12 @@ class GradientExchange(Ledger[Bucket]):
                 self._pilot = Pilot(ours, tensors, routing, network, slowest_speeds(ours, collectives))
             routing = self._pilot.routing()
         return routing
+
+    def _found_hosts(self) -> Hosts | None:
+        if not self.takes_part or self.settings.exchange != "hierarchical":
+            return None
+        with tf.init_scope(), tf.device("CPU:0"):
+            return Hosts.of_names(collectives_of(self.settings.process_set).host_numbers())
 
     def stats(self) -> dict[str, Any]:
         """The "total", "tensors" and, with `Auto`, "auto" of `compression_stats()`."""

@@ -53,23 +53,28 @@ class Bucket(engine.Bucket):
             self._small[name] = gradient.detach()
             complete = self.give(name, self._small[name].reshape(-1).cpu().numpy())
         if complete:
-            self._issue("alltoall" if self.exchange == "two_phase" else "allgather", self.parcel())
+            self._issue(self.collectives[0], self.parcel())
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self._waiting_for == "alltoall" and hvd.poll(self._handle):
-            self._issue("allgather", self.reduce(self._receive()))
+        if self._is_between() and hvd.poll(self._handle):
+            self.wait_next()
 
     # -- when backward has ended ---------------------------------------------------------------------------------
 
-    def wait_first(self) -> None:
-        """Wait for the first of two collectives and start the second."""
-        if self._waiting_for == "alltoall":
-            self._issue("allgather", self.reduce(self._receive()))
+    def wait_next(self) -> bool:
+        """Wait for a collective that is not the last one, and start the next; whether there was one."""
+        if not self._is_between():
+            return False
+        collective = self._waiting_for
+        following = self.collectives[self.collectives.index(collective) + 1]
+        self._issue(following, self.advance(collective, self._receive()))
+        return True
 
     def wait(self) -> bool:
         """Wait until the last payloads are here; whether all are finite."""
-        self.wait_first()
+        while self.wait_next():
+            pass
         return self.arrive(self._receive())
 
     def combine(self, keep: bool, scale: float) -> dict[str, torch.Tensor]:
@@ -102,15 +107,19 @@ class Bucket(engine.Bucket):
         lane.counters.decode_seconds += time.perf_counter() - begin
         return restored
 
+    def _is_between(self) -> bool:
+        """Whether a collective is in flight that is not the last one."""
+        return self._waiting_for not in ("", self.collectives[-1])
+
     def _issue(self, collective: str, parcel: Parcel) -> None:
         # named by tensor and stage: ranks may issue them in any order
         name = f"hvd_compress.{collective}.{self.name}"
         buffer = torch.from_numpy(parcel.buffer)
-        if collective == "alltoall":
+        if collective == "allgather":
+            self._handle = hvd.allgather_async(buffer, name=name, process_set=self._process_set)
+        else:
             splits = None if parcel.sizes is None else torch.tensor(parcel.sizes, dtype=torch.int32)
             self._handle = hvd.alltoall_async(buffer, splits=splits, name=name, process_set=self._process_set)
-        else:
-            self._handle = hvd.allgather_async(buffer, name=name, process_set=self._process_set)
         self._waiting_for = collective
 
     def _receive(self) -> np.ndarray[Any, Any]:

@@ -10,7 +10,9 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.engine import Ledger, Routing, Tensor
+from hvd_compress.exchange import Hosts
 from hvd_compress.torch._bucket import Bucket
+from hvd_compress.torch._measure import collectives_of
 
 __all__ = ["Engine", "described"]
 
@@ -42,8 +44,11 @@ class Engine(Ledger[Bucket]):
         pays_debts: bool = False,
     ) -> None:
         make_bucket = partial(Bucket, process_set=process_set)
+        hosts = (
+            Hosts.of_names(collectives_of(process_set).host_numbers()) if routing.exchange == "hierarchical" else None
+        )
         super().__init__(
-            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts
+            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts
         )
         self.scale = scale
         self._paid: list[str] = []
@@ -78,10 +83,10 @@ class Engine(Ledger[Bucket]):
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""
         busy = [bucket for bucket in self.buckets if bucket.busy]
-        # No deadlock: every rank has started all first collectives before it waits for one, and starts each second
-        # one as soon as it has its first. The order is that of the backward pass, equal on all ranks, for speed only.
-        for bucket in busy:
-            bucket.wait_first()
+        # No deadlock: every rank has started all first collectives before it waits for one, and starts each next one
+        # as soon as it has the one before. The order is that of the backward pass, equal on all ranks, for speed only.
+        while any([bucket.wait_next() for bucket in busy]):  # noqa: C419 - all of them in each round
+            pass
         finite = True
         for bucket in busy:
             finite = bucket.wait() and finite

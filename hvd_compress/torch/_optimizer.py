@@ -318,7 +318,8 @@ def DistributedOptimizer(
         groups: gradients that go together: a number of groups, or lists of parameters.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         process_set: the ranks that take part.
-        exchange: "two_phase", "allgather", or "auto" for the one that sends fewer bytes.
+        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, or "hierarchical":
+            gradients are summed inside each host, and their sums exchanged compressed between hosts.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
             parameters; 0 gives each an exchange of its own, and small ones to Horovod's fused allreduce.
