@@ -119,9 +119,7 @@ class Adaptive(Compressor):
             entries = golomb.decode(body.rest(), counts, header.entries, entry_type, header.group, out.size, 1)
         else:
             entries = body.take(header.entries, entry_type)
-        if not add:
-            out[...] = 0
-        return bool(kernels.decode(counts, recon, 2, entries, header.group, scale, out))
+        return bool(kernels.decode(counts, recon, 2, entries, header.group, scale, out, add))
 
 
 def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:

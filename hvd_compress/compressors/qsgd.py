@@ -147,9 +147,7 @@ class QSGD(Compressor):
             counts = body.take(buckets, np.uint16)
             recon = body.take(2 * buckets, np.float32)
             entries = body.take(header.entries, np.uint16)
-            if not add:
-                out[...] = 0
-            return bool(signs.decode(counts, recon, 2, entries, header.group, scale, out))
+            return bool(signs.decode(counts, recon, 2, entries, header.group, scale, out, add))
         norms = body.take(buckets, np.float32)
         packed = body.take((out.size + 7) // 8 * bits, np.uint8)
         kernels.decode(norms, packed, header.group, bits, scale, out, add)

@@ -101,7 +101,5 @@ class Threshold(Compressor):
             entries = golomb.decode(body.rest(), counts, header.entries, np.uint16, header.group, out.size, 1)
         else:
             entries = body.take(header.entries, np.uint16)
-        if not add:
-            out[...] = 0
         values = np.array([tau, -tau], np.float32)
-        return bool(kernels.decode(counts, values, 0, entries, header.group, scale, out))
+        return bool(kernels.decode(counts, values, 0, entries, header.group, scale, out, add))

@@ -118,6 +118,4 @@ class TopK(Compressor):
         else:
             indices = body.take(header.entries, np.uint16)
             values = body.take(header.entries, np.float32)
-        if not add:
-            out[...] = 0
-        return bool(kernels.decode(counts, indices, values, header.group, scale, out))
+        return bool(kernels.decode(counts, indices, values, header.group, scale, out, add))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.jit import kernel, kernel_of_finite
+from hvd_compress.kernels.words import at_least_64, count_ones
 
 _ZERO = np.float32(0)
 
@@ -76,42 +77,62 @@ def draw(j, count, numel, key_low, key_high):
     return low + ((np.int64(mix(j, key_low, key_high)) * width) >> 32)
 
 
+@kernel
+def room_for(count):
+    """`count` rounded up to whole words of 64: the size that `kth_largest` wants."""
+    return (count + 63) & ~63
+
+
 @kernel_of_finite
-def kth_largest(a, k):
-    """The k-th largest (k from 1) of the finite values in `a`."""
-    # Bisection on the value: each step counts with vector instructions, where quickselect mispredicts branches.
-    # The order of `a` is irrelevant and is kept.
+def kth_largest(a, n, k):
+    """The k-th largest (k from 1) of the finite values a[:n]; up to room_for(n), `a` is overwritten by -inf."""
+    # Narrowing an interval of values: each step counts with vector instructions, where quickselect mispredicts
+    # branches. Steps alternate between where the counts say it is and the middle, so that none of the two can stall.
+    # The order of a[:n] is irrelevant and is kept.
     low = a[0]
     high = a[0]
-    for i in range(a.size):
+    for i in range(n):
         low = min(low, a[i])
         high = max(high, a[i])
-    if _count_from(a, high) >= k:
+    for i in range(n, room_for(n)):
+        a[i] = -np.inf
+    from_low = n
+    from_high = count_from(a, n, high)
+    if from_high >= k:
         return high
+    interpolate = True
     while True:
-        middle = low + (high - low) * a.dtype.type(0.5)
-        if middle <= low or middle >= high:
+        at = low + (high - low) * a.dtype.type(0.5)
+        if at <= low or at >= high:
             return low
-        count = _count_from(a, middle)
+        if interpolate:
+            share = a.dtype.type(from_low - k + 0.5) / a.dtype.type(from_low - from_high)
+            proposed = low + (high - low) * share
+            at = proposed if low < proposed and proposed < high else at
+        interpolate = not interpolate
+        count = count_from(a, n, at)
         if count == k:
-            return _smallest_from(a, middle, high)
+            return _smallest_from(a, n, at, high)
         if count > k:
-            low = middle
+            low = at
+            from_low = count
         else:
-            high = middle
+            high = at
+            from_high = count
 
 
-@kernel_of_finite
-def _count_from(a, bound):
+@kernel
+def count_from(a, n, bound):
+    """How many of a[:n] are >= bound; what follows, up to room_for(n), must not be."""
     count = 0
-    for i in range(a.size):
-        count += a[i] >= bound
+    for i in range(0, n, 64):
+        count += count_ones(at_least_64(a, i, bound))
     return count
 
 
 @kernel_of_finite
-def _smallest_from(a, bound, smallest):
-    for i in range(a.size):
+def _smallest_from(a, n, bound, smallest):
+    for i in range(room_for(n)):
         smallest = min(smallest, a[i] if a[i] >= bound else smallest)
     return smallest
 

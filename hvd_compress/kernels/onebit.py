@@ -6,21 +6,20 @@ import numpy as np
 
 from hvd_compress.kernels.common import correct, draw
 from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.words import at_least_64, count_ones
 
 _TILE = 1024  # values unpacked at once before they are added: they stay in the first-level cache
 
 
 @kernel
-def _means(y):
+def _means(y, count):
+    """Means of the `count` non-negative entries and of the others."""
     positive = 0.0
     negative = 0.0
-    count = 0
     for i in range(y.size):
         v = np.float64(y[i])
-        is_positive = v >= 0
-        positive += v if is_positive else 0.0
-        negative += 0.0 if is_positive else v
-        count += is_positive
+        positive += max(v, 0.0)
+        negative += min(v, 0.0)
     return np.float32(positive / max(count, 1)), np.float32(negative / max(y.size - count, 1))
 
 
@@ -40,20 +39,26 @@ def _sampled_means(y, sample, key_low, key_high):
 
 @kernel
 def _pack(y, first_bit, bits):
-    """OR the signs of `y` into the bit stream from `first_bit` on."""
+    """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones."""
+    zero = y.dtype.type(0)
     head = min((8 - first_bit) & 7, y.size)
+    count = 0
     for i in range(head):
-        bits[first_bit >> 3] |= np.uint8(y[i] >= 0) << np.uint8((first_bit + i) & 7)
-    whole = (y.size - head) >> 3
-    body = y[head : head + 8 * whole]
+        one = y[i] >= zero
+        bits[first_bit >> 3] |= np.uint8(one) << np.uint8((first_bit + i) & 7)
+        count += one
     out = bits[(first_bit + head) >> 3 :]
-    for j in range(whole):
-        byte = np.uint8(0)
-        for k in range(8):
-            byte |= np.uint8(body[8 * j + k] >= 0) << np.uint8(k)
-        out[j] = byte
-    for i in range(head + 8 * whole, y.size):
-        bits[(first_bit + i) >> 3] |= np.uint8(y[i] >= 0) << np.uint8((first_bit + i) & 7)
+    words = (y.size - head) >> 6
+    for w in range(words):
+        word = at_least_64(y, head + 64 * w, zero)
+        count += count_ones(word)
+        for byte in range(8):
+            out[8 * w + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
+    for i in range(head + 64 * words, y.size):
+        one = y[i] >= zero
+        bits[(first_bit + i) >> 3] |= np.uint8(one) << np.uint8((first_bit + i) & 7)
+        count += one
+    return count
 
 
 @kernel
@@ -76,13 +81,13 @@ def encode(x, r, group, sample, key_low, key_high, means, bits):
         stop = min(start + group, x.size)
         y = x[start:stop]
         bad += correct(y, r[start:stop] if feedback else r)
+        count = _pack(y, start, bits)
         if 0 < sample < y.size:
             positive, negative = _sampled_means(y, sample, np.uint32(key_low + np.uint32(g)), key_high)
         else:
-            positive, negative = _means(y)
+            positive, negative = _means(y, count)
         means[2 * g] = positive
         means[2 * g + 1] = negative
-        _pack(y, start, bits)
         if feedback:
             _leave_residual(y, positive, negative)
     return bad == 0

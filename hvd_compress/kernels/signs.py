@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import TILE, append_bits, collect
-from hvd_compress.kernels.common import bucket_norm, correct, kth_largest, mix, uniform, with_margin
+from hvd_compress.kernels.collect import TILE, collect, count_from_zero
+from hvd_compress.kernels.common import bucket_norm, correct, count_from, kth_largest, mix, uniform, with_margin
 from hvd_compress.kernels.jit import kernel
+
+_LEAST = np.float32(2.0**-149)  # what is greater than 0 is at least this
+_INFINITE = np.float32(np.inf)
+_FARTHER = np.float32(0.875)
 
 
 @kernel
@@ -15,23 +19,24 @@ def encode_threshold(x, r, group, tau, counts, entries):
     feedback = r.size > 0
     bad = np.float32(0)
     total = 0
-    found = np.empty(min(group, x.size), np.int32)
+    found = np.empty(TILE + 64, np.int32)
     for g in range(counts.size):
+        first = total
         start = g * group
         stop = min(start + group, x.size)
-        y = x[start:stop]
-        bad += correct(y, r[start:stop] if feedback else r)
-        candidates = collect(y, tau, -tau, found)
-        first = total
-        for c in range(candidates):
-            i = found[c]
-            v = y[i]
-            if v == tau or v == -tau:
-                continue
-            entries[total] = (i << 1) | (v > 0)
-            total += 1
-            if feedback:
-                y[i] = v - tau if v > 0 else v + tau
+        for tile in range(start, stop, TILE):
+            end = min(tile + TILE, stop)
+            y = x[tile:end]
+            bad += correct(y, r[tile:end] if feedback else r)
+            for c in range(collect(y, tau, -tau, 0, found, 0)):
+                i = found[c]
+                v = y[i]
+                if v == tau or v == -tau:
+                    continue
+                entries[total] = ((tile - start + i) << 1) | (v > 0)
+                total += 1
+                if feedback:
+                    y[i] = v - tau if v > 0 else v + tau
         counts[g] = total - first
     return total if bad == 0 else -1
 
@@ -75,55 +80,69 @@ def _guess(y, positives, k_positive, k_negative, sample, key, top):
 
 
 @kernel
-def _exact(y, found, count, sign, k, values):
-    """Of the candidates of one sign: their number, the k-th largest magnitude, how many equal to it go along."""
-    n = 0
+def _split(y, found, count, values, upper, lower):
+    """Values of the candidates; of them the magnitudes of the non-negative and of the negative, and their numbers."""
+    n_upper = 0
+    n_lower = 0
     for c in range(count):
-        v = y[found[c]] * sign
-        values[n] = v
-        n += (v > 0) | ((v == 0) & (sign > 0))
-    if n < k or k == 0:
-        return n, values.dtype.type(0), 0
-    threshold = kth_largest(values[:n], k)
-    larger = 0
-    for i in range(n):
-        larger += values[i] > threshold
-    return n, threshold, k - larger
+        v = y[found[c]]
+        values[c] = v
+        upper[n_upper] = v
+        lower[n_lower] = -v
+        n_upper += v >= 0
+        n_lower += v < 0
+    return n_upper, n_lower
 
 
 @kernel
-def _keep_chosen(y, found, candidates, high, high_ties, low, low_ties):
-    """Leave in `found` the candidates above the exact thresholds, and of those equal to it the first ones."""
+def _exact(magnitudes, n, k):
+    """The k-th largest of n magnitudes, and how many of those equal to it do not go along; (0, 0) if there are too few.
+
+    `magnitudes` has 64 places more.
+    """
+    if n < k or k == 0:
+        return magnitudes.dtype.type(0), 0
+    threshold = kth_largest(magnitudes, n, k)
+    return threshold, count_from(magnitudes, n, threshold) - k
+
+
+@kernel
+def _keep_from(found, values, candidates, high, low):
+    """Leave the candidates whose magnitude is at least the threshold of their sign; their number."""
     kept = 0
     for c in range(candidates):
-        i = found[c]
-        v = y[i]
-        magnitude = abs(v)
-        threshold = high if v > 0 else low
-        take = magnitude > threshold
-        if magnitude == threshold and magnitude > 0:
-            if v > 0:
-                take = high_ties > 0
-                high_ties -= 1
-            else:
-                take = low_ties > 0
-                low_ties -= 1
-        found[kept] = i
-        kept += take
+        v = values[c]
+        found[kept] = found[c]
+        values[kept] = v
+        kept += ((v > 0) & (v >= high)) | ((v < 0) & (-v >= low))
     return kept
 
 
 @kernel
-def _means_of_chosen(y, found, kept):
+def _drop_last_ties(found, values, count, tie, surplus):
+    """Take out the last `surplus` entries whose value is `tie`; the new count."""
+    kept = count
+    while surplus > 0:
+        kept -= 1
+        surplus -= values[kept] == tie
+    for c in range(kept, count):
+        found[kept] = found[c]
+        values[kept] = values[c]
+        kept += values[c] != tie
+    return kept
+
+
+@kernel
+def _means_of_chosen(values):
     positive = 0.0
     negative = 0.0
     count = 0
-    for c in range(kept):
-        v = np.float64(y[found[c]])
+    for c in range(values.size):
+        v = np.float64(values[c])
         positive += max(v, 0.0)
         negative += min(v, 0.0)
         count += v > 0
-    return np.float32(positive / max(count, 1)), np.float32(negative / max(kept - count, 1))
+    return np.float32(positive / max(count, 1)), np.float32(negative / max(values.size - count, 1))
 
 
 @kernel
@@ -137,12 +156,12 @@ def encode_adaptive(x, r, group, pi, sample, key_low, key_high, counts, recon, e
     feedback = r.size > 0
     total = 0
     size = min(group, x.size)
-    plus = x.dtype.type(1)
-    minus = x.dtype.type(-1)
     # room for all entries of a group, and for the two lists of the guess in the tiniest group
     values = np.empty(size + 16, x.dtype)
-    found = np.empty(size, np.int32)
-    high = low = x.dtype.type(0)
+    upper = np.empty(size + 64, x.dtype)
+    lower = np.empty(size + 64, x.dtype)
+    found = np.empty(size + 64, np.int32)
+    last_high = last_low = x.dtype.type(0)
     nearness = x.dtype.type(0.85)
     closer = x.dtype.type(1.002)
     farther = x.dtype.type(0.95)
@@ -152,74 +171,75 @@ def encode_adaptive(x, r, group, pi, sample, key_low, key_high, counts, recon, e
         y = x[start:stop]
         if np.isnan(correct(y, r[start:stop] if feedback else r)):
             return -1
-        positives = 0
-        for i in range(y.size):
-            positives += y[i] >= 0
+        positives = count_from_zero(y)
         k_positive = -(-positives // pi)
         k_negative = -(-(y.size - positives) // pi)
 
-        # attempt 0: just below the neighbour's thresholds; 1: sampled ones; 2: every entry is a candidate
-        for attempt in range(3):
-            if attempt == 0:
-                above = high * nearness
-                below = -low * nearness
+        # attempt 0: just below the neighbour's thresholds; 1: farther below; 2: sampled ones; 3: all are candidates
+        for attempt in range(4):
+            if attempt < 2:
+                share = nearness if attempt == 0 else _FARTHER * nearness
+                above = last_high * share
+                below = -last_low * share
                 if not (above > 0 and below < 0):
                     continue
-            elif attempt == 1:
+            elif attempt == 2:
                 draws = min(y.size, sample, max(128, y.size >> 4))
                 key = mix(g, key_low, key_high)
                 above, below = _guess(y, positives, k_positive, k_negative, draws, key, values)
             else:
                 above = below = x.dtype.type(0)
-            room = min(4 * (k_positive + k_negative) + 64, y.size) if attempt == 0 else y.size
-            candidates = collect(y, above, below, found[:room])
+            room = min(4 * (k_positive + k_negative), y.size) if attempt < 2 else y.size
+            candidates = collect(y, above, below, 0, found[: room + 64], 0)
             if candidates < 0:
                 continue
-            n_positive, high, high_ties = _exact(y, found, candidates, plus, k_positive, values)
-            n_negative, low, low_ties = _exact(y, found, candidates, minus, k_negative, values)
-            if n_positive >= k_positive and n_negative >= k_negative:
+            n_upper, n_lower = _split(y, found, candidates, values, upper, lower)
+            high, high_surplus = _exact(upper, n_upper, k_positive)
+            low, low_surplus = _exact(lower, n_lower, k_negative)
+            if n_upper >= k_positive and n_lower >= k_negative:
                 break
+        last_high = high
+        last_low = low
         # groups alike need few spare candidates, groups unlike need more: steer towards one miss in some dozens
         nearness = nearness * closer if attempt == 0 else nearness * farther
         nearness = min(max(nearness, x.dtype.type(0.5)), x.dtype.type(0.99))
 
-        kept = _keep_chosen(y, found, candidates, high, high_ties, low, low_ties)
-        positive, negative = _means_of_chosen(y, found, kept)
+        kept = _keep_from(found, values, candidates, high, low)
+        if high_surplus > 0 and high > 0:
+            kept = _drop_last_ties(found, values, kept, high, high_surplus)
+        if low_surplus > 0 and low > 0:
+            kept = _drop_last_ties(found, values, kept, -low, low_surplus)
+        positive, negative = _means_of_chosen(values[:kept])
         counts[g] = kept
         recon[2 * g] = positive
         recon[2 * g + 1] = negative
         for c in range(kept):
             i = found[c]
-            is_positive = y[i] > 0
-            entries[total + c] = (i << 1) | is_positive
+            v = values[c]
+            entries[total + c] = (i << 1) | (v > 0)
             if feedback:
-                y[i] -= positive if is_positive else negative
+                y[i] = v - (positive if v > 0 else negative)
         total += kept
     return total
 
 
 @kernel
-def _mask_chosen(y, first, norm, key_low, key_high, draws, mask):
-    """Bits of the entries that a draw of probability |y| / norm chooses."""
+def _excess_over_draws(y, first, norm, key_low, key_high, excess):
+    """By how much each magnitude is above the norm times a number drawn from [0, 1)."""
+    # a draw is written before it is used: three factors in one expression would be multiplied in any order, and lose a
+    # norm next to the denormals
     for i in range(y.size):
-        draws[i] = uniform(first + i, key_low, key_high)
-    mask[(y.size + 7) >> 3 :] = 0
-    for j in range((y.size + 7) >> 3):
-        byte = np.uint8(0)
-        octet = y[8 * j : 8 * j + 8]
-        for k in range(octet.size):
-            chosen = abs(np.float32(octet[k])) > draws[8 * j + k] * norm
-            byte |= np.uint8(chosen) << np.uint8(k)
-        mask[j] = byte
+        excess[i] = uniform(first + i, key_low, key_high)
+    for i in range(y.size):
+        excess[i] = abs(np.float32(y[i])) - excess[i] * norm
 
 
 @kernel
 def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, entries):
     """Each x sent as sign(x) * norm with probability |x| / norm; the number of entries, or -1 if not finite."""
     total = 0
-    draws = np.empty(TILE, np.float32)
-    mask = np.empty(TILE // 8, np.uint8)
-    found = np.empty(TILE, np.int32)
+    excess = np.empty(TILE, np.float32)
+    found = np.empty(TILE + 64, np.int32)
     for g in range(counts.size):
         start = g * bucket
         stop = min(start + bucket, x.size)
@@ -229,9 +249,8 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, ent
         first = total
         for tile in range(start, stop, TILE):
             y = x[tile : min(tile + TILE, stop)]
-            _mask_chosen(y, tile, norm, key_low, key_high, draws, mask)
-            candidates = append_bits(mask, 0, found, 0)
-            for c in range(candidates):
+            _excess_over_draws(y, tile, norm, key_low, key_high, excess)
+            for c in range(collect(excess[: y.size], _LEAST, -_INFINITE, 0, found, 0)):
                 i = found[c]
                 entries[total] = ((tile - start + i) << 1) | (y[i] > 0)
                 total += 1
@@ -242,8 +261,8 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, ent
 
 
 @kernel
-def decode(counts, recon, stride, entries, group, scale, out):
-    """Add `scale` times the reconstruction values at the entries; False at the first entry that does not fit.
+def decode(counts, recon, stride, entries, group, scale, out, add):
+    """Write, or add, `scale` times the reconstruction values at the entries; False at the first that does not fit.
 
     recon holds a pair per group (stride 2) or one pair for all (stride 0).
     """
@@ -251,16 +270,20 @@ def decode(counts, recon, stride, entries, group, scale, out):
     for g in range(counts.size):
         start = g * group
         size = min(start + group, out.size) - start
+        y = out[start : start + size]
+        if not add:
+            y[:] = 0
+        if counts[g] > entries.size - at:
+            return False
         positive = recon[g * stride] * scale
         negative = recon[g * stride + 1] * scale
         previous = -1
         for _ in range(counts[g]):
-            if at >= entries.size:
-                return False
-            index = np.int64(entries[at]) >> 1
+            entry = entries[at]
+            index = np.int64(entry) >> 1
             if index <= previous or index >= size:
                 return False
-            out[start + index] += positive if entries[at] & 1 else negative
+            y[index] += positive if entry & 1 else negative
             previous = index
             at += 1
     return at == entries.size

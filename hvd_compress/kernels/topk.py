@@ -4,123 +4,158 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import TILE, append_bits, count_bits, mask_outside
-from hvd_compress.kernels.common import correct, draw, kth_largest, with_margin
+from hvd_compress.kernels.collect import TILE, collect
+from hvd_compress.kernels.common import correct, kth_largest, mix, room_for, with_margin
 from hvd_compress.kernels.jit import kernel
 
 
 @kernel
 def _guess(x, r, k, sample, key_low, key_high):
-    """A magnitude above which slightly more than `k` corrected entries are expected."""
-    values = np.empty(sample, x.dtype)
+    """A magnitude above which slightly more than `k` corrected entries are expected; 0 if draws would not pay."""
+    sample = min(sample, x.size >> 4)
+    down = with_margin(k, x.size, sample) if sample > 0 else 1
+    if down > sample:
+        return x.dtype.type(0)
+    values = np.empty(room_for(sample), x.dtype)
+    stride = x.size // sample
     for j in range(sample):
-        i = draw(j, sample, x.size, key_low, key_high)
+        i = j * stride + ((np.int64(mix(j, key_low, key_high)) * stride) >> 32)
         v = abs(x[i] + r[i]) if r.size > 0 else abs(x[i])
         # NaN would break the selection; it is found, and reported, by the scan
         values[j] = v if v == v else x.dtype.type(0)
-    down = with_margin(k, x.size, sample)
-    if down > sample:
-        return x.dtype.type(0)
-    return kth_largest(values, down)
+    return kth_largest(values, sample, down)
 
 
 @kernel
-def _scan(x, r, guess, found):
-    """Correct `x` and collect the indices with |x| >= guess: (how many, or -1 for too many; 0 or NaN)."""
+def _take(y, first, found, values, begin, end, feedback):
+    """Note the values of the candidates found[begin:end] of the tile that starts at `first`; leave what is not sent."""
+    for c in range(begin, end):
+        v = y[found[c] - first]
+        values[c] = v
+        if feedback:
+            y[found[c] - first] = v - np.float32(v)
+
+
+@kernel
+def _give_back(x, found, values, count):
+    for c in range(count):
+        x[found[c]] = values[c]
+
+
+@kernel
+def _scan(x, r, guess, found, values):
+    """Correct `x` and take the entries with |x| >= guess: (how many, or -1 for too many and none taken; 0 or NaN)."""
+    # All candidates are taken while they are in cache, though a few must be given back: these are fewer misses than
+    # visits of all that stay.
+    feedback = r.size > 0
     count = 0
     bad = np.float32(0)
-    mask = np.empty(TILE // 8, np.uint8)
     for tile in range(0, x.size, TILE):
         y = x[tile : tile + TILE]
-        bad += correct(y, r[tile : tile + TILE] if r.size > 0 else r)
+        bad += correct(y, r[tile : tile + TILE] if feedback else r)
         if count < 0:
             continue
-        mask_outside(y, guess, -guess, mask)
-        if count + count_bits(mask) > found.size:
-            count = -1
-        else:
-            count = append_bits(mask, tile, found, count)
+        before = count
+        count = collect(y, guess, -guess, tile, found, count)
+        if count >= 0:
+            _take(y, tile, found, values, before, count, feedback)
+        elif feedback:
+            _give_back(x, found, values, before)
     return count, bad
 
 
 @kernel
-def encode(x, r, k, sample, block, key_low, key_high, counts, indices, values):
-    """counts[blocks], indices[k], values[k]; the number of entries (fewer only for zeros), or -1 if not finite.
+def _threshold(values, k):
+    """Magnitudes, the k-th largest of them, and how many are larger than it."""
+    magnitudes = np.empty(room_for(values.size), values.dtype)
+    for i in range(values.size):
+        magnitudes[i] = abs(values[i])
+    threshold = kth_largest(magnitudes, values.size, k)
+    larger = 0
+    for i in range(values.size):
+        larger += magnitudes[i] > threshold
+    return magnitudes, threshold, larger
+
+
+@kernel
+def _take_largest(x, k, feedback, found, values):
+    """Take exactly `k` entries, having looked at all of them."""
+    magnitudes, threshold, larger = _threshold(x, k)
+    ties = k - larger
+    count = 0
+    for i in range(x.size):
+        if magnitudes[i] > threshold or (magnitudes[i] == threshold and ties > 0):
+            ties -= magnitudes[i] == threshold
+            found[count] = i
+            count += 1
+    _take(x, 0, found, values, 0, count, feedback)
+
+
+@kernel
+def encode(x, r, k, sample, block, key_low, key_high, counts, indices, sent):
+    """counts[blocks], indices[k], sent[k]; the number of entries (fewer only for zeros), or -1 if not finite.
 
     Among equal magnitudes the lower index wins.
     """
     counts[:] = 0
     if k == 0:
         return 0
-    guess = _guess(x, r, k, min(sample, x.size), key_low, key_high)
-    found = np.empty(min(4 * k + 1024, x.size), np.int64)
-    candidates, bad = _scan(x, r, guess, found)
+    feedback = r.size > 0
+    guess = _guess(x, r, k, sample, key_low, key_high)
+    room = min(max(4 * k + 1024, TILE), x.size)
+    found = np.empty(room + 64, np.int64)
+    values = np.empty(room, x.dtype)
+    candidates, bad = _scan(x, r, guess, found, values)
     if np.isnan(bad):
         return -1
-
-    # exact selection among the candidates; all entries if the sample guessed badly (many ties, odd shapes)
     if candidates < k:
-        magnitudes = np.abs(x)
-        threshold = kth_largest(magnitudes, k)
-        larger = 0
-        for i in range(x.size):
-            larger += abs(x[i]) > threshold
-        found = np.empty(k, np.int64)
-        ties = k - larger
-        candidates = 0
-        for i in range(x.size):
-            v = abs(x[i])
-            if v > threshold or (v == threshold and ties > 0):
-                ties -= v == threshold
-                found[candidates] = i
-                candidates += 1
-    magnitudes = np.empty(candidates, x.dtype)
-    for c in range(candidates):
-        magnitudes[c] = abs(x[found[c]])
-    threshold = kth_largest(magnitudes, k)
-    larger = 0
-    for c in range(candidates):
-        larger += magnitudes[c] > threshold
+        # the sample guessed badly: many ties, odd shapes
+        if feedback:
+            _give_back(x, found, values, candidates)
+        _take_largest(x, k, feedback, found, values)
+        candidates = k
+    magnitudes, threshold, larger = _threshold(values[:candidates], k)
     ties = k - larger
 
     total = 0
     current = 0
     for c in range(candidates):
         i = found[c]
-        v = x[i]
-        if v == 0 or abs(v) < threshold:
-            continue
-        if abs(v) == threshold:
-            if ties == 0:
-                continue
+        v = values[c]
+        chosen = magnitudes[c] > threshold
+        if magnitudes[c] == threshold and v != 0 and ties > 0:
             ties -= 1
-        while i >= (current + 1) * block:
-            current += 1
-        sent = np.float32(v)
-        counts[current] += 1
-        indices[total] = i - current * block
-        values[total] = sent
-        total += 1
-        if r.size > 0:
-            x[i] = v - sent
+            chosen = True
+        if chosen:
+            while i >= (current + 1) * block:
+                current += 1
+            counts[current] += 1
+            indices[total] = i - current * block
+            sent[total] = np.float32(v)
+            total += 1
+        elif feedback:
+            x[i] = v
     return total
 
 
 @kernel
-def decode(counts, indices, values, block, scale, out):
-    """Add `scale` times the values at their places; False at the first index that does not fit."""
+def decode(counts, indices, values, block, scale, out, add):
+    """Write, or add, `scale` times the values at their places; False at the first index that does not fit."""
     at = 0
     for b in range(counts.size):
         start = b * block
         size = min(start + block, out.size) - start
+        y = out[start : start + size]
+        if not add:
+            y[:] = 0
+        if counts[b] > indices.size - at:
+            return False
         previous = -1
         for _ in range(counts[b]):
-            if at >= indices.size:
-                return False
             index = np.int64(indices[at])
             if index <= previous or index >= size:
                 return False
-            out[start + index] += values[at] * scale
+            y[index] += values[at] * scale
             previous = index
             at += 1
     return at == indices.size

@@ -9,7 +9,9 @@ import pytest
 from hvd_compress import Key
 from hvd_compress.kernels import cast, common, onebit, qsgd
 from hvd_compress.kernels.checksum import checksum
-from hvd_compress.kernels.collect import TILE, append_bits, collect, count_bits, mask_outside
+from hvd_compress.kernels.collect import TILE, collect, count_from_zero
+from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.words import at_least_64, count_ones, outside_64, trailing_zeros
 
 PATTERNS = np.arange(65536, dtype=np.uint16)
 KEY = (np.uint32(0x12345678), np.uint32(0x9ABCDEF0))
@@ -122,63 +124,89 @@ def test_kth_largest_of_magnitudes_is_that_of_a_sort(content, n, dtype):
         "huge": np.float64(np.finfo(np.float32).max) * rng.random(n),
         "wide": 10.0 ** rng.uniform(-44, 38, n),
     }[content].astype(dtype)
-    before = a.copy()
+    roomy = np.full(common.room_for(n), 7e37, dtype)
+    roomy[:n] = a
     expected = np.sort(a)[::-1]
-    assert [common.kth_largest(a, k) for k in range(1, n + 1)] == expected.tolist()
-    assert (a == before).all(), "the order must be kept"
+    assert [common.kth_largest(roomy, n, k) for k in range(1, n + 1)] == expected.tolist()
+    assert (roomy[:n] == a).all(), "the order must be kept"
 
 
 def test_kth_largest_of_signed_values():
-    a = np.array([-3.0, 2.0, -0.5, 0.0, 7.0, 2.0], np.float32)
-    assert [common.kth_largest(a, k) for k in range(1, 7)] == [7, 2, 2, 0, -0.5, -3]
+    a = np.array([-3.0, 2.0, -0.5, 0.0, 7.0, 2.0] + 58 * [9.0], np.float32)
+    assert [common.kth_largest(a, 6, k) for k in range(1, 7)] == [7, 2, 2, 0, -0.5, -3]
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 63, 64, 65, TILE - 1, TILE, TILE + 1, 3 * TILE + 17])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [0, 1, 7, 63, 64, 65, 127, 128, 1000, TILE + 17])
 @pytest.mark.parametrize(("above", "below"), [(0.5, -0.5), (0.0, 0.0), (0.25, -9.0), (9.0, -9.0), (1.0, -1.0)])
-def test_collect_is_flatnonzero(n, above, below):
+def test_collect_is_flatnonzero(n, above, below, dtype):
     # a grid, so that values equal to a bound occur
-    y = (np.random.default_rng(n).integers(-8, 9, n) / 4).astype(np.float32)
+    y = (np.random.default_rng(n).integers(-8, 9, n) / 4).astype(dtype)
     expected = np.flatnonzero((y >= above) | (y <= below))
-    found = np.full(n + 8, -7, np.int32)
-    count = collect(y, np.float32(above), np.float32(below), found[:n])
-    assert found[:count].tolist() == expected.tolist()
-    assert (found[n:] == -7).all()
+    bounds = dtype(above), dtype(below)
+    memory = np.full(n + 3 + 64 + 8, -7, np.int32)
+    found = memory[:-8]
+    assert collect(y, *bounds, 1000, found, 3) == 3 + expected.size
+    assert (found[:3] == -7).all()
+    assert found[3 : 3 + expected.size].tolist() == (1000 + expected).tolist()
     if expected.size:
-        short = np.full(expected.size + 8, -7, np.int32)
-        assert collect(y, np.float32(above), np.float32(below), short[: expected.size - 1]) == -1
-        assert (short[expected.size - 1 :] == -7).all(), "written beyond its room"
-        assert collect(y, np.float32(above), np.float32(below), short[: expected.size]) == expected.size
+        assert collect(y, *bounds, 0, memory[: expected.size - 1 + 64], 0) == -1
+        assert collect(y, *bounds, 0, memory[: expected.size + 64], 0) == expected.size
+    assert (memory[-8:] == -7).all(), "written beyond its room"
 
 
-def test_nan_is_not_collected():
-    y = np.array([np.nan, 1, -1, np.nan], np.float32)
-    found = np.empty(4, np.int32)
-    assert collect(y, np.float32(0), np.float32(0), found) == 2
+@pytest.mark.parametrize("n", [4, 70])
+def test_nan_is_not_collected_nor_counted(n):
+    y = np.full(n, np.nan, np.float32)
+    y[1:3] = 1, -1
+    found = np.empty(n + 64, np.int32)
+    assert collect(y, np.float32(0), np.float32(0), 0, found, 0) == 2
     assert found[:2].tolist() == [1, 2]
+    assert count_from_zero(y) == 1
 
 
-@pytest.mark.parametrize("n", [0, 1, 5, 8, 100, TILE])
-def test_masks_count_and_positions_of_bits(n):
-    y = np.random.default_rng(n).standard_normal(n).astype(np.float32)
-    mask = np.full(TILE // 8, 0xFF, np.uint8)
-    mask_outside(y, np.float32(1), np.float32(-1), mask)
-    expected = np.zeros(TILE, bool)
-    expected[:n] = np.abs(y) >= 1
-    assert (np.unpackbits(mask, bitorder="little") == expected).all()
-    assert count_bits(mask) == expected.sum()
-    found = np.empty(n + 3, np.int64)
-    assert append_bits(mask, 1000, found, 3) == 3 + expected.sum()
-    assert found[3 : 3 + expected.sum()].tolist() == (1000 + np.flatnonzero(expected)).tolist()
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 200])
+def test_both_zeros_count_as_not_negative(n):
+    y = np.random.default_rng(n).integers(-1, 2, n) * np.float32(-0.0 if n % 2 else 1.5)
+    assert count_from_zero(y.astype(np.float32)) == (y >= 0).sum()
 
 
-def test_every_single_bit_has_its_position():
-    for bit in range(64):
-        found = np.empty(1, np.int64)
-        mask = np.zeros(TILE // 8, np.uint8)
-        mask[bit >> 3] = 1 << (bit & 7)
-        assert append_bits(mask, 0, found, 0) == 1
-        assert found[0] == bit
-        assert count_bits(mask) == 1
+# -- words of bits ---------------------------------------------------------------------------------------------------
+
+
+@kernel
+def words_of(y, start, bound, above, below):
+    return at_least_64(y, start, bound), outside_64(y, start, above, below)
+
+
+@kernel
+def ones_and_zeros_of(words, ones, zeros):
+    for i in range(words.size):
+        ones[i] = count_ones(words[i])
+        zeros[i] = trailing_zeros(words[i])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bit_k_of_a_word_belongs_to_element_k(dtype):
+    y = np.random.default_rng(0).standard_normal(100).astype(dtype)
+    y[[7, 40]] = np.nan, 0.5
+    for start in (0, 1, 36):
+        part = y[start : start + 64]
+        weights = 1 << np.arange(64, dtype=np.uint64)
+        at_least, outside = words_of(y, start, dtype(0.5), dtype(1), dtype(-0.25))
+        assert at_least == weights[part >= 0.5].sum()
+        assert outside == weights[(part >= 1) | (part <= -0.25)].sum()
+
+
+def test_bits_of_a_word_are_counted_and_found():
+    rng = np.random.default_rng(0)
+    words = np.concatenate([1 << np.arange(64, dtype=np.uint64), rng.integers(0, 2**64, 1000, np.uint64), [0]])
+    words = words.astype(np.uint64)
+    ones, zeros = np.empty(words.size, np.int64), np.empty(words.size, np.int64)
+    ones_and_zeros_of(words, ones, zeros)
+    texts = [f"{int(word):064b}" for word in words]
+    assert ones.tolist() == [text.count("1") for text in texts]
+    assert zeros.tolist() == [64 - len(text.rstrip("0")) for text in texts]
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Conditions on 64 elements as the bits of one word, and counting and finding these bits.
+
+Loops that build masks bit by bit are not vectorized well. Here LLVM is handed the comparison of a whole vector, which
+it turns into what the processor has: a mask register (AVX-512), a move of sign bits (SSE, AVX), or plain code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = ["at_least_64", "count_ones", "outside_64", "trailing_zeros"]
+
+_WORD = ir.IntType(64)
+
+
+def _vector(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
+    """The 64 elements of a contiguous array from `start` on; the caller answers for their existence."""
+    data = context.make_array(array_type)(context, builder, value=array).data
+    scalar = context.get_data_type(array_type.dtype)
+    address = builder.bitcast(builder.gep(data, [start]), ir.VectorType(scalar, 64).as_pointer())
+    return builder.load(address, align=array_type.dtype.bitwidth // 8)
+
+
+def _spread(context: Any, builder: Any, scalar: Any) -> Any:
+    vector = ir.VectorType(scalar.type, 64)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+@intrinsic
+def at_least_64(typing: Any, y: Any, start: Any, bound: Any) -> Any:
+    """Bit k says y[start + k] >= bound; not checked against the end of `y`."""
+    signature = types.uint64(y, types.intp, y.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, limit = arguments
+        v = _vector(context, builder, signature.args[0], array, first)
+        return builder.bitcast(builder.fcmp_ordered(">=", v, _spread(context, builder, limit)), _WORD)
+
+    return signature, generate
+
+
+@intrinsic
+def outside_64(typing: Any, y: Any, start: Any, above: Any, below: Any) -> Any:
+    """Bit k says y[start + k] >= above or <= below; not checked against the end of `y`."""
+    signature = types.uint64(y, types.intp, y.dtype, y.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, high, low = arguments
+        v = _vector(context, builder, signature.args[0], array, first)
+        over = builder.fcmp_ordered(">=", v, _spread(context, builder, high))
+        under = builder.fcmp_ordered("<=", v, _spread(context, builder, low))
+        return builder.bitcast(builder.or_(over, under), _WORD)
+
+    return signature, generate
+
+
+@intrinsic
+def count_ones(typing: Any, word: Any) -> Any:
+    """How many bits of a 64-bit word are set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def trailing_zeros(typing: Any, word: Any) -> Any:
+    """Position of the lowest set bit of a 64-bit word; 64 if none is."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], cgutils.false_bit)
+
+    return types.int64(types.uint64), generate
