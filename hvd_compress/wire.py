@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ ABSENT = 4
 
 _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
+_CHECKSUM = struct.Struct("<I")
 _CHECKSUM_AT = 36
 _MOST_ELEMENTS = 2**40
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # of a NumPy array
@@ -48,8 +49,7 @@ _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32 
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """What a payload says about itself, after its checks."""
 
     codec: int
@@ -88,19 +88,19 @@ class Sections:
 
     def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
         """The next `count` items as a view."""
-        nbytes = count * np.dtype(dtype).itemsize
-        if self._at + nbytes > self._body.size:
-            raise WireError(
-                f"payload too short: its header asks for {self._at + nbytes} bytes of body, {self._body.size} are there"
-            )
-        view = self._body[self._at : self._at + nbytes].view(dtype)
-        self._at += padded(nbytes)
+        dtype = np.dtype(dtype)
+        end = self._at + count * dtype.itemsize
+        if end > self._body.size:
+            raise WireError(f"payload too short: its header asks for {end} bytes of body, {self._body.size} are there")
+        view = self._body[self._at : end].view(dtype)
+        self._at = padded(end)
         return view
 
     def blank(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
         """Like `take`, for writing: the padding is zeroed, so that equal content means equal bytes."""
         view = self.take(count, dtype)
-        self._body[self._at - padded(view.nbytes) + view.nbytes : self._at] = 0
+        if view.nbytes & 7:
+            self._body[self._at - padded(view.nbytes) + view.nbytes : self._at] = 0
         return view
 
     def rest(self) -> npt.NDArray[np.uint64]:
@@ -134,13 +134,13 @@ def seal(
 ) -> None:
     """Write header and checksum into `payload`, whose body is complete and whose size is a multiple of 8."""
     flags = NONFINITE * nonfinite | FLOAT64 * float64 | ABSENT * absent
-    numel = math.prod(shape)
+    numel = shape[0] if len(shape) == 1 else math.prod(shape)
     _LAYOUT.pack_into(
         payload, 0, _MAGIC, VERSION, codec, flags, len(shape), numel, payload.size, group, parameter, entries, 0
     )
     if len(shape) != 1:
         payload[HEADER_BYTES : HEADER_BYTES + 8 * len(shape)].view("<u8")[:] = shape
-    payload[_CHECKSUM_AT:HEADER_BYTES].view("<u4")[0] = _actual_checksum(payload)
+    _CHECKSUM.pack_into(payload, _CHECKSUM_AT, _actual_checksum(payload))
 
 
 def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
@@ -166,13 +166,16 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
         raise WireError(f"payload corrupted: checksum {found}, its header states {stated}")
     if ndim > _MOST_DIMENSIONS:
         raise WireError(f"payload of {ndim} dimensions, an array has at most {_MOST_DIMENSIONS}")
-    shape = (numel,) if ndim == 1 else tuple(int(d) for d in buffer[HEADER_BYTES : HEADER_BYTES + 8 * ndim].view("<u8"))
+    body_at = HEADER_BYTES
+    shape = (numel,)
+    if ndim != 1:
+        body_at += 8 * ndim
+        shape = tuple(buffer[HEADER_BYTES:body_at].view("<u8").tolist())
     # NumPy multiplies the other dimensions even where one is 0
-    too_large = math.prod(d or 1 for d in shape) > _MOST_ELEMENTS
+    too_large = math.prod([d or 1 for d in shape]) > _MOST_ELEMENTS
     unknown = flags & ~(NONFINITE | FLOAT64 | ABSENT)
     if unknown or too_large or math.prod(shape) != numel or (numel and not group):
         raise WireError(f"payload header makes no sense: flags {flags}, shape {shape}, {numel} elements, group {group}")
-    body_at = header_bytes(shape)
     header = Header(
         codec=codec,
         nonfinite=bool(flags & NONFINITE),
@@ -190,11 +193,9 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
 
 
 def _actual_checksum(payload: Bytes) -> int:
-    words = payload.view(np.uint64) if payload.ctypes.data % 8 == 0 else payload.copy().view(np.uint64)
-    # the stored checksum is the upper half of the header's last word; it counts as zero
-    head = words[: HEADER_BYTES // 8].copy()
-    head[-1] &= np.uint64(0xFFFFFFFF)
-    return int(checksum(words, head))
+    words = payload.view(np.uint64)
+    # the stored checksum is the upper half of a word
+    return int(checksum(words if words.flags.aligned else words.copy(), _CHECKSUM_AT // 8))
 
 
 def frames(buffer: Bytes, count: int) -> list[Bytes]:

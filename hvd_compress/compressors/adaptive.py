@@ -18,6 +18,7 @@ from hvd_compress.kernels import signs as kernels
 __all__ = ["Adaptive"]
 
 _LONGEST_ROW = 32768  # what 15 bits of index reach
+_SHORT, _LONG = np.dtype(np.uint16), np.dtype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Adaptive(Compressor):
         table = sections.used
         entries = sections.take(self._most_entries(x.size, group), entry_type)
         sample = min(self.sample or group, group)
-        count = kernels.encode_adaptive(x, r, group, self.pi, sample, *key.words(), counts, recon, entries)
+        count = kernels.encode_adaptive(x, r, group, self.pi, sample, counts, recon, entries)
         return (table + count * entry_type.itemsize, count, entry_type.itemsize) if count >= 0 else None
 
     def _shorten(
@@ -125,4 +126,4 @@ class Adaptive(Compressor):
 def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
     """Types of a group's count and of an entry `index << 1 | sign`."""
     short = group <= _LONGEST_ROW
-    return (np.dtype(np.uint16), np.dtype(np.uint16)) if short else (np.dtype(np.uint32), np.dtype(np.uint32))
+    return (_SHORT, _SHORT) if short else (_LONG, _LONG)

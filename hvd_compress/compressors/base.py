@@ -105,7 +105,8 @@ class Compressor(ABC):
         body = payload[at : at + wire.padded(self.body_bytes(x.size, group))]
         done = self._encode(x, _NO_RESIDUAL[x.dtype] if r is None else r, body, group, key) if x.size else (0, 0, 0)
         used, entries, parameter = done if done is not None else (0, 0, 0)
-        body[used : wire.padded(used)] = 0
+        if used & 7:
+            body[used : wire.padded(used)] = 0
         codec = self.codec
         if self.coding is not None and self.coded_codec is not None and done and x.size:
             shorter = self._shorten(body[: wire.padded(used)], entries, parameter, x.size, group)

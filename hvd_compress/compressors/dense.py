@@ -97,12 +97,7 @@ class BF16(_Dense):
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
-        if np.isnan(common.correct(x, r)):
-            return None
-        cast.to_bf16(x.astype(np.float32, copy=False).view(np.uint32), halves)
-        if r.size and not cast.leave_bf16_residual(x, halves):
-            return None
-        return sections.used, x.size, 0
+        return (sections.used, x.size, 0) if cast.encode_bf16(x, r, halves) else None
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.from_bf16(body.take(out.size, np.uint16), scale, out, add)

@@ -17,6 +17,7 @@ from hvd_compress.kernels import onebit as kernels
 __all__ = ["OneBit"]
 
 _LONGEST_ROW = 65536
+_NO_KEY = (np.uint32(0), np.uint32(0))
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class OneBit(Compressor):
         means = sections.blank(2 * count_groups(x.size, group), np.float32)
         bits = sections.blank((x.size + 7) // 8, np.uint8)
         bits[...] = 0
-        finite = kernels.encode(x, r, group, self.sample or 0, *key.words(), means, bits)
+        words = key.words() if self.sample else _NO_KEY
+        finite = kernels.encode(x, r, group, self.sample or 0, *words, means, bits)
         return (sections.used, x.size, 0) if finite else None
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:

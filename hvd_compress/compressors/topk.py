@@ -81,15 +81,21 @@ class TopK(Compressor):
 
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
         kept = self._kept(x.size)
-        indices = np.empty(kept, np.uint16)
-        values = np.empty(kept, np.float32)
         sections = wire.Sections(body)
         counts = sections.blank(count_groups(x.size, group), np.uint32)
-        count = kernels.encode(x, r, kept, _SAMPLE, group, *key.words(), counts, indices, values)
+        at = sections.used
+        indices = sections.blank(kept, np.uint16)
+        values = sections.blank(kept, np.float32)
+        count = kernels.encode(x, r, kept, _SAMPLE, group, counts, indices, values)
         if count < 0:
             return None
-        sections.blank(count, np.uint16)[...] = indices[:count]
-        sections.blank(count, np.float32)[...] = values[:count]
+        if count < kept:
+            # zeros are not sent: what there is moves together
+            sent = values[:count].copy()
+            sections = wire.Sections(body[at:])
+            sections.blank(count, np.uint16)
+            sections.blank(count, np.float32)[...] = sent
+            return at + sections.used, count, 0
         return sections.used, count, 0
 
     def _shorten(

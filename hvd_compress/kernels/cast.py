@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_compress.kernels.common import correct
 from hvd_compress.kernels.jit import kernel
 
-_TILE = 1024  # values converted at once: they stay in the first-level cache between the steps
+_TILE = 4096  # values converted at once: they stay in the first-level cache between the steps
 
 
 @kernel
@@ -101,6 +102,25 @@ def leave_bf16_residual(x, bits16):
             target[i] -= value[i]
             bad += value[i] * np.float32(0)
     return bad == 0
+
+
+@kernel
+def encode_bf16(x, r, out):
+    """Correct `x` with `r`, round it, and leave what was rounded off; False if a value is not finite."""
+    feedback = r.size > 0
+    finite = True
+    word = np.empty(_TILE, np.uint32)
+    value = word.view(np.float32)
+    for start in range(0, x.size, _TILE):
+        y = x[start : start + _TILE]
+        target = out[start : start + _TILE]
+        finite &= correct(y, r[start : start + _TILE] if feedback else r) == 0
+        for i in range(y.size):
+            value[i] = y[i]
+        to_bf16(word[: y.size], target)
+        if feedback:
+            finite &= leave_bf16_residual(y, target)
+    return finite
 
 
 @kernel

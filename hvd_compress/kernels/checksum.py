@@ -17,14 +17,15 @@ def _step(chain, word):
 
 
 @kernel
-def checksum(words, head):
-    """32-bit checksum of an array of uint64 whose first words are taken from `head` instead."""
+def checksum(words, stored):
+    """32-bit checksum of an array of uint64; the upper half of words[stored], where it is kept, counts as 0."""
     start = np.uint64(0)
-    for i in range(head.size):
-        start = _step(start, head[i])
+    for i in range(stored):
+        start = _step(start, words[i])
+    start = _step(start, words[stored] & np.uint64(0xFFFFFFFF))
     # four independent chains hide the latency of the multiplication; each step is a bijection of the chain
     a, b, c, d = start, np.uint64(2), np.uint64(3), np.uint64(4)
-    words = words[head.size :]
+    words = words[stored + 1 :]
     whole = words.size & ~3
     for i in range(0, whole, 4):
         a = _step(a, words[i])

@@ -33,10 +33,8 @@ def _quantize(y, first, norm, bits, key_low, key_high, codes):
 
 @kernel
 def _pack(codes, bits, packed):
-    """Eight codes into `bits` bytes."""
-    if bits == 8:
-        packed[:] = codes
-    elif bits == 4:
+    """Eight codes into `bits` bytes, 2 to 7."""
+    if bits == 4:
         for j in range(packed.size):
             packed[j] = codes[2 * j] | (codes[2 * j + 1] << np.uint8(4))
     elif bits == 2:
@@ -60,9 +58,7 @@ def _pack(codes, bits, packed):
 def _unpack(packed, bits, codes):
     """The reverse of `_pack`."""
     mask = np.uint8((1 << bits) - 1)
-    if bits == 8:
-        codes[:] = packed
-    elif bits == 4:
+    if bits == 4:
         for j in range(packed.size):
             codes[2 * j] = packed[j] & mask
             codes[2 * j + 1] = packed[j] >> np.uint8(4)
@@ -93,36 +89,50 @@ def encode(x, bucket, bits, norm_is_max, key_low, key_high, norms, packed):
             return False
         norms[b] = norm
         octets = (y.size + 7) >> 3
-        _quantize(y, start, norm, bits, key_low, key_high, codes[: 8 * octets])
         first = (start >> 3) * bits
-        _pack(codes[: 8 * octets], bits, packed[first : first + octets * bits])
+        target = packed[first : first + octets * bits]
+        if bits == 8:
+            _quantize(y, start, norm, bits, key_low, key_high, target)
+        else:
+            _quantize(y, start, norm, bits, key_low, key_high, codes[: 8 * octets])
+            _pack(codes[: 8 * octets], bits, target)
     return True
+
+
+@kernel
+def _emit(codes, levels, step, y, add):
+    sign_bit = levels + np.int32(1)
+    if add:
+        for i in range(y.size):
+            code = np.int32(codes[i])
+            level = code & levels
+            y[i] += np.float32(-level if code & sign_bit else level) * step
+    else:
+        for i in range(y.size):
+            code = np.int32(codes[i])
+            level = code & levels
+            y[i] = np.float32(-level if code & sign_bit else level) * step
 
 
 @kernel
 def decode(norms, packed, bucket, bits, scale, out, add):
     """Write (or add) `scale * norm * level / levels` with the sign."""
     codes = np.empty(bucket, np.uint8)
-    sign_bit = np.int32(1 << (bits - 1))
-    levels = sign_bit - np.int32(1)
+    levels = np.int32((1 << (bits - 1)) - 1)
     for b in range(norms.size):
         start = b * bucket
         y = out[start : min(start + bucket, out.size)]
         octets = (y.size + 7) >> 3
         first = (start >> 3) * bits
-        _unpack(packed[first : first + octets * bits], bits, codes[: 8 * octets])
+        source = packed[first : first + octets * bits]
+        if bits < 8:
+            _unpack(source, bits, codes[: 8 * octets])
         step = np.float32(np.float64(norms[b]) / levels)
         if np.isinf(step * np.float32(levels)):
             # the quotient was rounded up and the norm is next to the largest float32
             step -= step * np.float32(2.0**-23)
         step *= scale
-        if add:
-            for i in range(y.size):
-                code = np.int32(codes[i])
-                level = code & levels
-                y[i] += np.float32(-level if code & sign_bit else level) * step
+        if bits < 8:
+            _emit(codes, levels, step, y, add)
         else:
-            for i in range(y.size):
-                code = np.int32(codes[i])
-                level = code & levels
-                y[i] = np.float32(-level if code & sign_bit else level) * step
+            _emit(source, levels, step, y, add)

@@ -231,7 +231,7 @@ def test_onebit_bits_are_packbits_for_every_alignment(n, group):
     assert np.allclose(out[1:-1], 3 * np.where(x >= 0, means[2 * which], means[2 * which + 1]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", range(2, 8))
 def test_qsgd_codes_survive_packing_and_fill_their_bytes(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, 8 * 41).astype(np.uint8)
     packed = np.zeros(41 * bits, np.uint8)
@@ -258,6 +258,7 @@ def test_checksum_of_pure_python(n):
         return (mixed ^ (mixed >> 32)) * prime & full
 
     start = 0
+    words[4] &= np.uint64(0xFFFFFFFF)
     for word in words[:5].tolist():
         start = step(start, word)
     lanes = [start, 2, 3, 4]
@@ -270,11 +271,12 @@ def test_checksum_of_pure_python(n):
     for lane in lanes:
         h = (h ^ lane ^ (lane >> 32)) * prime & full
         h ^= h >> 29
-    assert checksum(words, words[:5]) == h >> 32
+    words[4] |= np.uint64(0x1234567800000000)
+    assert checksum(words, 4) == h >> 32
 
 
 def test_checksum_tells_lengths_apart():
-    sums = {int(checksum(np.zeros(n, np.uint64), np.zeros(5, np.uint64))) for n in range(5, 200)}
+    sums = {int(checksum(np.zeros(n, np.uint64), 4)) for n in range(5, 200)}
     assert len(sums) == 195
 
 
