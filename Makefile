@@ -37,7 +37,7 @@ format: setup        ## let ruff format and fix what it can
 	@$(WITH_VENV) ruff format .
 	@$(WITH_VENV) ruff check --fix .
 
-bench: setup         ## kernel speeds against memcpy
+bench: setup         ## kernel speeds against memcpy; make bench ARGS=--short takes a minute and a half
 	@$(WITH_VENV) $(PYTHON_VENV) benchmarks/kernels.py $(ARGS)
 
 clean:               ## remove build and cache folders; .venv* and the Horovod wheels in the user's cache stay

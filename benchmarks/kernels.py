@@ -1,9 +1,17 @@
-"""Speed of every compressor's encode and decode against a memcpy of the gradient, on one core, in one run.
+"""Speed of every compressor's encode and decode against a memcpy of the gradient in the same run.
 
-    python benchmarks/kernels.py [--numel 16777216] [--repeats 9] [--json FILE]
+    python benchmarks/kernels.py [--numel 1000 1000000] [--threads 1 2] [--repeats 7] [--short] [--out DIR]
 
-Encode is with error feedback where the compressor has it: what the exchange runs, residual update included. Times on
-shared machines drift, so each repeat times a memcpy and then each kernel, and ratios are taken within the repeat.
+Encode is with error feedback where the compressor has it: what the exchange runs, residual update included. Two threads
+are two Python threads with half of the elements each, on cores of their own. Times on shared machines drift, so each
+repeat takes the best of three of a memcpy and of each call, and ratios are taken within the repeat; medians and
+extremes are shown. All memory has been touched before, and the gradient is written anew before each call, so that large
+arrays are not in cache. "Of limit" is the time that a memcpy takes for as many bytes as the call must move at least,
+divided by the time of the call: encoding reads the gradient and the residual and writes the new one, adding reads and
+writes the cache lines that change, and both pass the payload once.
+
+At 4096 x 4096 elements and one thread the same arithmetic in torch expressions (baselines.py) runs in the same repeats.
+DIR gets kernels.json, with all repeats and plain decoding too, and kernels.png.
 """
 
 from __future__ import annotations
@@ -12,21 +20,32 @@ import argparse
 import json
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-import numpy as np
+import matplotlib
 
+matplotlib.use("Agg")
+
+import baselines
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import hvd_compress
 from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 # tau: 1 in 64 of the corrected values pass, the proportion of Adaptive's default
+TAU = 2.7
 CASES: dict[str, Compressor] = {
     "one-bit": OneBit(),
     "one-bit, sampled": OneBit(sample=128),
-    "threshold": Threshold(tau=2.7),
+    "threshold": Threshold(tau=TAU),
     "adaptive(64)": Adaptive(pi=64),
     "top-k 1 %": TopK(ratio=0.01),
     "qsgd 1 bit": QSGD(bits=1),
@@ -37,27 +56,61 @@ CASES: dict[str, Compressor] = {
     "fp16": FP16(),
     "none": NoCompression(),
 }
+BASELINES: dict[str, Callable[[], baselines.Method]] = {
+    "one-bit": baselines.OneBit,
+    "threshold": lambda: baselines.Threshold(TAU),
+    "adaptive(64)": baselines.Adaptive,
+    "top-k 1 %": baselines.TopK,
+    "qsgd 4 bits": baselines.QSGD,
+}
+CALLS = ("encode", "decode", "decode_and_add")
+SHOWN = ("encode", "decode_and_add")
+SQUARE = 4096 * 4096
+SIZES = [10**3, 10**4, 10**5, 10**6, 10**7, SQUARE, 10**8]
+SHORT_SIZES = [10**3, 10**5, SQUARE]
+CACHE_LINE = 16  # float32
+TRIES = 3  # the best of so many counts in a repeat: other programs interrupt
+
+Times = dict[str, float]
 
 
-def seconds(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+def seconds(function: Callable[[], object], prepare: Callable[[], object], calls: int) -> float:
+    """Mean seconds of a call, what prepares it left out."""
+    total = 0.0
+    for _ in range(calls):
+        prepare()
+        begin = time.perf_counter()
+        function()
+        total += time.perf_counter() - begin
+    return total / calls
 
 
 class Case:
-    """The buffers of one compressor, and its two calls."""
+    """One thread's buffers and calls."""
 
-    def __init__(self, compressor: Compressor, gradient: np.ndarray) -> None:
-        rows = max(1, round(gradient.size**0.5))
+    def __init__(self, compressor: Compressor, gradient: np.ndarray, columns: int) -> None:
         self.compressor = compressor
         self.gradient = gradient
-        self.group = compressor.group_numel((rows, gradient.size // rows))
+        self.group = compressor.group_numel((max(1, gradient.size // columns), columns))
         self.x = gradient.copy()
         self.residual = 0.5 * np.roll(gradient, 12345) if compressor.feedback else None
         self.payload = np.zeros(compressor.capacity(gradient.size, self.group), np.uint8)
         self.out = np.zeros_like(gradient)
         self.nbytes = 0
+        self.calls = max(1, 200_000 // gradient.size)
+        self.times()  # compiles, and touches all memory
+        self.decode()
+        lines = self.out[: gradient.size // CACHE_LINE * CACHE_LINE].reshape(-1, CACHE_LINE)
+        touched = 4 * CACHE_LINE * np.count_nonzero(lines.any(axis=1))
+        numel = gradient.size
+        self.least_bytes = {
+            "encode": (12 if compressor.feedback else 4) * numel + self.nbytes,
+            "decode": 4 * numel + self.nbytes,
+            "decode_and_add": 2 * touched + self.nbytes,
+        }
+
+    def reset(self) -> None:
+        np.copyto(self.x, self.gradient)  # encoding spoils it
 
     def encode(self) -> None:
         self.nbytes = self.compressor.encode_into(self.x, self.residual, self.payload, self.group, Key())
@@ -68,48 +121,199 @@ class Case:
     def add(self) -> None:
         self.compressor.decode_into(self.payload[: self.nbytes], self.out, add=True)
 
-    def times(self) -> tuple[float, float, float]:
-        self.x[:] = self.gradient  # encoding spoils it
-        return seconds(self.encode), seconds(self.decode), seconds(self.add)
+    def times(self) -> Times:
+        return {
+            name: min(seconds(call, self.reset, self.calls) for _ in range(TRIES))
+            for name, call in {
+                "memcpy": self.reset,
+                "encode": self.encode,
+                "decode": self.decode,
+                "decode_and_add": self.add,
+            }.items()
+        }
+
+
+class Baseline:
+    """The same in torch."""
+
+    def __init__(self, method: baselines.Method, gradient: np.ndarray) -> None:
+        self.method = method
+        self.gradient = torch.from_numpy(gradient)
+        self.residual = 0.5 * torch.roll(self.gradient, 12345)
+        self.out = torch.zeros_like(self.gradient)
+        self.sent: tuple[list[torch.Tensor], torch.Size] = ([], self.gradient.shape)
+        self.times()
+
+    def reset(self) -> None:
+        self.method.memory["w"] = self.residual
+
+    def encode(self) -> None:
+        self.sent = self.method.compress(self.gradient, "w")
+
+    def decode(self) -> None:
+        self.method.decompress(*self.sent)
+
+    def add(self) -> None:
+        self.out += self.method.decompress(*self.sent)
+
+    def times(self) -> Times:
+        calls = (self.encode, self.reset), (self.decode, int), (self.add, int)
+        return {name: min(seconds(*call, 1) for _ in range(TRIES)) for name, call in zip(CALLS, calls, strict=True)}
+
+
+def together(cases: list[Case], cores: list[int]) -> Times:
+    """Times with one thread per case; the slowest one counts."""
+    results: list[Times] = [{}] * len(cases)
+    start = threading.Barrier(len(cases))
+
+    def work(i: int) -> None:
+        os.sched_setaffinity(0, {cores[i]})
+        start.wait()
+        results[i] = cases[i].times()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {name: max(times[name] for times in results) for name in results[0]}
+
+
+def measure(name: str, gradient: np.ndarray, threads: int, options: argparse.Namespace) -> dict[str, object]:
+    """All repeats of one compressor, size and number of threads."""
+    cores = sorted(os.sched_getaffinity(0))
+    columns = max(1, round(gradient.size**0.5))
+    cases = [Case(CASES[name], part, columns) for part in np.array_split(gradient, threads)]
+    baseline = None
+    if gradient.size == SQUARE and threads == 1 and name in BASELINES:
+        baseline = Baseline(BASELINES[name](), gradient)
+    runs, torch_runs = [], []
+    for _ in range(options.repeats):
+        runs.append(together(cases, cores))
+        if baseline:
+            torch_runs.append(baseline.times())
+    row: dict[str, object] = {
+        "case": name,
+        "compressor": repr(CASES[name]),
+        "numel": gradient.size,
+        "threads": threads,
+        "bytes_per_element": sum(case.nbytes for case in cases) / gradient.size,
+        "memcpy_gb_per_s": [4e-9 * gradient.size / run["memcpy"] for run in runs],
+    }
+    for call in CALLS:
+        least = sum(case.least_bytes[call] for case in cases) / (8 * gradient.size)
+        ratios = [run[call] / run["memcpy"] for run in runs]
+        row[call] = {
+            "gb_per_s": [4e-9 * gradient.size / run[call] for run in runs],
+            "of_memcpy": ratios,
+            "of_the_limit": [least / ratio for ratio in ratios],
+            "torch_of_ours": [slow[call] / run[call] for run, slow in zip(runs, torch_runs, strict=False)],
+        }
+    return row
+
+
+def spread(values: list[float]) -> str:
+    """Median and extremes, three digits of each."""
+    return "{} ({}-{})".format(*(f"{v:#.3g}".rstrip(".") for v in (median(values), min(values), max(values))))
+
+
+def show(rows: list[dict]) -> None:
+    """A table per size and number of threads; the rows are those of one."""
+    first = rows[0]
+    print(f"\n{first['numel']} float32, threads: {first['threads']}; memcpy ", end="")
+    print(f"{spread([v for row in rows for v in row['memcpy_gb_per_s']])} GB/s of gradient")
+    print(f"{'':18}{'B/element':>9}" + "".join(f"{call.replace('_', ' '):>60}" for call in SHOWN))
+    print(f"{'':27}" + f"{'us':>13}{'GB/s':>8}{'x memcpy':>28}{'of limit':>11}" * len(SHOWN))
+    for row in rows:
+        line = f"{row['case']:18}{row['bytes_per_element']:9.4f}"
+        for call in SHOWN:
+            speed = median(row[call]["gb_per_s"])
+            line += f"{4e-3 * row['numel'] / speed:13.1f}{speed:8.2f}{spread(row[call]['of_memcpy']):>28}"
+            line += f"{100 * median(row[call]['of_the_limit']):9.0f} %"
+        print(line)
+    for row in rows:
+        if row["encode"]["torch_of_ours"]:
+            cells = ", ".join(f"{call.replace('_', ' ')} {spread(row[call]['torch_of_ours'])}" for call in SHOWN)
+            print(f"torch expressions, times as long: {row['case']}: {cells}", flush=True)
+
+
+def machine() -> dict[str, object]:
+    """Where and with what this ran."""
+    names = [
+        line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line
+    ]
+    return {
+        "processor": next(iter(names), platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load": os.getloadavg(),
+        "hvd_compress": hvd_compress.__version__,
+        **{package: version(package) for package in ("numpy", "numba", "llvmlite", "torch")},
+    }
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """GB/s over the number of elements, a panel for each call and number of threads."""
+    threads = sorted({row["threads"] for row in rows})
+    figure, panels = plt.subplots(len(threads), 2, figsize=(12, 4.5 * len(threads)), squeeze=False, sharex=True)
+    for line, count in enumerate(threads):
+        for panel, call in zip(panels[line], SHOWN, strict=True):
+            for name in CASES:
+                mine = [row for row in rows if row["threads"] == count and row["case"] == name]
+                values = [row[call]["gb_per_s"] for row in mine]
+                (curve,) = panel.plot(
+                    [row["numel"] for row in mine], [median(v) for v in values], "o-", ms=3, label=name
+                )
+                panel.fill_between(
+                    [row["numel"] for row in mine],
+                    [min(v) for v in values],
+                    [max(v) for v in values],
+                    color=curve.get_color(),
+                    alpha=0.1,
+                )
+            sizes = sorted({row["numel"] for row in rows})
+            copies = [
+                [v for row in rows if row["threads"] == count and row["numel"] == n for v in row["memcpy_gb_per_s"]]
+                for n in sizes
+            ]
+            panel.plot(sizes, [median(v) for v in copies], "k--", label="memcpy")
+            panel.set(xscale="log", yscale="log", title=f"{call.replace('_', ' ')}, threads: {count}")
+            panel.set(xlabel="elements", ylabel="GB/s of float32 gradient")
+            panel.grid(alpha=0.3)
+    panels[0][0].legend(fontsize=7, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=4096 * 4096)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--numel", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--short", action="store_true", help="three sizes, three repeats: below 90 s once compiled")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-    gradient = np.random.default_rng(0).standard_normal(options.numel, dtype=np.float32)
-    copy = np.zeros_like(gradient)
-    rows = []
-    print(f"{options.numel} float32, one core, median of {options.repeats} (spread); x = memcpy of the gradient")
-    print(f"{'':18}{'bytes/element':>14}{'encode':>22}{'decode':>22}{'decode and add':>22}")
-    for name, compressor in CASES.items():
-        case = Case(compressor, gradient)
-        case.times()  # compiles
-        ratios: list[list[float]] = [[], [], []]
-        copies = []
-        for _ in range(options.repeats):
-            memcpy = min(seconds(lambda: np.copyto(copy, gradient)) for _ in range(3))
-            copies.append(memcpy)
-            for column, value in zip(ratios, case.times(), strict=True):
-                column.append(value / memcpy)
-        rows.append(
-            {
-                "case": name,
-                "compressor": repr(compressor),
-                "bytes_per_element": case.nbytes / gradient.size,
-                "memcpy_seconds": median(copies),
-                **{k: sorted(v) for k, v in zip(("encode", "decode", "decode_and_add"), ratios, strict=True)},
-            }
-        )
-        cells = "".join(f"{f'{median(r):.2f}x ({min(r):.2f}-{max(r):.2f})':>22}" for r in ratios)
-        print(f"{name:18}{case.nbytes / gradient.size:14.4f}{cells}", flush=True)
-    if options.json:
-        machine = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
-        options.json.write_text(json.dumps({"numel": options.numel, **machine, "rows": rows}, indent=1))
+    if options.short:
+        options.numel, options.repeats = SHORT_SIZES, 3
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(1)
+    rows: list[dict] = []
+    for numel in options.numel:
+        gradient = np.random.default_rng(0).standard_normal(numel, dtype=np.float32)
+        for threads in options.threads:
+            if threads > cores:
+                print(f"{threads} threads left out: {cores} cores are there")
+                continue
+            table = [measure(name, gradient, threads, options) for name in options.cases]
+            show(table)
+            rows += table
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "repeats": options.repeats, "rows": rows}
+    (options.out / "kernels.json").write_text(json.dumps(result, indent=1))
+    plot(rows, options.out / "kernels.png")
+    print(f"\nwritten: {options.out / 'kernels.json'}, {options.out / 'kernels.png'}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.words import at_least_64, count_ones, outside_64, trailing_zeros
+from hvd_compress.kernels.llvm import at_least_64, count_ones, outside_64, trailing_zeros
 
 TILE = 4096  # elements that loops over more take at once: they stay in the first-level cache
+AHEAD = 64  # entries whose places are fetched before they are reached: scattered ones wait for memory otherwise
 
 _ONE = np.uint64(1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.jit import kernel, kernel_of_finite
-from hvd_compress.kernels.words import at_least_64, count_ones
+from hvd_compress.kernels.llvm import at_least_64, count_ones
 
 _ZERO = np.float32(0)
 

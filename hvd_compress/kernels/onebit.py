@@ -6,7 +6,7 @@ import numpy as np
 
 from hvd_compress.kernels.common import correct, draw
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.words import at_least_64, count_ones
+from hvd_compress.kernels.llvm import at_least_64, count_ones
 
 _TILE = 1024  # values unpacked at once before they are added: they stay in the first-level cache
 

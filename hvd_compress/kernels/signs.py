@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import TILE, collect, count_from_zero
+from hvd_compress.kernels.collect import AHEAD, TILE, collect, count_from_zero
 from hvd_compress.kernels.common import bucket_norm, correct, count_from, kth_largest, mix, uniform, with_margin
 from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.llvm import fetch
 
 _LEAST = np.float32(2.0**-149)  # what is greater than 0 is at least this
 _INFINITE = np.float32(np.inf)
@@ -190,7 +191,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
                 above, below = _guess(y, positives, k_positive, k_negative, draws, key, values)
             else:
                 above = below = x.dtype.type(0)
-            room = min(4 * (k_positive + k_negative), y.size) if attempt < 2 else y.size
+            room = min(4 * (k_positive + k_negative) + 64, y.size) if attempt < 2 else y.size
             candidates = collect(y, above, below, 0, found[: room + 64], 0)
             if candidates < 0:
                 continue
@@ -279,7 +280,11 @@ def decode(counts, recon, stride, entries, group, scale, out, add):
         positive = recon[g * stride] * scale
         negative = recon[g * stride + 1] * scale
         previous = -1
-        for _ in range(counts[g]):
+        end = at + np.int64(counts[g])
+        while at < end:
+            # the entries ahead are in this group or the next one; a wrong place costs nothing but the hint
+            ahead = min(at + AHEAD, entries.size - 1)
+            fetch(out, (start if ahead < end else start + group) + (np.int64(entries[ahead]) >> 1))
             entry = entries[at]
             index = np.int64(entry) >> 1
             if index <= previous or index >= size:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import TILE, collect
+from hvd_compress.kernels.collect import AHEAD, TILE, collect
 from hvd_compress.kernels.common import correct, kth_largest, mix, room_for, with_margin
 from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.llvm import fetch
 
 
 @kernel
@@ -152,7 +153,10 @@ def decode(counts, indices, values, block, scale, out, add):
         if counts[b] > indices.size - at:
             return False
         previous = -1
-        for _ in range(counts[b]):
+        end = at + np.int64(counts[b])
+        while at < end:
+            ahead = min(at + AHEAD, indices.size - 1)
+            fetch(out, (start if ahead < end else start + block) + np.int64(indices[ahead]))
             index = np.int64(indices[at])
             if index <= previous or index >= size:
                 return False

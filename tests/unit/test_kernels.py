@@ -11,7 +11,7 @@ from hvd_compress.kernels import cast, common, onebit, qsgd
 from hvd_compress.kernels.checksum import checksum
 from hvd_compress.kernels.collect import TILE, collect, count_from_zero
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.words import at_least_64, count_ones, outside_64, trailing_zeros
+from hvd_compress.kernels.llvm import at_least_64, count_ones, outside_64, trailing_zeros
 
 PATTERNS = np.arange(65536, dtype=np.uint16)
 KEY = (np.uint32(0x12345678), np.uint32(0x9ABCDEF0))

@@ -1,4 +1,4 @@
-"""Conditions on 64 elements as the bits of one word, and counting and finding these bits.
+"""What LLVM offers and Numba does not: conditions on 64 elements as the bits of a word, and fetching memory ahead.
 
 Loops that build masks bit by bit are not vectorized well. Here LLVM is handed the comparison of a whole vector, which
 it turns into what the processor has: a mask register (AVX-512), a move of sign bits (SSE, AVX), or plain code.
@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["at_least_64", "count_ones", "outside_64", "trailing_zeros"]
+__all__ = ["at_least_64", "count_ones", "fetch", "outside_64", "trailing_zeros"]
 
 _WORD = ir.IntType(64)
 
@@ -79,3 +79,20 @@ def trailing_zeros(typing: Any, word: Any) -> Any:
         return builder.cttz(arguments[0], cgutils.false_bit)
 
     return types.int64(types.uint64), generate
+
+
+@intrinsic
+def fetch(typing: Any, a: Any, index: Any) -> Any:
+    """Ask for the cache line of a[index], to be written soon, without waiting; an index outside of `a` does no harm."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, place = arguments
+        data = context.make_array(signature.args[0])(context, builder, value=array).data
+        address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function_type = ir.FunctionType(ir.VoidType(), [address, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        write, keep, of_data = (ir.Constant(number, n) for n in (1, 3, 1))
+        builder.call(function, [builder.bitcast(builder.gep(data, [place]), address), write, keep, of_data])
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp), generate
