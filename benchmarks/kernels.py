@@ -259,6 +259,7 @@ def plot(rows: list[dict], path: Path) -> None:
     figure, panels = plt.subplots(len(threads), 2, figsize=(12, 4.5 * len(threads)), squeeze=False, sharex=True)
     for line, count in enumerate(threads):
         for panel, call in zip(panels[line], SHOWN, strict=True):
+            panel.set_prop_cycle(color=plt.get_cmap("tab20").colors)
             for name in CASES:
                 mine = [row for row in rows if row["threads"] == count and row["case"] == name]
                 values = [row[call]["gb_per_s"] for row in mine]
