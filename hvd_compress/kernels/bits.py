@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from hvd_compress.kernels.jit import kernel
 
 _ONE = np.uint64(1)
 _LAST = np.uint64(63)
-
-
-def _count_zeros(builder_method):
-    def typed(_context, _word):
-        def generate(_context, builder, _signature, arguments):
-            return getattr(builder, builder_method)(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-        return types.int64(types.uint64), generate
-
-    return typed
-
-
-trailing_zeros = intrinsic(_count_zeros("cttz"))
-leading_zeros = intrinsic(_count_zeros("ctlz"))
 
 
 @kernel

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.bits import ends_at, leading_zeros, low_bits, peek, put, trailing_zeros
-from hvd_compress.kernels.collect import TILE, count_bits
+from hvd_compress.kernels.bits import ends_at, low_bits, peek, put
+from hvd_compress.kernels.collect import TILE, collect
 from hvd_compress.kernels.common import bucket_norm
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.qsgd import _unpack
-from hvd_compress.kernels.signs import _mask_chosen
+from hvd_compress.kernels.llvm import common_bits_64, count_ones, leading_zeros, trailing_zeros
+from hvd_compress.kernels.qsgd import unpack
+from hvd_compress.kernels.signs import CHOSEN_ABOVE, CHOSEN_BELOW, excess_over_draws
 
 SPARSE_GAMMA = 1
 SPARSE_OMEGA = 2
@@ -100,9 +101,8 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, 
 
     norms[buckets]. `words` must be zeroed and hold two bits an element and two words. Bits are -1 if not finite.
     """
-    draws = np.empty(TILE, np.float32)
-    mask = np.empty(TILE // 8, np.uint8)
-    marks = mask.view(np.uint64)
+    excess = np.empty(TILE, np.float32)
+    found = np.empty(TILE + 64, np.int32)
     at = 0
     count = 0
     previous = -1
@@ -115,17 +115,15 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, 
         norms[b] = norm
         for tile in range(start, stop, TILE):
             y = x[tile : min(tile + TILE, stop)]
-            _mask_chosen(y, tile, norm, key_low, key_high, draws, mask)
-            for m in range((y.size + 63) >> 6):
-                w = marks[m]
-                while w != 0:
-                    i = 64 * m + trailing_zeros(w)
-                    w &= w - _ONE
-                    negative = np.uint64(not y[i] > 0)
-                    # with its sign, a gap of g takes no more than 2 * g bits in either code
-                    at = _put_gap(words, at, tile + i - previous, use_omega, negative, 1)
-                    previous = tile + i
-                    count += 1
+            excess_over_draws(y, tile, norm, key_low, key_high, excess)
+            chosen = collect(excess[: y.size], CHOSEN_ABOVE, CHOSEN_BELOW, 0, found, 0)
+            for c in range(chosen):
+                i = found[c]
+                negative = np.uint64(not y[i] > 0)
+                # with its sign, a gap of g takes no more than 2 * g bits in either code
+                at = _put_gap(words, at, tile + i - previous, use_omega, negative, 1)
+                previous = tile + i
+            count += chosen
     return at, count
 
 
@@ -143,30 +141,25 @@ def _suffixes(bits, codes, lengths):
 
 
 @kernel
-def _mask_levels(codes, levels, mask):
-    """Bits of the codes whose level is not 0 into `mask`; all of it is written."""
-    for j in range(codes.size >> 3):
-        byte = np.uint8(0)
-        for k in range(8):
-            byte |= np.uint8((codes[8 * j + k] & levels) != 0) << np.uint8(k)
-        mask[j] = byte
-    mask[codes.size >> 3 :] = 0
+def _unpack_tile(packed, bits, first, last, codes):
+    """The codes of the octets from `first` up to `last` into `codes`, zeros up to a multiple of 64; their number."""
+    size = 8 * (last - first)
+    unpack(packed[first * bits : last * bits], bits, codes[:size])
+    codes[size : (size + 63) & ~63] = 0
+    return size
 
 
 @kernel
 def count_levels(packed, bits):
     """How many of the packed codes have a level that is not 0."""
     codes = np.empty(TILE, np.uint8)
-    mask = np.zeros(TILE // 8, np.uint8)
     levels = np.uint8((1 << (bits - 1)) - 1)
     octets = packed.size // bits
     total = 0
     for first in range(0, octets, TILE // 8):
-        last = min(first + TILE // 8, octets)
-        tile = codes[: 8 * (last - first)]
-        _unpack(packed[first * bits : last * bits], bits, tile)
-        _mask_levels(tile, levels, mask)
-        total += count_bits(mask)
+        size = _unpack_tile(packed, bits, first, min(first + TILE // 8, octets), codes)
+        for i in range(0, size, 64):
+            total += count_ones(common_bits_64(codes, i, levels))
     return total
 
 
@@ -178,8 +171,6 @@ def encode_sparse(packed, bits, use_omega, words):
     """
     room = 64 * (words.size - 2)
     codes = np.empty(TILE, np.uint8)
-    mask = np.zeros(TILE // 8, np.uint8)
-    marks = mask.view(np.uint64)
     levels = np.uint8((1 << (bits - 1)) - 1)
     suffix = np.zeros(256, np.uint64)
     suffix_length = np.zeros(256, np.int64)
@@ -188,14 +179,11 @@ def encode_sparse(packed, bits, use_omega, words):
     at = 0
     previous = -1
     for first in range(0, octets, TILE // 8):
-        last = min(first + TILE // 8, octets)
-        tile = codes[: 8 * (last - first)]
-        _unpack(packed[first * bits : last * bits], bits, tile)
-        _mask_levels(tile, levels, mask)
-        for m in range(marks.size):
-            w = marks[m]
+        size = _unpack_tile(packed, bits, first, min(first + TILE // 8, octets), codes)
+        for base in range(0, size, 64):
+            w = common_bits_64(codes, base, levels)
             while w != 0:
-                i = 64 * m + trailing_zeros(w)
+                i = base + trailing_zeros(w)
                 w &= w - _ONE
                 code = codes[i]
                 place = 8 * first + i
@@ -225,9 +213,8 @@ def encode_dense(packed, numel, bits, words):
     octets = packed.size // bits
     at = 0
     for first in range(0, octets, TILE // 8):
-        last = min(first + TILE // 8, octets)
-        _unpack(packed[first * bits : last * bits], bits, codes[: 8 * (last - first)])
-        size = min(8 * (last - first), numel - 8 * first)
+        size = _unpack_tile(packed, bits, first, min(first + TILE // 8, octets), codes)
+        size = min(size, numel - 8 * first)
         fours = size & ~3
         # four symbols of 16 bits at most are one word, and one access to the stream
         for i in range(0, fours, 4):

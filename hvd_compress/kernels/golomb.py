@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.bits import ends_at, low_bits, peek, put, trailing_zeros
+from hvd_compress.kernels.bits import ends_at, low_bits, peek, put
 from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.llvm import trailing_zeros
 
 
 @kernel

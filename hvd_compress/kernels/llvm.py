@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["at_least_64", "count_ones", "fetch", "outside_64", "trailing_zeros"]
+__all__ = ["at_least_64", "common_bits_64", "count_ones", "fetch", "leading_zeros", "outside_64", "trailing_zeros"]
 
 _WORD = ir.IntType(64)
 
@@ -62,6 +62,19 @@ def outside_64(typing: Any, y: Any, start: Any, above: Any, below: Any) -> Any:
 
 
 @intrinsic
+def common_bits_64(typing: Any, y: Any, start: Any, mask: Any) -> Any:
+    """Bit k says y[start + k] & mask is not 0; integers, not checked against the end of `y`."""
+    signature = types.uint64(y, types.intp, y.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, pattern = arguments
+        v = builder.and_(_vector(context, builder, signature.args[0], array, first), _spread(context, builder, pattern))
+        return builder.bitcast(builder.icmp_unsigned("!=", v, ir.Constant(v.type, None)), _WORD)
+
+    return signature, generate
+
+
+@intrinsic
 def count_ones(typing: Any, word: Any) -> Any:
     """How many bits of a 64-bit word are set."""
 
@@ -77,6 +90,16 @@ def trailing_zeros(typing: Any, word: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], cgutils.false_bit)
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def leading_zeros(typing: Any, word: Any) -> Any:
+    """How many bits of a 64-bit word are above the highest set bit; 64 if none is set."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctlz(arguments[0], cgutils.false_bit)
 
     return types.int64(types.uint64), generate
 

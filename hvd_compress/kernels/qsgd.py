@@ -55,7 +55,7 @@ def _pack(codes, bits, packed):
 
 
 @kernel
-def _unpack(packed, bits, codes):
+def unpack(packed, bits, codes):
     """The reverse of `_pack`."""
     mask = np.uint8((1 << bits) - 1)
     if bits == 4:
@@ -126,7 +126,7 @@ def decode(norms, packed, bucket, bits, scale, out, add):
         first = (start >> 3) * bits
         source = packed[first : first + octets * bits]
         if bits < 8:
-            _unpack(source, bits, codes[: 8 * octets])
+            unpack(source, bits, codes[: 8 * octets])
         step = np.float32(np.float64(norms[b]) / levels)
         if np.isinf(step * np.float32(levels)):
             # the quotient was rounded up and the norm is next to the largest float32

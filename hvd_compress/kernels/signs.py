@@ -9,8 +9,8 @@ from hvd_compress.kernels.common import bucket_norm, correct, count_from, kth_la
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
 
-_LEAST = np.float32(2.0**-149)  # what is greater than 0 is at least this
-_INFINITE = np.float32(np.inf)
+CHOSEN_ABOVE = np.float32(2.0**-149)  # what is greater than 0 is at least this
+CHOSEN_BELOW = np.float32(-np.inf)
 _FARTHER = np.float32(0.875)
 
 
@@ -226,7 +226,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
 
 
 @kernel
-def _excess_over_draws(y, first, norm, key_low, key_high, excess):
+def excess_over_draws(y, first, norm, key_low, key_high, excess):
     """By how much each magnitude is above the norm times a number drawn from [0, 1)."""
     # a draw is written before it is used: three factors in one expression would be multiplied in any order, and lose a
     # norm next to the denormals
@@ -251,8 +251,8 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, ent
         first = total
         for tile in range(start, stop, TILE):
             y = x[tile : min(tile + TILE, stop)]
-            _excess_over_draws(y, tile, norm, key_low, key_high, excess)
-            for c in range(collect(excess[: y.size], _LEAST, -_INFINITE, 0, found, 0)):
+            excess_over_draws(y, tile, norm, key_low, key_high, excess)
+            for c in range(collect(excess[: y.size], CHOSEN_ABOVE, CHOSEN_BELOW, 0, found, 0)):
                 i = found[c]
                 entries[total] = ((tile - start + i) << 1) | (y[i] > 0)
                 total += 1

@@ -11,7 +11,14 @@ from hvd_compress.kernels import cast, common, onebit, qsgd
 from hvd_compress.kernels.checksum import checksum
 from hvd_compress.kernels.collect import TILE, collect, count_from_zero
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.llvm import at_least_64, count_ones, outside_64, trailing_zeros
+from hvd_compress.kernels.llvm import (
+    at_least_64,
+    common_bits_64,
+    count_ones,
+    leading_zeros,
+    outside_64,
+    trailing_zeros,
+)
 
 PATTERNS = np.arange(65536, dtype=np.uint16)
 KEY = (np.uint32(0x12345678), np.uint32(0x9ABCDEF0))
@@ -180,10 +187,16 @@ def words_of(y, start, bound, above, below):
 
 
 @kernel
-def ones_and_zeros_of(words, ones, zeros):
+def common_bits_of(codes, start, mask):
+    return common_bits_64(codes, start, mask)
+
+
+@kernel
+def ones_and_zeros_of(words, ones, trailing, leading):
     for i in range(words.size):
         ones[i] = count_ones(words[i])
-        zeros[i] = trailing_zeros(words[i])
+        trailing[i] = trailing_zeros(words[i])
+        leading[i] = leading_zeros(words[i])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -198,15 +211,25 @@ def test_bit_k_of_a_word_belongs_to_element_k(dtype):
         assert outside == weights[(part >= 1) | (part <= -0.25)].sum()
 
 
+@pytest.mark.parametrize("mask", [1, 7, 127, 128])
+def test_bit_k_says_whether_integer_k_has_a_bit_of_the_mask(mask):
+    codes = np.random.default_rng(mask).integers(0, 256, 100).astype(np.uint8)
+    codes[::3] = 0
+    for start in (0, 1, 36):
+        expected = sum(1 << k for k in range(64) if int(codes[start + k]) & mask)
+        assert common_bits_of(codes, start, np.uint8(mask)) == expected
+
+
 def test_bits_of_a_word_are_counted_and_found():
     rng = np.random.default_rng(0)
     words = np.concatenate([1 << np.arange(64, dtype=np.uint64), rng.integers(0, 2**64, 1000, np.uint64), [0]])
     words = words.astype(np.uint64)
-    ones, zeros = np.empty(words.size, np.int64), np.empty(words.size, np.int64)
-    ones_and_zeros_of(words, ones, zeros)
+    ones, trailing, leading = np.empty((3, words.size), np.int64)
+    ones_and_zeros_of(words, ones, trailing, leading)
     texts = [f"{int(word):064b}" for word in words]
     assert ones.tolist() == [text.count("1") for text in texts]
-    assert zeros.tolist() == [64 - len(text.rstrip("0")) for text in texts]
+    assert trailing.tolist() == [64 - len(text.rstrip("0")) for text in texts]
+    assert leading.tolist() == [64 - len(text.lstrip("0")) for text in texts]
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------
@@ -237,7 +260,7 @@ def test_qsgd_codes_survive_packing_and_fill_their_bytes(bits):
     packed = np.zeros(41 * bits, np.uint8)
     qsgd._pack(codes, bits, packed)
     again = np.zeros_like(codes)
-    qsgd._unpack(packed, bits, again)
+    qsgd.unpack(packed, bits, again)
     assert (again == codes).all()
     # little-endian bit stream, as documented by the golden files
     stream = np.unpackbits(packed, bitorder="little").reshape(-1, bits)
