@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK
+from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import EXCHANGES, Transfer, chunk_bounds, make_plan
+from hvd_compress.exchange import EXCHANGES, Bucket, Plan, Transfer, chunk_bounds, make_plan, plan_together
+from tests.stages import alltoall, sizes_of
 
 COMPRESSORS = [OneBit(), Threshold(0.5), Adaptive(pi=16), QSGD(bits=4), TopK(ratio=0.05), TopK(k=7), BF16()]
 COMPRESSORS += [Adaptive(pi=16, coding="golomb"), TopK(k=7, coding="golomb"), QSGD(bits=1, coding="elias")]
@@ -46,8 +47,10 @@ def test_a_plan_has_a_slot_for_every_chunk(compressor: Compressor, ranks: int, s
         assert (plan.exchange, plan.shape, plan.ranks) == (exchange, shape, ranks)
         assert len(plan.slots) == len(plan.chunk_compressors) == chunks
         assert plan.numel == math.prod(shape)
-        assert plan.slot == max(plan.slots)
         assert all(slot % 8 == 0 for slot in plan.slots)
+        # an empty chunk has no payload, but a tensor without elements has one, so that its exchange is not empty
+        assert [slot > 0 for slot in plan.slots] == [size > 0 or plan.numel == 0 for size in np.diff(plan.bounds)]
+        assert [number for number, _ in plan.chunks] == list(np.flatnonzero(plan.slots))
         assert len(plan.collectives) == {"two_phase": 2, "allgather": 1}[exchange]
 
 
@@ -120,23 +123,117 @@ def test_coded_levels_of_one_bit_have_small_slots_and_one_bucket_for_a_large_ten
     assert plan.slots[0] <= 40 + 8 + 500 * 600 / 4 + 24
 
 
+# -- plans of several tensors ----------------------------------------------------------------------------------------
+
+# of each compressor: long and short rows, one long row, fewer elements than ranks, an odd number of them
+MIXED = {
+    "rows": (60, 700),
+    "row": (20_001,),
+    "few": (3,),
+    "conv": (6, 5, 3, 3),
+    "0-d": (),
+    "bias": (17,),
+    "wide": (3, 9000),
+}
+
+
+def unit_of(plan: Plan) -> int:
+    """What chunks are multiples of: groups where there are some, else octets."""
+    return plan.group if plan.numel >= 2 * plan.group else 8
+
+
+@every_compressor
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 16])
+def test_chunks_of_tensors_that_go_together_cover_each_and_are_balanced(compressor: Compressor, ranks: int) -> None:
+    other = NoCompression()
+    tensors = {name: (shape, other if name == "bias" else compressor) for name, shape in MIXED.items()}
+    plans = plan_together("two_phase", tensors, ranks)
+    assert list(plans) == list(tensors)
+    owned = {compressor: np.zeros(ranks, np.int64), other: np.zeros(ranks, np.int64)}
+    for name, plan in plans.items():
+        shape, its_compressor = tensors[name]
+        assert (plan.exchange, plan.shape, plan.ranks) == ("two_phase", shape, ranks)
+        assert len(plan.bounds) == ranks + 1
+        assert (plan.bounds[0], plan.bounds[-1]) == (0, math.prod(shape))
+        sizes = np.diff(plan.bounds)
+        assert (sizes >= 0).all()
+        assert [slot > 0 for slot in plan.slots] == [size > 0 for size in sizes]
+        assert all(bound % unit_of(plan) == 0 for bound in plan.bounds if bound < plan.numel)
+        owned[its_compressor] += sizes
+    for its_compressor, of_rank in owned.items():
+        units = [unit_of(plans[name]) for name in tensors if tensors[name][1] == its_compressor]
+        # each of its two ends is at most half a unit off
+        assert np.abs(of_rank - of_rank.sum() / ranks).max() <= max(units)
+
+
+def test_owners_follow_the_order_of_the_tensors() -> None:
+    tensors = {name: ((1024,), OneBit()) for name in "abcd"}
+    plans = plan_together("two_phase", tensors, 4)
+    assert [plan.slots.index(max(plan.slots)) for plan in plans.values()] == [0, 1, 2, 3]
+    assert [len(plan.chunks) for plan in plans.values()] == [1, 1, 1, 1]
+
+
+@every_compressor
+@pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
+def test_a_tensor_alone_has_the_plan_that_it_has_by_itself(compressor: Compressor, exchange: str) -> None:
+    plans = plan_together(exchange, {"w": ((33, 640), compressor)}, 3)
+    assert plans == {"w": make_plan(exchange, compressor, (33, 640), 3)}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("small", [0, 100, 40_000])
+@every_compressor
+def test_auto_takes_what_sends_fewer_bytes_for_all_together(compressor: Compressor, small: int, ranks: int) -> None:
+    tensors = {"v": ((300, 400), compressor), "w": ((50, 900), compressor)}
+    if small:
+        tensors["pack"] = ((small,), NoCompression())
+    of_each = {e: plan_together(e, tensors, ranks).values() for e in ("allgather", "two_phase")}
+    # n - 1 others get all of an allgather; in two phases the largest owner sends its chunks' worth to each of them,
+    # before and after the sum
+    by_bytes = {
+        "allgather": (ranks - 1) * sum(plan.slots[0] for plan in of_each["allgather"]),
+        "two_phase": 2 * (ranks - 1) * max(np.sum([plan.slots for plan in of_each["two_phase"]], axis=0)),
+    }
+    (chosen,) = {plan.exchange for plan in plan_together("auto", tensors, ranks).values()}
+    assert by_bytes[chosen] == min(by_bytes.values())
+    if by_bytes["allgather"] == by_bytes["two_phase"]:
+        assert chosen == "allgather"
+
+
+def test_k_of_a_tensor_is_shared_among_the_owners_of_its_part_only() -> None:
+    shapes = {"a": (1000, 100), "b": (2000, 100)}
+    plans = plan_together("two_phase", {name: (shape, TopK(k=90)) for name, shape in shapes.items()}, 3)
+    kept = {
+        name: [c.k for (number, _) in plan.chunks if isinstance(c := plan.chunk_compressors[number], TopK)]
+        for name, plan in plans.items()
+    }
+    assert kept["a"] == [90]
+    assert len(kept["b"]) == 2
+    assert 90 <= sum(kept["b"]) <= 91
+
+
+def test_an_unknown_exchange_is_refused_for_several_tensors_too() -> None:
+    with pytest.raises(ValueError, match=r"exchange='ring': must be one of 'auto', 'two_phase', 'allgather'"):
+        plan_together("ring", {"w": ((8,), OneBit())}, 2)
+
+
 # -- one tensor's way ------------------------------------------------------------------------------------------------
 
 
-def transfers(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> list[Transfer]:
+def buckets(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> list[Bucket[Transfer]]:
+    """Of each rank, with one tensor."""
     plan = make_plan(exchange, compressor, shape, ranks)
-    return [Transfer(plan, rank, Key(name="w", rank=rank)) for rank in range(ranks)]
+    return [Bucket({"w": Transfer("w", plan, compressor, rank)}) for rank in range(ranks)]
 
 
-def one_rank(compressor: Compressor, exchange: str, numel: int = 4000) -> tuple[Transfer, np.ndarray]:
-    """A transfer of one rank, encoded, and what its last collective brings."""
-    (transfer,) = transfers(exchange, compressor, (numel,), 1)
-    x = np.random.default_rng(0).standard_normal(numel).astype(np.float32)
-    residual = np.zeros_like(x) if compressor.feedback else None
-    parcel = transfer.encode(x, residual)
+def one_rank(compressor: Compressor, exchange: str, numel: int = 4000) -> tuple[Bucket[Transfer], np.ndarray]:
+    """A bucket of one rank, encoded, and what its last collective brings."""
+    (bucket,) = buckets(exchange, compressor, (numel,), 1)
+    bucket.encode("w", np.random.default_rng(0).standard_normal(numel).astype(np.float32))
+    parcel = bucket.parcel()
     if exchange == "two_phase":
-        parcel = transfer.reduce(parcel.buffer[: parcel.own])
-    return transfer, parcel.buffer.copy()
+        parcel = bucket.reduce(alltoall([parcel])[0])
+    return bucket, parcel.buffer.copy()
 
 
 @every_compressor
@@ -144,87 +241,93 @@ def one_rank(compressor: Compressor, exchange: str, numel: int = 4000) -> tuple[
 def test_every_damage_to_an_arriving_payload_is_a_wire_error(compressor: Compressor, exchange: str) -> None:
     rng = np.random.default_rng(1)
     for _ in range(25):
-        transfer, received = one_rank(compressor, exchange)
+        bucket, received = one_rank(compressor, exchange)
         # what follows the payload in its slot is nobody's
         payload = int(received[16:24].view("<u8")[0])
         received[rng.integers(payload)] ^= np.uint8(1 << rng.integers(8))
         with pytest.raises(WireError):
-            transfer.arrive(received) and transfer.finish(keep=True, scale=1.0)
+            bucket.arrive(received)
 
 
 @every_compressor
 @pytest.mark.parametrize("cut", [1, 8, 40, 100])
 def test_every_truncation_is_a_wire_error(compressor: Compressor, cut: int) -> None:
-    transfer, received = one_rank(compressor, "two_phase")
+    bucket, received = one_rank(compressor, "two_phase")
     with pytest.raises(WireError):
-        transfer.arrive(received[:-cut])
+        bucket.arrive(received[:-cut])
 
 
 @every_compressor
 def test_damage_on_the_way_to_the_owner_is_a_wire_error(compressor: Compressor) -> None:
-    a, b = transfers("two_phase", compressor, (4000,), 2)
+    both = buckets("two_phase", compressor, (4000,), 2)
     x = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
-    parcels = [t.encode(x.copy(), np.zeros_like(x) if compressor.feedback else None) for t in (a, b)]
-    parts = []
-    for parcel in parcels:
-        first = parcel.sizes[0] if parcel.sizes else parcel.buffer.size // 2
-        parts.append(parcel.buffer[:first].copy())
-    good = np.concatenate(parts)
-    a.reduce(good.copy())
+    for bucket in both:
+        assert bucket.encode("w", x.copy())
+    parcels = [bucket.parcel() for bucket in both]
+    good, _ = alltoall(parcels)
+    both[0].reduce(good.copy())
     bad = good.copy()
-    bad[parts[0].size + 60] ^= 1
+    bad[sizes_of(parcels[0], 2)[0] + 60] ^= 1
     with pytest.raises(WireError):
-        a.reduce(bad)
+        both[0].reduce(bad)
 
 
 def test_a_payload_of_another_compressor_is_a_wire_error() -> None:
-    transfer, _ = one_rank(QSGD(bits=4), "allgather")
+    bucket, _ = one_rank(QSGD(bits=4), "allgather")
     _, foreign = one_rank(Threshold(0.5), "allgather")
     with pytest.raises(WireError):
-        transfer.arrive(foreign) and transfer.finish(keep=True, scale=1.0)
+        bucket.arrive(foreign)
 
 
 def test_finish_needs_encode() -> None:
-    (transfer,) = transfers("allgather", OneBit(), (100,), 1)
+    transfer = Transfer("w", make_plan("allgather", OneBit(), (100,), 1), OneBit(), position=0)
     with pytest.raises(RuntimeError, match="encode"):
         transfer.finish(keep=True, scale=1.0)
 
 
 @pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
 def test_an_abandoned_step_leaves_both_residuals(exchange: str) -> None:
-    (transfer,) = transfers(exchange, OneBit(), (1000,), 1)
+    (bucket,) = buckets(exchange, OneBit(), (1000,), 1)
+    transfer = bucket.transfers["w"]
     rng = np.random.default_rng(0)
-    residual = np.zeros(1000, np.float32)
     for _ in range(2):
-        x = rng.standard_normal(1000).astype(np.float32)
-        parcel = transfer.encode(x, residual)
-        parcel = transfer.reduce(parcel.buffer) if exchange == "two_phase" else parcel
-        assert transfer.arrive(parcel.buffer)
-        _, residual = transfer.finish(keep=True, scale=1.0)
-    before = residual.copy(), None if transfer.owner_residual is None else transfer.owner_residual.copy()
-    parcel = transfer.encode(rng.standard_normal(1000).astype(np.float32), residual)
+        bucket.encode("w", rng.standard_normal(1000).astype(np.float32))
+        parcel = bucket.parcel()
+        parcel = bucket.reduce(parcel.buffer) if exchange == "two_phase" else parcel
+        assert bucket.arrive(parcel.buffer)
+        bucket.finish(keep=True, scale=1.0)
+    before = transfer.residual.copy(), None if exchange == "allgather" else transfer.owner_residual.copy()
+    bucket.encode("w", rng.standard_normal(1000).astype(np.float32))
     if exchange == "two_phase":
-        transfer.reduce(parcel.buffer)
-    transfer.abandon()
-    np.testing.assert_array_equal(residual, before[0])
+        bucket.reduce(bucket.parcel().buffer)
+    assert bucket.busy
+    bucket.abandon()
+    assert not bucket.busy
+    np.testing.assert_array_equal(transfer.residual, before[0])
     if exchange == "two_phase":
         np.testing.assert_array_equal(transfer.owner_residual, before[1])
 
 
-@pytest.mark.parametrize("numel", [1000, 100_003])
-def test_payloads_of_fixed_size_have_equal_slots(numel: int) -> None:
-    a, *_ = transfers("two_phase", OneBit(), (numel,), 3)
-    parcel = a.encode(np.ones(numel, np.float32), np.zeros(numel, np.float32))
-    assert parcel.sizes is None
-    assert parcel.buffer.size == 3 * parcel.own
+@pytest.mark.parametrize("numel", [1000, 98_304, 100_003])
+def test_payloads_of_fixed_size_have_messages_of_the_same_size_in_every_step(numel: int) -> None:
+    bucket, *_ = buckets("two_phase", OneBit(), (numel,), 3)
+    slots = bucket.transfers["w"].plan.slots
+    for x in (np.ones(numel, np.float32), np.zeros(numel, np.float32), np.full(numel, np.nan, np.float32)):
+        bucket.encode("w", x)
+        parcel = bucket.parcel()
+        assert sizes_of(parcel, 3) == slots
+        assert parcel.buffer.size == sum(slots)
+        assert (parcel.sizes is None) == (len(set(slots)) == 1)
+        bucket.abandon()
 
 
 def test_payloads_of_changing_size_state_their_sizes_in_a_buffer_of_constant_shape() -> None:
-    a, *_ = transfers("two_phase", Threshold(0.5), (30_000,), 3)
-    rng = np.random.default_rng(0)
-    residual = np.zeros(30_000, np.float32)
-    first = a.encode(rng.standard_normal(30_000).astype(np.float32), residual)
+    bucket, *_ = buckets("two_phase", Threshold(0.5), (30_000,), 3)
+    bucket.encode("w", np.random.default_rng(0).standard_normal(30_000).astype(np.float32))
+    first = bucket.parcel()
     assert first.sizes is not None
-    second = a.encode(np.zeros(30_000, np.float32), residual)
+    bucket.abandon()
+    bucket.encode("w", np.zeros(30_000, np.float32))
+    second = bucket.parcel()
     assert first.buffer.shape == second.buffer.shape
     assert sum(second.sizes) < sum(first.sizes)

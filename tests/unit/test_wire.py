@@ -198,9 +198,30 @@ def test_the_forger_makes_right_checksums():
 
 
 @every_row
-@pytest.mark.parametrize("flags", [4, 8, 0x40, 0x80, 0xFC])
+@pytest.mark.parametrize("flags", [8, 0x40, 0x80, 0xF8, 0xFC])
 def test_unknown_flags_are_refused(row, flags):
     assert_refused(row.compressor, forge(payload_of(row), flags=flags), 300, "flags")
+
+
+@every_row
+@pytest.mark.parametrize("flags", [4, 4 | 2])
+def test_a_gradient_that_is_said_to_be_absent_has_no_body(row, flags):
+    assert_refused(row.compressor, forge(payload_of(row), flags=flags), 300, "too long")
+    absent = resized(payload_of(row, (300,)), 40, flags=flags)
+    out = np.full(300, GUARD)
+    assert row.compressor.decode_into(absent, out, add=True)
+    assert (out == GUARD).all()
+    assert row.compressor.decode_into(absent, out)
+    assert not out.any()
+
+
+@every_row
+def test_a_compressor_says_absent_as_documented(row):
+    payload = np.full(row.compressor.capacity(300, 150), 0xAA, np.uint8)
+    assert row.compressor.say_absent(payload, 300, 150) == 40
+    assert (field(payload, "flags"), field(payload, "numel"), field(payload, "nbytes")) == (4, 300, 40)
+    assert wire.open_payload(payload)[0].absent
+    assert (payload[40:] == 0xAA).all()
 
 
 @every_row
@@ -448,7 +469,7 @@ def test_bodies_of_noise_with_right_checksums_stay_inside(row):
 
 @pytest.mark.parametrize("codec", sorted({*(c.codec for c in COMPRESSORS.values()), 130, 131, 132, 133}))
 @pytest.mark.parametrize("group", [1, 512, 32768, 2**32 - 1])
-@pytest.mark.parametrize("flags", [0, 1, 2, 3])
+@pytest.mark.parametrize("flags", [0, 1, 2, 3, 4, 7])
 def test_small_payloads_cannot_claim_much_memory(codec, group, flags):
     payload = NoCompression().encode(np.zeros(16, np.float32))
     tracemalloc.start()
