@@ -309,7 +309,10 @@ class Bucket(Generic[AnyTransfer]):
         """The payloads in the bytes of a collective."""
         slots = [slot for contents in messages for _, _, slot in contents]
         if not self.fixed_size:
-            return wire.frames(received, len(slots))
+            payloads = wire.frames(received, len(slots))
+            if (there := sum(payload.size for payload in payloads)) != received.size:
+                raise WireError(f"received {received.size} bytes, {len(slots)} payloads take {there} of them")
+            return payloads
         if received.size != sum(slots):
             raise WireError(f"received {received.size} bytes, expected {sum(slots)} in {len(slots)} payloads")
         payloads = []

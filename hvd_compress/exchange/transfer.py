@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor, Key
+from hvd_compress.errors import WireError
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan
@@ -183,8 +184,17 @@ class Transfer:
             WireError: truncated or foreign.
         """
         self._arrived = payloads
-        headers = [wire.open_payload(payload)[0] for payload in payloads]
-        return not any(header.nonfinite for header in headers)
+        finite = True
+        for (compressor, numel), payload in zip(self._senders(), payloads, strict=True):
+            header, _ = wire.open_payload(payload)
+            # told here, not when decoding: other tensors of the step may be final by then
+            if (header.codec, header.numel) != (compressor.codec, numel):
+                raise WireError(
+                    f"payload of codec {header.codec} and {header.numel} elements, expected codec {compressor.codec} "
+                    f"and {numel} elements"
+                )
+            finite = finite and not header.nonfinite
+        return finite
 
     def finish(self, keep: bool, scale: float) -> Array | None:
         """Stage 3, every rank: decode, and make the step's residuals final, or take them back.
@@ -227,6 +237,13 @@ class Transfer:
             return residual
         residual[:] = gradient[self.shard]
         return gradient
+
+    def _senders(self) -> list[tuple[Compressor, int]]:
+        """The compressor, and number of elements, of each payload that is to arrive."""
+        plan = self.plan
+        if plan.exchange != "allgather":
+            return [(plan.chunk_compressors[chunk], part.stop - part.start) for chunk, part in plan.chunks]
+        return [(plan.chunk_compressors[0], plan.numel)] * plan.ranks
 
     def _decode(self, out: Array, scale: float) -> None:
         plan = self.plan
