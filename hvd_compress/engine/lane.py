@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -204,6 +204,12 @@ class Lane(Transfer):
             raise WireError(f"exchange of {self.name!r}, received by rank {self.position}: {error}") from error
 
 
+class _Float32(NoCompression):
+    # where any type may come, a slot holds 8 bytes per element, which would travel
+    def body_bytes(self, numel: int, group: int) -> int:
+        return 4 * numel
+
+
 class Pack(Lane):
     """Tensors too small to compress, one behind the other in one buffer: they travel as they are, in one payload.
 
@@ -215,6 +221,9 @@ class Pack(Lane):
         hosts: of the ranks, for a hierarchical exchange.
     """
 
+    compressor: ClassVar[Compressor] = _Float32()
+    """What the plan of a pack is made for."""
+
     def __init__(
         self,
         name: str,
@@ -223,7 +232,7 @@ class Pack(Lane):
         position: int,
         hosts: Hosts | None = None,
     ) -> None:
-        super().__init__(name, plan, NoCompression(), position, hosts)
+        super().__init__(name, plan, self.compressor, position, hosts)
         self.shapes = dict(members)
         self._places: dict[str, slice] = {}
         at = 0
@@ -235,7 +244,7 @@ class Pack(Lane):
 
     @staticmethod
     def shape_of(members: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """What the plan of a pack is made for."""
+        """The shape that the plan of a pack is made for."""
         return (sum(map(math.prod, members.values())),)
 
     @property
