@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as horovod
@@ -93,6 +93,10 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return wide.contiguous().numpy().copy()
 
 
+def _to_array(gradient: np.ndarray | torch.Tensor) -> np.ndarray:
+    return to_numpy(gradient) if isinstance(gradient, torch.Tensor) else gradient
+
+
 class Oracle:
     """What the ranks must hold after each step: compressed tensors by the loopback, small ones by NumPy.
 
@@ -101,6 +105,8 @@ class Oracle:
         exchange: "two_phase" or "allgather".
         op: "average" or "sum".
         ranks: all, or the members of a process set.
+        min_numel: tensors with fewer elements are not compressed.
+        together: names of tensors that share an exchange, in its order; the others go alone.
     """
 
     def __init__(
@@ -110,42 +116,58 @@ class Oracle:
         op: str = "average",
         ranks: Sequence[int] | None = None,
         min_numel: int = MIN_NUMEL,
+        together: Sequence[str] = (),
     ) -> None:
         self.ranks = list(range(horovod.size())) if ranks is None else list(ranks)
         self.loopback = Loopback(len(self.ranks), compressor, exchange, op)
         self.op = op
         self.min_numel = min_numel
+        self.together = list(together)
 
-    def combine(self, name: str, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The average or sum of one array per rank."""
-        if arrays[0].size >= self.min_numel:
-            return self.loopback.allreduce(arrays, name=name)[0]
-        return (np.mean if self.op == "average" else np.sum)(arrays, axis=0)
+    def combine(self, arrays: Mapping[str, Sequence[np.ndarray]]) -> dict[str, np.ndarray]:
+        """The averages or sums of the tensors of one step, of each an array per rank."""
+        combined = {}
+        if shared := [name for name in self.together if name in arrays]:
+            of_ranks = [{name: arrays[name][i] for name in shared} for i in range(len(self.ranks))]
+            combined |= self.loopback.grouped_allreduce(of_ranks)[0]
+        for name in arrays.keys() - combined.keys():
+            if arrays[name][0].size >= self.min_numel:
+                combined[name] = self.loopback.allreduce(arrays[name], name=name)[0]
+            else:
+                combined[name] = (np.mean if self.op == "average" else np.sum)(arrays[name], axis=0)
+        return combined
+
+    def check_all(
+        self, found: Mapping[str, torch.Tensor], of_rank: Callable[[str, int], np.ndarray | torch.Tensor]
+    ) -> None:
+        """Compare the combined gradients of one step, bit for bit where they were compressed."""
+        arrays = {name: [_to_array(of_rank(name, rank)) for rank in self.ranks] for name in found}
+        for name, combined in self.combine(arrays).items():
+            expected = torch.from_numpy(np.asarray(combined)).to(found[name].dtype)
+            mine, its = to_numpy(found[name]), to_numpy(expected)
+            if mine.size >= self.min_numel:
+                assert mine.tobytes() == its.tobytes(), f"{name}: {np.abs(mine - its).max()} off the loopback"
+            else:
+                tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(found[name].dtype, 1e-5)
+                np.testing.assert_allclose(mine, its, rtol=tolerance, atol=tolerance, err_msg=name)
 
     def check(self, name: str, found: torch.Tensor, of_rank: Callable[[int], np.ndarray | torch.Tensor]) -> None:
-        """Compare a combined gradient, bit for bit where it was compressed."""
-        arrays = [to_numpy(a) if isinstance(a, torch.Tensor) else a for a in map(of_rank, self.ranks)]
-        expected = torch.from_numpy(np.asarray(self.combine(name, arrays))).to(found.dtype)
-        if arrays[0].size >= self.min_numel:
-            same = to_numpy(found).tobytes() == to_numpy(expected).tobytes()
-            assert same, f"{name}: {np.abs(to_numpy(found) - to_numpy(expected)).max()} off the loopback"
-        else:
-            tolerance = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(found.dtype, 1e-5)
-            np.testing.assert_allclose(to_numpy(found), to_numpy(expected), rtol=tolerance, atol=tolerance)
+        """`check_all` of a tensor that goes alone."""
+        self.check_all({name: found}, lambda _, rank: of_rank(rank))
 
     def check_step(self, model: torch.nn.Module, step: int, only: Callable[[int], Iterable[str]] | None = None) -> None:
         """`check` all gradients of a model after `loss_of(model, step, only(rank))` on each rank."""
-        for name, p in model.named_parameters():
-            if not p.requires_grad:
-                continue
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-            def of_rank(rank: int, name: str = name, p: torch.Tensor = p) -> torch.Tensor:
-                if only is not None and name not in only(rank):
-                    return torch.zeros_like(p)
-                return gradient(name, rank, step, p)
+        def of_rank(name: str, rank: int) -> torch.Tensor:
+            p = parameters[name]
+            if only is not None and name not in only(rank):
+                return torch.zeros_like(p)
+            return gradient(name, rank, step, p)
 
-            assert p.grad is not None, f"{name} has no gradient"
-            self.check(name, p.grad, of_rank)
+        missing = [name for name, p in parameters.items() if p.grad is None]
+        assert not missing, f"{missing} have no gradient"
+        self.check_all({name: p.grad for name, p in parameters.items()}, of_rank)
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: Iterable[int], check: Callable[[int], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as horovod
@@ -10,7 +11,7 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import OneBit
-from hvd_compress.exchange import Parcel, Transfer
+from hvd_compress.exchange import Transfer
 from tests.parallel.workers.common import MIN_NUMEL, Net, loss_of
 
 WRONG_FROM = 3
@@ -21,14 +22,14 @@ class UserError(Exception):
 
 
 def corrupt_payloads() -> None:
-    """From now on this rank sends payloads of which one bit of the body is wrong."""
+    """From now on this rank sends payloads of which some bits of the body are wrong."""
     encode = Transfer.encode
 
-    def corrupting(self: Transfer, x: Any, residual: Any) -> Parcel:
-        parcel = encode(self, x, residual)
-        for i in range(100, parcel.buffer.size, 1000):
-            parcel.buffer[i] ^= 4
-        return parcel
+    def corrupting(self: Transfer, x: Any, slots: Sequence[Any]) -> list[int]:
+        used = encode(self, x, slots)
+        for slot, nbytes in zip(slots, used, strict=True):
+            slot[100:nbytes:1000] ^= 4
+        return used
 
     Transfer.encode = corrupting  # type: ignore[method-assign]
 

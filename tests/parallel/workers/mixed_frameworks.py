@@ -50,7 +50,7 @@ def _combined(array: np.ndarray, name: str, compressor: Any) -> np.ndarray:
 
 def _record(sent: list[bytes]) -> None:
     """Keep the bytes of every parcel that leaves a stage from now on."""
-    from hvd_compress.exchange import Transfer
+    from hvd_compress.exchange import Bucket
 
     def recording(original: Callable[..., Any]) -> Callable[..., Any]:
         def stage(self: Any, *arguments: Any) -> Any:
@@ -61,5 +61,5 @@ def _record(sent: list[bytes]) -> None:
 
         return stage
 
-    for name in ("encode", "reduce"):
-        setattr(Transfer, name, recording(getattr(Transfer, name)))
+    for name in ("parcel", "reduce"):
+        setattr(Bucket, name, recording(getattr(Bucket, name)))

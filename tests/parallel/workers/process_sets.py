@@ -60,7 +60,7 @@ def train_members(ranks: list[int], compressor: Any, exchange: str, **settings: 
         train(model, optimizer, range(3), check=functools.partial(check_own_gradient, model))
         assert optimizer.compression_stats()["total"]["bytes_sent"] == 0
         return
-    oracle = Oracle(compressor, exchange, ranks=ranks)
+    oracle = Oracle(compressor, exchange, ranks=ranks, together=("second.weight", "first.weight"))
     train(model, optimizer, range(3), check=functools.partial(oracle.check_step, model))
     check_equal_on_all_ranks(model, set_of(ranks))
     state = optimizer.compression_state_dict()
@@ -88,7 +88,8 @@ def group_lists_in_a_process_set(ranks: list[int]) -> None:
     groups = [[model.first.weight, model.second.weight]]
     optimizer = wrap(model, ranks, TopK(0.05), groups=groups)
     if horovod.rank() in ranks:
-        oracle = Oracle(TopK(0.05), ranks=ranks)
+        # a group keeps the order in which it was given
+        oracle = Oracle(TopK(0.05), ranks=ranks, together=("first.weight", "second.weight"))
         train(model, optimizer, range(2), check=functools.partial(oracle.check_step, model))
     else:
         train(model, optimizer, range(2), check=functools.partial(check_own_gradient, model))
