@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.compressors import NoCompression
 from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane, Pack

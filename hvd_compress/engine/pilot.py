@@ -136,7 +136,7 @@ class Pilot:
         ranks, speed = self._network.ranks, self._speeds[compressor]
         together: dict[str, Any] = {name: (shape, compressor) for name, shape in large.items()}
         if small:
-            together["and small"] = (Pack.shape_of(small), NoCompression())
+            together["and small"] = (Pack.shape_of(small), Pack.compressor)
         plans = list(plan_together(self._routing.exchange, together, ranks).values())
         others, numel = (ranks - 1) / ranks, sum(plan.numel for plan in plans)
         nbytes = sum(
