@@ -1,0 +1,240 @@
+"""Allreduce of square float32 matrices between virtual hosts: Dryden et al. 2016, figure 2, against Horovod.
+
+    python benchmarks/allreduce.py [--short] [--hosts 2 4 8] [--rates 100mbit 1gbit] [--sizes 64 4096] [--seconds 30]
+
+Entries are uniform in [-4, 4] and new in each call, as in the paper; error feedback is on. All candidates take turns in the
+same ranks. "torch ..." is the same arithmetic in torch expressions, exchanged by Horovod's allgather (baselines.py), which is
+how the libraries of the field do it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from candidates import COMPRESSORS, DENSE, FP16, FP32, compression_of, style
+from measure import Spread, picture, ratios, read, table, write
+from places import Progress, place, rates_to_be_had
+
+BASELINES = {"torch, one-bit": "OneBit", "torch, top-k 1 %": "TopK"}
+NAMES = [*DENSE, *(name for name in COMPRESSORS if name != "threshold(0.001)"), *BASELINES]
+SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
+# (hosts, rates, largest size)
+LONG = [(2, RATES, 16384), (4, RATES, 8192), (8, RATES, 4096)]
+SHORT = [(4, RATES, 4096), (2, ["1gbit"], 4096), (8, ["1gbit"], 1024)]
+SHORT_SIZES = [64, 256, 1024, 4096]
+SPARE = 1000  # start positions of matrices that share their memory
+RANK_BYTES = 1.2e9  # of a process that has loaded all
+
+
+def needed_bytes(size: int, hosts: int, candidates: int) -> float:
+    """Memory for one size on all ranks: matrix, its copy, what it is received into, and the candidates' residuals."""
+    return hosts * (RANK_BYTES + 4 * size**2 * (5 + candidates * (1 + 1 / hosts)))
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def ranks(task: dict[str, Any]) -> None:
+    import torch
+
+    import hvd_compress.torch as hvd
+    import ranks as r
+    from hvd_compress.torch._functions import forget_residuals
+
+    hvd.init()
+    generator = torch.Generator().manual_seed(hvd.rank())
+    cells = []
+    for size in task["sizes"]:
+        values = torch.empty(size * size + SPARE).uniform_(-4, 4, generator=generator)
+
+        def matrix(number: int, values: torch.Tensor = values, size: int = size) -> torch.Tensor:
+            return values[number % SPARE :][: size * size].view(size, size)
+
+        actions = {name: _action(name, size, matrix) for name in task["candidates"]}
+        cells.append({"size": size, "rows": r.rounds(actions, task["seconds"], task["least"])})
+        forget_residuals()
+        r.done(f"{task['label']}, {size}x{size}")
+    r.deliver(task, cells)
+
+
+def _action(name: str, size: int, matrix: Callable[[int], Any]) -> Callable[[int], object]:
+    import hvd_compress.torch as hvd
+
+    label = f"{name}.{size}"
+    if name in BASELINES:
+        import baselines
+
+        method = getattr(baselines, BASELINES[name])()
+        return lambda number: gathered(method, matrix(number), label)
+    compression = compression_of(name)
+    return lambda number: hvd.allreduce(matrix(number), name=label, compression=compression)
+
+
+def gathered(method: Any, gradient: Any, name: str) -> Any:
+    """The average by Horovod's allgather of what a method of baselines.py sends, whose sizes do not vary."""
+    import horovod.torch as hvd
+
+    tensors, ctx = method.compress(gradient, name)
+    handles = [hvd.allgather_async(tensor, name=f"{name}.{i}") for i, tensor in enumerate(tensors)]
+    parts = [hvd.synchronize(handle).chunk(hvd.size()) for handle in handles]
+    total = sum(method.decompress(list(sent), ctx) for sent in zip(*parts, strict=True))
+    return total / hvd.size()
+
+
+# -- outside --------------------------------------------------------------------------------------------------------
+
+
+def measure(cases: Iterable[tuple[int, Sequence[str], int]], sizes: Sequence[int], options: argparse.Namespace) -> dict:
+    import psutil
+
+    cases = [(hosts, rates_to_be_had(rates), most) for hosts, rates, most in cases]
+    result: dict[str, Any] = {"compressors": {n: repr(c) for n, c in COMPRESSORS.items()}, "runs": [], "left_out": []}
+    units = sum(len(rates) * sum(size <= most for size in sizes) for _, rates, most in cases)
+    with Progress("allreduce", units) as progress:
+        for hosts, rates, most in cases:
+            with place(hosts, progress) as here:
+                for rate in rates:
+                    wanted = [size for size in sizes if size <= most]
+                    room = psutil.virtual_memory().available
+                    fitting = [n for n in wanted if needed_bytes(n, hosts, len(options.candidates)) < room]
+                    for size in [n for n in wanted if n not in fitting]:
+                        result["left_out"].append({"hosts": hosts, "rate": rate, "size": size, "reason": "memory"})
+                        progress.say(f"{size}x{size} on {hosts} hosts is left out: it takes more memory than is free")
+                    task = {
+                        "sizes": fitting,
+                        "candidates": options.candidates,
+                        "seconds": options.seconds,
+                        "least": options.least,
+                        "label": f"{hosts} hosts, {rate}",
+                    }
+                    cells = here.run(__file__, task, rate)
+                    result["runs"].append({"hosts": hosts, "rate": rate, "cells": cells})
+    return result
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="some minutes")
+    parser.add_argument("--hosts", type=int, nargs="+")
+    parser.add_argument("--rates", nargs="+", default=RATES)
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--seconds", type=float, help="for each size; at least --least rounds are made")
+    parser.add_argument("--least", type=int, help="rounds")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    options.seconds = options.seconds or (4.0 if options.short else 30.0)
+    options.least = options.least or (3 if options.short else 5)
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    if options.task:
+        ranks(json.loads(options.task))
+        return
+    sizes = options.sizes or (SHORT_SIZES if options.short else SIZES)
+    cases = SHORT if options.short else LONG
+    if options.hosts:
+        cases = [(hosts, options.rates, max(sizes)) for hosts in options.hosts]
+    write(Path(__file__).stem, given or [], measure(cases, sizes, options))
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def section(result: dict[str, Any]) -> str:
+    parts = [
+        "## Allreduce of one matrix",
+        "",
+        "After Dryden et al. 2016, figure 2: square float32 matrices, uniform in [-4, 4], new in each call, error feedback on. "
+        "Numbers are how many times faster than Horovod a candidate is, within the same round, and how many times fewer "
+        "bytes left the network interface of a rank: median (least to most). Above 1 it pays.",
+        "",
+        _plot(result),
+    ]
+    for run in result["runs"]:
+        cell = max(run["cells"], key=lambda cell: cell["size"])
+        rounds = len(cell["rows"][FP32]["seconds"])
+        head = f"{cell['size']}x{cell['size']}, {run['hosts']} hosts, {run['rate']}, {rounds} rounds"
+        parts += ["", f"### {head}", "", _table(cell["rows"])]
+    crossings = [_crossing(run) for run in result["runs"]]
+    parts += ["", "### From which size on it pays", "", _crossing_text(), "", table(*_crossings(crossings))]
+    for left in result["left_out"]:
+        parts.append(f"\nLeft out for want of memory: {left['size']}x{left['size']}, {left['hosts']} hosts, {left['rate']}.")
+    return "\n".join(parts)
+
+
+def speedups(rows: dict[str, Any], name: str, than: str) -> Spread:
+    """How many times faster than another candidate, in the rounds of one cell."""
+    return Spread.of(ratios(rows[than]["seconds"], rows[name]["seconds"]))
+
+
+def _table(rows: dict[str, Any]) -> str:
+    lines = []
+    for name in rows:
+        sent = [b for b in rows[name]["bytes"] if b]
+        fewer = Spread.of(ratios(rows[FP32]["bytes"], rows[name]["bytes"])) if sent else "not counted"
+        lines.append([name, speedups(rows, name, FP32), speedups(rows, name, FP16), fewer])
+    return table(["", "times as fast as fp32", "as fp16", "times fewer bytes than fp32"], lines)
+
+
+def _crossing_text() -> str:
+    return (
+        "The smallest matrix from which on the median is faster than both fp32 and fp16, at that size and all larger ones "
+        "that were measured."
+    )
+
+
+def _crossing(run: dict[str, Any]) -> dict[str, Any]:
+    paying: dict[str, Any] = {"where": f"{run['hosts']} hosts, {run['rate']}"}
+    cells = sorted(run["cells"], key=lambda cell: -cell["size"])
+    for name in cells[0]["rows"]:
+        paying[name] = "none"
+        for cell in cells:
+            if min(speedups(cell["rows"], name, dense).median for dense in DENSE) <= 1:
+                break
+            paying[name] = cell["size"]
+    return paying
+
+
+def _crossings(crossings: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
+    names = [name for name in crossings[0] if name not in ("where", *DENSE)]
+    return ["", *(crossing["where"] for crossing in crossings)], [
+        [name, *(crossing[name] for crossing in crossings)] for name in names
+    ]
+
+
+def _plot(result: dict[str, Any]) -> str:
+    import matplotlib.pyplot as plt
+
+    runs = result["runs"]
+    columns = min(len(runs), 3)
+    lines = -(-len(runs) // columns)
+    figure, panels = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False, sharex=True)
+    for panel, run in zip(panels.flat, runs, strict=False):
+        sizes = [cell["size"] for cell in run["cells"]]
+        for name in run["cells"][0]["rows"]:
+            if name == FP32:
+                continue
+            spreads = [speedups(cell["rows"], name, FP32) for cell in run["cells"]]
+            (line,) = panel.plot(sizes, [s.median for s in spreads], marker=".", **style(name))
+            panel.fill_between(sizes, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color(), alpha=0.1)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set(title=f"{run['hosts']} hosts, {run['rate']}", xlabel="height and width", ylabel="times as fast as Horovod fp32")
+        panel.grid(alpha=0.3)
+    for panel in panels.flat[len(runs) :]:
+        panel.set_axis_off()
+    panels.flat[0].legend(fontsize=6)
+    return picture(figure, "allreduce")
+
+
+if __name__ == "__main__":
+    main()

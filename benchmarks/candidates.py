@@ -1,0 +1,44 @@
+"""What is compared: names in tables and plots, and the `compression=` that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress import QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress.compressors import Compressor
+
+__all__ = ["COMPRESSORS", "DENSE", "compression_of", "style"]
+
+FP32, FP16 = "Horovod fp32", "Horovod fp16"
+DENSE = (FP32, FP16)
+
+COMPRESSORS: dict[str, Compressor] = {
+    "one-bit": OneBit(),
+    "one-bit, sampled": OneBit(sample=128),
+    "adaptive(64)": Adaptive(pi=64),
+    "adaptive(64), not sampled": Adaptive(pi=64, sample=None),
+    "top-k 1 %": TopK(ratio=0.01),
+    "QSGD 4 bits": QSGD(bits=4),
+    # leaves 1/32 of the uniform values in [-4, 4] of allreduce.py, as in the paper's figure 2
+    "threshold": Threshold(tau=3.875),
+    # the paper's tau for its training, figures 3 and 4
+    "threshold(0.001)": Threshold(tau=0.001),
+}
+
+
+def compression_of(name: str) -> Any:
+    """The `compression=` that a name stands for; needs Horovod for torch."""
+    import horovod.torch as horovod
+
+    stock = {FP32: horovod.Compression.none, FP16: horovod.Compression.fp16}
+    return stock.get(name) or COMPRESSORS[name]
+
+
+def style(name: str) -> dict[str, Any]:
+    """How a plot draws a candidate: a colour for each method, other dashes for its variants."""
+    method, _, variant = name.partition(",")
+    methods = ("alone", *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch")
+    colours = ("0.6", "black", "0.4", "tab:blue", "tab:red", "tab:green", "tab:purple", "tab:brown", "tab:orange")
+    known = next((i for i, known in enumerate(methods) if method.startswith(known)), 0)
+    dashes = {"": "-", " sampled": "--", " not sampled": "--", " coded": ":", " top-k 1 %": "--"}
+    return {"label": name, "color": colours[known], "linestyle": dashes.get(variant, "-")}

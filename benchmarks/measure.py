@@ -1,0 +1,142 @@
+"""What the benchmarks share: spreads, ratios within rounds, the record of a machine, and result files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import psutil
+
+__all__ = ["RESULTS", "Spread", "machine", "picture", "ratios", "read", "table", "write"]
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("hvd_compress", "horovod", "torch", "numpy", "numba", "mpi4py")
+DIGITS = 6  # significant ones in result files; more is noise and size
+
+
+class Spread(NamedTuple):
+    """The median of repeats, and their extremes.
+
+    Example:
+        >>> str(Spread.of([3.0, 1.0, 2.0]))
+        '2.0 (1.0–3.0)'
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """The spread of at least one value."""
+        values = list(values)
+        return cls(median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{_short(self.median)} ({_short(self.low)}–{_short(self.high)})"
+
+
+def _short(value: float) -> str:
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.{max(0, 1 - math.floor(math.log10(abs(value))))}f}"
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
+    """The quotient of each round; the two were measured one after the other, so a drift of the machine cancels.
+
+    Example:
+        >>> ratios([4.0, 9.0], [2.0, 3.0])
+        [2.0, 3.0]
+    """
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def machine() -> dict[str, Any]:
+    """Where, when and with what this runs."""
+    processor = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "processor": processor[1] if processor else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_before": round(os.getloadavg()[0], 2),
+        "system": platform.system() + " " + platform.release(),
+        "python": platform.python_version(),
+        "mpi": _mpi(),
+        **{package: _version(package) for package in PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _mpi() -> str:
+    try:
+        said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return "none"
+    return said.splitlines()[0] if said else "unknown"
+
+
+def write(name: str, command: Sequence[str], content: Mapping[str, Any]) -> Path:
+    """Write `content` to `name`.json among the results, with the command and what `machine` says."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    record = {"command": ["python", f"benchmarks/{name}.py", *command], "machine": machine(), **content}
+    path.write_text(json.dumps(_rounded(record), separators=(",", ":")) + "\n")
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """What `write` has written, or None."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; the first column is the name of a row.
+
+    Example:
+        >>> print(table(["", "x"], [["a", 1]]))
+        | | x |
+        |---|---|
+        | a | 1 |
+    """
+    lines = [head, *rows]
+    text = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    text.insert(1, "|" + "---|" * len(head))
+    return "\n".join(text).replace("|  |", "| |")
+
+
+def picture(figure: Any, name: str) -> str:
+    """Save a figure of Matplotlib among the results; the Markdown that shows it."""
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    return f"![{name}]({name}.png)"
+
+

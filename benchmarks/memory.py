@@ -1,0 +1,233 @@
+"""Memory beside Horovod's, and the cost of a step against the number of elements and of tensors.
+
+    python benchmarks/memory.py [--short] [--ranks 2] [--layers 6] [--seconds 20]
+
+Peak memory (VmHWM of the largest rank) is that of a process of its own for each candidate: bias-free layers of 4096x4096 that
+learn three steps with plain SGD. A second, small network tells what does not grow with the network: Numba and its compiled
+kernels, most of all. The cost of a step is what communication adds to it, in the same ranks and rounds. Both run on this
+machine without links: nothing waits for a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from measure import Spread, picture, table, write
+from places import Progress, local
+
+ALONE, FP32, FP16 = "alone", "Horovod fp32", "Horovod fp16"
+PEAK_NAMES = [FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits"]
+SHORT_PEAK_NAMES = [FP32, "one-bit", "adaptive(64)"]
+COST_NAMES = [ALONE, FP32, "one-bit", "adaptive(64)"]
+WIDTH, SMALL_WIDTH = 4096, 64
+ELEMENTS = [10**5, 10**6, 10**7, 10**8]
+TOTAL, TENSORS = 2**24, [1, 4, 16, 64, 256, 1024]
+KB = 1024
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def ranks(task: dict[str, Any]) -> None:
+    import horovod.torch as horovod
+
+    horovod.init()
+    (_peak if "candidate" in task else _cost)(task)
+
+
+def _peak(task: dict[str, Any]) -> None:
+    # nothing of hvd_compress may be loaded where plain Horovod is measured
+    import horovod.torch as horovod
+    import torch
+
+    name, width = task["candidate"], task["width"]
+    network = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(task["layers"])))
+    optimizer: Any = torch.optim.SGD(network.parameters(), lr=1e-3)
+    if name in (FP32, FP16):
+        stock = horovod.Compression.none if name == FP32 else horovod.Compression.fp16
+        optimizer = horovod.DistributedOptimizer(optimizer, network.named_parameters(), compression=stock)
+    else:
+        import hvd_compress.torch as hvd
+        from candidates import COMPRESSORS
+
+        optimizer = hvd.DistributedOptimizer(optimizer, network.named_parameters(), compression=COMPRESSORS[name])
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peaks = horovod.allgather(torch.tensor([float(status["VmHWM"].split()[0]) * KB]), name="benchmarks.peaks")
+    if horovod.rank() == 0:
+        numel = sum(p.numel() for p in network.parameters())
+        Path(task["result"]).write_text(json.dumps({"bytes": float(peaks.max()), "numel": numel}))
+    horovod.barrier()
+
+
+def _cost(task: dict[str, Any]) -> None:
+    import ranks as r
+
+    points = []
+    for elements, tensors in task["points"]:
+        actions = {name: _step(name, elements, tensors) for name in task["candidates"]}
+        samples = r.rounds(actions, task["seconds"], task["least"])
+        points.append({"elements": elements, "tensors": tensors, "rows": samples})
+        r.done(f"{elements} elements, {tensors} tensors")
+    r.deliver(task, points)
+
+
+def _step(name: str, elements: int, tensors: int) -> Any:
+    import torch
+
+    import hvd_compress.torch as hvd
+    from candidates import compression_of
+
+    width = elements // tensors
+    parameters = [torch.nn.Parameter(torch.zeros(width)) for _ in range(tensors)]
+    gradient = torch.randn(width, generator=torch.Generator().manual_seed(hvd.rank()))
+    optimizer: Any = torch.optim.SGD(parameters, lr=1e-3)
+    if name != ALONE:
+        named = [(f"{name}.{elements}.{tensors}.{i}", p) for i, p in enumerate(parameters)]
+        optimizer = hvd.DistributedOptimizer(optimizer, named, compression=compression_of(name))
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        torch.stack([(p * gradient).sum() for p in parameters]).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+# -- outside --------------------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    names = SHORT_PEAK_NAMES if options.short else PEAK_NAMES
+    points = [(n, 1) for n in ELEMENTS] + [(TOTAL, n) for n in TENSORS]
+    result: dict[str, Any] = {"ranks": options.ranks, "peaks": {name: {"small": [], "large": []} for name in names}}
+    with Progress("memory", options.repeats * len(names) * 2 + len(points)) as progress:
+        here = local(options.ranks, progress)
+        for _ in range(options.repeats):
+            for name in names:
+                for kind, width in (("small", SMALL_WIDTH), ("large", WIDTH)):
+                    task = {"candidate": name, "width": width, "layers": options.layers}
+                    outcome = here.run(__file__, task)
+                    result["peaks"][name][kind].append(outcome["bytes"])
+                    result["numel"] = outcome["numel"]
+                    progress.advance(f"peak of {name}")
+        task = {"points": points, "candidates": COST_NAMES, "seconds": options.seconds, "least": options.least}
+        result["cost"] = here.run(__file__, task)
+    from candidates import COMPRESSORS
+
+    result["residual_bytes"] = {
+        name: 4 * (1 + 1 / options.ranks) if name in COMPRESSORS and COMPRESSORS[name].feedback else 0 for name in names
+    }
+    return result
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="fewer candidates and rounds")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=6, help="of 16.8 million parameters each")
+    parser.add_argument("--repeats", type=int, help="of each peak")
+    parser.add_argument("--seconds", type=float, help="for each point of the cost; at least --least rounds are made")
+    parser.add_argument("--least", type=int, help="rounds")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    options.seconds = options.seconds or (2.0 if options.short else 20.0)
+    options.least = options.least or (3 if options.short else 7)
+    options.repeats = options.repeats or (2 if options.short else 3)
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    if options.task:
+        ranks(json.loads(options.task))
+        return
+    write(Path(__file__).stem, given or [], measure(options))
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def beyond_residuals(result: dict[str, Any], name: str, fixed: bool) -> Spread:
+    """Bytes per element over plain Horovod's peak and the residuals, with or without what does not grow."""
+    peaks = result["peaks"]
+    values = []
+    for i, large in enumerate(peaks[name]["large"]):
+        more = large - peaks[FP32]["large"][i]
+        if not fixed:
+            more -= peaks[name]["small"][i] - peaks[FP32]["small"][i]
+        values.append(more / result["numel"] - result["residual_bytes"][name])
+    return Spread.of(values)
+
+
+def added_seconds(point: dict[str, Any], name: str) -> Spread:
+    """What communication adds to a step."""
+    rows = point["rows"]
+    return Spread.of([s - a for s, a in zip(rows[name]["seconds"], rows[ALONE]["seconds"], strict=True)])
+
+
+def section(result: dict[str, Any]) -> str:
+    peaks = result["peaks"]
+    lines = []
+    for name in peaks:
+        fixed = median(peaks[name]["small"]) - median(peaks[FP32]["small"])
+        cells = ["", "", ""]
+        if name != FP32:
+            cells = [f"{fixed / 1e6:.0f}", *map(str, (beyond_residuals(result, name, f) for f in (True, False)))]
+        lines.append([name, f"{median(peaks[name]['large']) / 1e9:.2f}", *cells])
+    head = ["", "peak, GB", "fixed, MB", "bytes per element beyond the residuals", "the same without what is fixed"]
+    return "\n".join(
+        [
+            "## Memory, and cost of a step",
+            "",
+            f"Peak memory of a rank, {result['ranks']} ranks, {result['numel'] / 1e6:.0f} million parameters. Residuals take 4 "
+            "bytes per element and 4 more for each element that a rank owns. *Fixed* is what a network of a few thousand "
+            "parameters takes more than with plain Horovod: Numba, LLVM and the compiled kernels.",
+            "",
+            table(head, lines),
+            "",
+            "What communication adds to a step where nothing waits for a network, against the number of elements in one tensor, "
+            f"and against the number of tensors that {TOTAL:,} elements are divided into. Straight and steep as the dotted line "
+            "means proportional to the elements.",
+            "",
+            _plot(result),
+        ]
+    )
+
+
+def _plot(result: dict[str, Any]) -> str:
+    import matplotlib.pyplot as plt
+    from candidates import style
+
+    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    points = result["cost"]
+    of_elements = [p for p in points if p["tensors"] == 1]
+    of_tensors = [p for p in points if p["elements"] == TOTAL]
+    for panel, some, key in ((panels[0], of_elements, "elements"), (panels[1], of_tensors, "tensors")):
+        x = [p[key] for p in some]
+        for name in COST_NAMES:
+            if name == ALONE:
+                continue
+            added = [added_seconds(p, name) for p in some]
+            (line,) = panel.plot(x, [s.median for s in added], marker=".", **style(name))
+            panel.fill_between(x, [s.low for s in added], [s.high for s in added], color=line.get_color(), alpha=0.1)
+        panel.set(xscale="log", yscale="log", xlabel=key, ylabel="seconds that communication adds to a step")
+        panel.grid(alpha=0.3)
+    largest = of_elements[-1]
+    per_element = added_seconds(largest, "one-bit").median / largest["elements"]
+    x = [p["elements"] for p in of_elements]
+    panels[0].plot(x, [n * per_element for n in x], ":", color="black", label="proportional")
+    panels[0].legend(fontsize=7)
+    return picture(figure, "memory")
+
+
+if __name__ == "__main__":
+    main()

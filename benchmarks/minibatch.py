@@ -1,0 +1,183 @@
+"""Bytes and time of every mini-batch of a real training: Dryden et al. 2016, figures 3 and 4, against Horovod.
+
+    python benchmarks/minibatch.py [--short] [--hosts 4] [--rate 1gbit] [--width 1024] [--steps 200]
+
+784-W-W-W-10 with ReLU learns MNIST, 10 images a rank and step; each candidate has a network of its own and they take turns, batch
+for batch. Bytes and seconds of a layer are the differences of `compression_stats()` from step to step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from candidates import FP16, FP32, style
+from measure import Spread, picture, table, write
+from places import Progress, place, rates_to_be_had
+
+ALONE = "alone"
+NAMES = [ALONE, FP32, FP16, "one-bit", "threshold(0.001)", "adaptive(64)"]
+BATCH = 10
+TIMES = ("encode_seconds", "exchange_seconds", "decode_seconds")
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def ranks(task: dict[str, Any]) -> None:
+    import networks
+    import ranks as r
+
+    networks.hvd.init()
+    batch, features = networks.batches("mlp", BATCH)
+    trainings = {
+        name: networks.Training(name, networks.network_of("mlp", task["width"], features), batch)
+        for name in task["candidates"]
+    }
+    samples: dict[str, Any] = {name: {"seconds": [], "bytes": [], "stats": []} for name in trainings}
+    r.rounds({n: t.step for n, t in trainings.items()}, 0.0, 2)
+    per_mark = -(-task["steps"] // task["units"])
+    before = {name: training.stats() for name, training in trainings.items()}
+    for first in range(0, task["steps"], per_mark):
+        for number in range(first, min(first + per_mark, task["steps"])):
+            names = list(trainings)
+            turn = number % len(names)
+            for name in [*names[turn:], *names[:turn]]:
+                seconds, sent = r.sample(trainings[name].step, number)
+                after = trainings[name].stats()
+                samples[name]["seconds"].append(seconds)
+                samples[name]["bytes"].append(sent)
+                samples[name]["stats"].append(_difference(before[name], after))
+                before[name] = after
+        r.done(f"{first + per_mark} mini-batches")
+    layers = [name for name, p in trainings[ALONE].network.named_parameters() if p.dim() > 1]
+    numel = {name: p.numel() for name, p in trainings[ALONE].network.named_parameters() if p.dim() > 1}
+    r.deliver(task, {"layers": layers, "numel": numel, "rows": {n: _by_layer(s, layers) for n, s in samples.items()}})
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {key: counters[key] - before[name][key] for key in ("bytes_sent", *TIMES)}
+        for name, counters in after.items()
+    }
+
+
+def _by_layer(samples: dict[str, Any], layers: list[str]) -> dict[str, Any]:
+    stats = samples.pop("stats")
+    if not stats[0]:
+        return samples
+    return samples | {
+        "layers": {
+            layer: {key: [step[layer][key] for step in stats] for key in ("bytes_sent", *TIMES)} for layer in layers
+        }
+    }
+
+
+# -- outside --------------------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    rates = rates_to_be_had([options.rate]) or ["unlimited"]
+    setting = {"hosts": options.hosts, "rate": rates[0], "width": options.width, "steps": options.steps, "units": 10}
+    with Progress("minibatch", 10) as progress, place(options.hosts, progress) as here:
+        outcome = here.run(__file__, {**setting, "candidates": options.candidates}, rates[0])
+    return {**setting, **outcome}
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="fewer mini-batches")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--candidates", nargs="+", default=NAMES)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    options.width = options.width or (1024 if options.short else 2048)
+    options.steps = options.steps or (60 if options.short else 400)
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    if options.task:
+        ranks(json.loads(options.task))
+        return
+    write(Path(__file__).stem, given or [], measure(options))
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def section(result: dict[str, Any]) -> str:
+    layer = result["layers"][2]
+    width, hosts = result["width"], result["hosts"]
+    return "\n".join(
+        [
+            "## Mini-batches of a training",
+            "",
+            f"After Dryden et al. 2016, figures 3 and 4: 784-{width}-{width}-{width}-10 learns MNIST on {hosts} hosts at "
+            f"{result['rate']}, {BATCH} images a rank; the third layer's weights (`{layer}`). Bytes are those that one rank "
+            "sends for the layer in one mini-batch. Milliseconds of the layer are from `compression_stats()` on one rank; "
+            "Horovod does not tell them of its own allreduces. *Adds to the step* is the whole step less that without "
+            "communication in the same round, all layers, on the slowest rank.",
+            "",
+            _plot(result, layer),
+            "",
+            _table(result, layer),
+        ]
+    )
+
+
+def added_milliseconds(rows: dict[str, Any], name: str) -> list[float]:
+    """What communication adds to each step."""
+    return [1e3 * (s - alone) for s, alone in zip(rows[name]["seconds"], rows[ALONE]["seconds"], strict=True)]
+
+
+def layer_bytes(result: dict[str, Any], name: str, layer: str) -> list[float]:
+    """Bytes that a rank sends for a layer in each step; for Horovod's own allreduce, what a ring takes."""
+    row = result["rows"][name]
+    if "layers" in row:
+        return row["layers"][layer]["bytes_sent"]
+    itemsize = 2 if name == FP16 else 4
+    ring = 2 * (result["hosts"] - 1) / result["hosts"] * itemsize * result["numel"][layer]
+    return [ring] * len(row["seconds"])
+
+
+def _table(result: dict[str, Any], layer: str) -> str:
+    lines = []
+    for name, row in result["rows"].items():
+        if name == ALONE:
+            continue
+        times: list[Any] = ["", "", ""]
+        if "layers" in row:
+            times = [Spread.of([1e3 * s for s in row["layers"][layer][key]]) for key in TIMES]
+        kilobytes = Spread.of([b / 1e3 for b in layer_bytes(result, name, layer)])
+        lines.append([name, kilobytes, *times, Spread.of(added_milliseconds(result["rows"], name))])
+    head = ["", "kB of the layer", "encode, ms", "wait, ms", "decode, ms", "adds to the step, ms"]
+    return table(head, lines)
+
+
+def _plot(result: dict[str, Any], layer: str) -> str:
+    import matplotlib.pyplot as plt
+
+    figure, (volume, time) = plt.subplots(1, 2, figsize=(12, 4.5))
+    for name in result["rows"]:
+        if name == ALONE:
+            continue
+        volume.plot(layer_bytes(result, name, layer), **style(name))
+        time.plot(added_milliseconds(result["rows"], name), **style(name))
+    volume.set(xlabel="mini-batch", ylabel=f"bytes sent for {layer}", yscale="log")
+    time.set(xlabel="mini-batch", ylabel="milliseconds that communication adds", yscale="log")
+    for panel in (volume, time):
+        panel.grid(alpha=0.3)
+    time.legend(fontsize=7)
+    return picture(figure, "minibatch")
+
+
+if __name__ == "__main__":
+    main()

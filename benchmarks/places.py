@@ -1,0 +1,166 @@
+"""Where ranks run: on the virtual cluster, or on this machine alone where that cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster, ClusterError, RunError, unavailable
+from tqdm import tqdm
+
+__all__ = ["UNLIMITED", "Place", "Progress", "local", "place", "rates_to_be_had"]
+
+UNLIMITED = "unlimited"
+DONE = "unit done:"  # what a rank writes when a unit of the progress bar is complete
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE_SECONDS = 1800.0  # until another user of the cluster gives it up
+LIMIT_SECONDS = 3 * 3600.0
+
+
+class Progress:
+    """A bar over units of work, moved by what the first rank writes; other lines are kept for a failure."""
+
+    def __init__(self, title: str, units: int) -> None:
+        self._bar = tqdm(total=units, desc=title, unit="case", dynamic_ncols=True, smoothing=0.1)
+        self._lines: deque[str] = deque(maxlen=60)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()
+
+    def write(self, text: str) -> int:
+        """Take lines, as a text file does."""
+        for line in text.splitlines():
+            if DONE in line:
+                self.advance(line.partition(DONE)[2].strip())
+            else:
+                self._lines.append(line)
+        return len(text)
+
+    def advance(self, what: str) -> None:
+        """A unit is complete."""
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._bar.write(text, file=sys.stderr)
+
+    def tail(self) -> str:
+        """What the ranks wrote last."""
+        return "\n".join(self._lines)
+
+
+class Place:
+    """A number of hosts with a rank each.
+
+    Args:
+        hosts: their number.
+        cluster: that they are of; None for this machine, on which the links are unlimited.
+        progress: is told what is complete.
+    """
+
+    def __init__(self, hosts: int, cluster: Cluster | None, progress: Progress) -> None:
+        self.hosts = hosts
+        self._cluster = cluster
+        self._progress = progress
+
+    def run(self, script: str, task: Mapping[str, Any], rate: str = UNLIMITED) -> Any:
+        """What the ranks of `script --task JSON`, one on each host, deliver."""
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            command = [sys.executable, script, "--task", json.dumps({**task, "result": str(result)})]
+            try:
+                if self._cluster is None:
+                    _run_here(self.hosts, command, self._progress)
+                else:
+                    self._cluster.set_rate(rate)
+                    self._cluster.run(command, env=_environment(), timeout=LIMIT_SECONDS, echo=self._progress)
+            except RunError:
+                self._progress.say(self._progress.tail())
+                raise
+            return json.loads(result.read_text())
+
+
+@contextlib.contextmanager
+def place(hosts: int, progress: Progress) -> Iterator[Place]:
+    """Virtual hosts, or this machine in their place; waits while another process has the cluster."""
+    if unavailable() is not None:
+        yield Place(hosts, None, progress)
+        return
+    with contextlib.ExitStack() as stack:
+        yield Place(hosts, _entered(stack, hosts, progress), progress)
+
+
+def _entered(stack: contextlib.ExitStack, hosts: int, progress: Progress) -> Cluster:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    told = ""
+    while True:
+        try:
+            return stack.enter_context(Cluster(hosts))
+        except ClusterError as error:
+            if time.monotonic() > deadline:
+                raise
+            if str(error) != told:
+                told = str(error)
+                progress.say(f"waiting: {told}")
+            time.sleep(2.0)
+
+
+def local(ranks: int, progress: Progress) -> Place:
+    """Ranks on this machine, without a cluster."""
+    return Place(ranks, None, progress)
+
+
+def rates_to_be_had(rates: Sequence[str]) -> list[str]:
+    """Those of the rates that this machine can give links; says why the others are left out."""
+    reason = unavailable()
+    if reason is None:
+        return list(rates)
+    possible = [rate for rate in rates if rate == UNLIMITED]
+    if len(possible) < len(rates):
+        print(f"rates of links are left out: {reason}", file=sys.stderr)
+    return possible
+
+
+def _environment() -> dict[str, str]:
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]), "OMP_NUM_THREADS": "1"}
+
+
+def _run_here(ranks: int, command: Sequence[str], progress: Progress) -> None:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    # both processors are shared by more ranks than there are, and a spinning one would starve the others
+    options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    process = subprocess.Popen(
+        ["mpirun", "-np", str(ranks), *options, *root, *command],
+        cwd=ROOT,
+        env={**os.environ, **_environment(), "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            progress.write(line)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+    if process.wait():
+        raise RunError(f"mpirun returned {process.returncode}")

@@ -1,0 +1,116 @@
+"""Inside the ranks: candidates that take turns in the same processes, timed from a barrier to their slowest rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+
+from places import DONE
+
+__all__ = ["Samples", "counted_operations", "deliver", "done", "rounds", "sample"]
+
+Samples = dict[str, dict[str, list[float]]]
+
+
+def rounds(actions: Mapping[str, Callable[[int], object]], seconds: float, least: int = 3, most: int = 100) -> Samples:
+    """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
+
+    The order turns by one from round to round, so that nobody always comes after the same other one. The first round
+    is left out: it compiles kernels and fills caches.
+
+    Args:
+        actions: what to run, given the number of the round; equal on all ranks.
+        seconds: that all rounds may take, the one before them included.
+        least: number of rounds, whatever they take.
+        most: number of rounds.
+
+    Returns:
+        {name: {"seconds": of the slowest rank in each round, "bytes": that a rank sent, the mean of all ranks}}; bytes
+        are counted at the network interface and are 0 where the ranks have none of their own.
+    """
+    begin = time.perf_counter()
+    names = list(actions)
+    mine: list[list[list[float]]] = []  # round, action, (seconds, bytes)
+    number = 0
+    while _all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
+        turn = number % len(names)
+        samples = {name: sample(actions[name], number) for name in [*names[turn:], *names[:turn]]}
+        if number:
+            mine.append([samples[name] for name in names])
+        number += 1
+    everyone = hvd.allgather(torch.tensor([mine], dtype=torch.float64), name="benchmarks.samples")
+    slowest, sent = everyone[..., 0].amax(0), everyone[..., 1].mean(0)
+    return {name: {"seconds": slowest[:, i].tolist(), "bytes": sent[:, i].tolist()} for i, name in enumerate(names)}
+
+
+def sample(action: Callable[[int], object], number: int) -> list[float]:
+    """(seconds of this rank, bytes it sent) for one run of an action that all ranks start together."""
+    hvd.barrier()
+    sent = _sent_bytes()
+    begin = time.perf_counter()
+    action(number)
+    taken = time.perf_counter() - begin
+    hvd.barrier()
+    return [taken, float(_sent_bytes() - sent)]
+
+
+def _all_go_on(go_on: bool) -> bool:
+    # the first rank's clock decides for all
+    return bool(hvd.broadcast(torch.tensor([int(go_on)]), 0, name="benchmarks.go_on"))
+
+
+def _sent_bytes() -> int:
+    """Bytes that have left this rank's virtual host."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == "eth0":
+            return int(fields.split()[8])
+    return 0
+
+
+class _Counted:
+    """Horovod's library, with a count of the operations that it is given."""
+
+    def __init__(self, library: Any, counts: Counter[str]) -> None:
+        self._library = library
+        self._counts = counts
+
+    def __getattr__(self, name: str) -> Any:
+        kind, asynchronous, _ = name.removeprefix("horovod_torch_").partition("_async_")
+        if asynchronous:
+            self._counts[kind] += 1
+        return getattr(self._library, name)
+
+
+@contextmanager
+def counted_operations() -> Iterator[Counter[str]]:
+    """Number of operations by kind that this rank hands to Horovod inside the block; Horovod may fuse allreduces."""
+    counts: Counter[str] = Counter()
+    library = mpi_ops.mpi_lib
+    mpi_ops.mpi_lib = _Counted(library, counts)
+    try:
+        yield counts
+    finally:
+        mpi_ops.mpi_lib = library
+
+
+def done(what: str) -> None:
+    """Move the progress bar by a unit."""
+    if hvd.rank() == 0:
+        print(DONE, what, flush=True)
+
+
+def deliver(task: Mapping[str, Any], result: Any) -> None:
+    """Hand the result to the process that has started the ranks."""
+    if hvd.rank() == 0:
+        Path(task["result"]).write_text(json.dumps(result))
+    hvd.barrier()

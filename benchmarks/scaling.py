@@ -1,0 +1,223 @@
+"""Time of a training step against hosts, layer width and network: Dryden et al. 2016, figures 5 and 6, against Horovod.
+
+    python benchmarks/scaling.py [--short] [--rate 1gbit] [--seconds 60]
+
+The step without communication, Horovod's own exchanges and the compressed ones take turns in the same ranks, each with a network
+of its own. The paper's networks learn MNIST, 784-W-W-W-10 with ReLU, 10 images a rank and step; the convolutional one is
+ResNet-50 with 44 channels in place of 64, on random images of 32x32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from candidates import FP16, FP32, style
+from measure import Spread, picture, ratios, table, write
+from places import Progress, place, rates_to_be_had
+
+ALONE = "alone"
+NAMES = [ALONE, FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %"]
+MNIST_IMAGES = 60_000
+BATCH = 10
+TIMES = ("encode_seconds", "exchange_seconds", "decode_seconds")
+# (kind, width, batch): what runs with each number of hosts
+LONG = {
+    2: [("mlp", 256, BATCH), ("mlp", 512, BATCH), ("mlp", 1024, BATCH), ("mlp", 2048, BATCH), ("mlp", 4096, BATCH),
+        ("resnet", 44, 8)],
+    4: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), ("resnet", 44, 8)],
+    8: [("mlp", 1024, BATCH), ("resnet", 44, 8)],
+}  # fmt: skip
+SHORT = {
+    2: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), ("resnet", 44, 8)],
+    4: [("mlp", 1024, BATCH)],
+    8: [("mlp", 1024, BATCH)],
+}
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def ranks(task: dict[str, Any]) -> None:
+    import networks
+    import ranks as r
+
+    networks.hvd.init()
+    cells = []
+    for kind, width, batch_size in task["networks"]:
+        batch, features = networks.batches(kind, batch_size)
+        trainings = {
+            name: networks.Training(name, networks.network_of(kind, width, features), batch)
+            for name in task["candidates"]
+        }
+        operations = {}
+        for name, training in trainings.items():
+            training.step(0)
+            with r.counted_operations() as counts:
+                training.step(1)
+            operations[name] = dict(counts)
+        before = {name: _totals(training.stats()) for name, training in trainings.items()}
+        samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"])
+        steps = len(samples[ALONE]["seconds"]) + 1
+        for name, training in trainings.items():
+            after = _totals(training.stats())
+            parts = {key: (after[key] - before[name][key]) / steps for key in after}
+            samples[name] |= {"operations": operations[name], "parts": parts}  # type: ignore[dict-item]
+        parameters = list(trainings[ALONE].network.parameters())
+        cells.append(
+            {
+                "network": kind,
+                "width": width,
+                "batch": batch_size,
+                "tensors": len(parameters),
+                "parameters": sum(p.numel() for p in parameters),
+                "rows": samples,
+            }
+        )
+        del trainings
+        r.done(f"{task['label']}, {kind} {width}")
+    r.deliver(task, cells)
+
+
+def _totals(stats: dict[str, Any]) -> dict[str, float]:
+    return {key: sum(counters[key] for counters in stats.values()) for key in TIMES} if stats else {}
+
+
+# -- outside --------------------------------------------------------------------------------------------------------
+
+
+def measure(cases: dict[int, list[Any]], options: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"runs": []}
+    rates = rates_to_be_had([options.rate]) or ["unlimited"]
+    with Progress("scaling", sum(map(len, cases.values()))) as progress:
+        for hosts, networks in cases.items():
+            with place(hosts, progress) as here:
+                task = {
+                    "networks": networks,
+                    "candidates": options.candidates,
+                    "seconds": options.seconds,
+                    "least": options.least,
+                    "label": f"{hosts} hosts, {rates[0]}",
+                }
+                result["runs"].append({"hosts": hosts, "rate": rates[0], "cells": here.run(__file__, task, rates[0])})
+    return result
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="fewer networks and rounds")
+    parser.add_argument("--hosts", type=int, nargs="+", help="with the networks that are given")
+    parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="of the fully connected network")
+    parser.add_argument("--resnet", action="store_true", help="the convolutional network too")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--candidates", nargs="+", default=NAMES)
+    parser.add_argument("--seconds", type=float, help="for each network; at least --least rounds are made")
+    parser.add_argument("--least", type=int, help="rounds")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    options.seconds = options.seconds or (8.0 if options.short else 60.0)
+    options.least = options.least or (4 if options.short else 8)
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    if options.task:
+        ranks(json.loads(options.task))
+        return
+    cases: dict[int, list[Any]] = SHORT if options.short else LONG
+    if options.hosts:
+        networks = [("mlp", width, BATCH) for width in options.widths]
+        cases = {hosts: [*networks, *([("resnet", 44, 8)] if options.resnet else [])] for hosts in options.hosts}
+    write(Path(__file__).stem, given or [], measure(cases, options))
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def section(result: dict[str, Any]) -> str:
+    parts = [
+        "## Training steps",
+        "",
+        "After Dryden et al. 2016, figures 5 and 6. *Alone* is the step without communication, in the same ranks and rounds. "
+        "*Times alone* is how much longer a step takes; near 1 the network is no longer felt. Operations are those that one "
+        "rank hands to Horovod in a step, before Horovod fuses its allreduces. The last three columns are "
+        "milliseconds of a step on one rank in encoding (both hops), waiting and decoding, from `compression_stats()`.",
+        "",
+        _plot(result),
+    ]
+    for run in result["runs"]:
+        for cell in run["cells"]:
+            parts += ["", f"### {title(run, cell)}", "", _table(cell["rows"])]
+    return "\n".join(parts)
+
+
+def title(run: dict[str, Any], cell: dict[str, Any]) -> str:
+    networks = {"mlp": "784-{0}-{0}-{0}-10", "resnet": "ResNet-50 with {0} channels"}
+    name = networks[cell["network"]].format(cell["width"])
+    where = f"{run['hosts']} hosts, {run['rate']}"
+    return f"{name}, {cell['tensors']} tensors, {cell['parameters'] / 1e6:.1f} million parameters: {where}"
+
+
+def slowdown(rows: dict[str, Any], name: str, than: str = ALONE) -> Spread:
+    """How many times as long a step takes as with another candidate, in the rounds of one cell."""
+    return Spread.of(ratios(rows[name]["seconds"], rows[than]["seconds"]))
+
+
+def _table(rows: dict[str, Any]) -> str:
+    lines = []
+    for name, row in rows.items():
+        operations = sum(row["operations"].values())
+        milliseconds = [f"{1e3 * row['parts'][key]:.1f}" if row["parts"] else "" for key in TIMES]
+        faster = [slowdown(rows, than, name) if name != ALONE else "" for than in (FP32, FP16)]
+        lines.append([name, slowdown(rows, name), *faster, operations, *milliseconds])
+    head = ["", "times alone", "times as fast as fp32", "as fp16", "operations", "encode", "wait", "decode"]
+    return table(head, lines)
+
+
+def epoch_seconds(rows: dict[str, Any], name: str, batch: int, hosts: int) -> Spread:
+    """Seconds for all of MNIST at the measured time of a step."""
+    return Spread.of([MNIST_IMAGES / batch / hosts * seconds for seconds in rows[name]["seconds"]])
+
+
+def _plot(result: dict[str, Any]) -> str:
+    import matplotlib.pyplot as plt
+
+    figure, (by_hosts, by_width) = plt.subplots(1, 2, figsize=(12, 4.5))
+    networks = [(run, cell) for run in result["runs"] for cell in run["cells"] if cell["network"] == "mlp"]
+    for panel, key in ((by_hosts, "hosts"), (by_width, "width")):
+        points = [(run, cell) for run, cell in networks if _belongs(result, key, run, cell)]
+        for name in points[0][1]["rows"] if points else []:
+            x = [{**run, **cell}[key] for run, cell in points]
+            if key == "hosts":
+                y = [epoch_seconds(cell["rows"], name, cell["batch"], run["hosts"]) for run, cell in points]
+            else:
+                y = [Spread.of(cell["rows"][name]["seconds"]) for _, cell in points]
+            (line,) = panel.plot(x, [s.median for s in y], marker=".", **style(name))
+            panel.fill_between(x, [s.low for s in y], [s.high for s in y], color=line.get_color(), alpha=0.1)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.grid(alpha=0.3)
+    by_hosts.set(xlabel="hosts, which share the machine's processors", ylabel="seconds for an epoch of MNIST")
+    by_width.set(xlabel="neurons per layer", ylabel="seconds for a step")
+    by_hosts.set_title(f"width {_common_width(result)}")
+    by_width.set_title(f"{result['runs'][0]['hosts']} hosts")
+    by_width.legend(fontsize=7)
+    return picture(figure, "scaling")
+
+
+def _common_width(result: dict[str, Any]) -> int | None:
+    """The width that ran on the most numbers of hosts."""
+    widths = [cell["width"] for run in result["runs"] for cell in run["cells"] if cell["network"] == "mlp"]
+    return max(widths, key=widths.count, default=None)
+
+
+def _belongs(result: dict[str, Any], key: str, run: dict[str, Any], cell: dict[str, Any]) -> bool:
+    return cell["width"] == _common_width(result) if key == "hosts" else run is result["runs"][0]
+
+
+if __name__ == "__main__":
+    main()
