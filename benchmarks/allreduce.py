@@ -2,9 +2,9 @@
 
     python benchmarks/allreduce.py [--short] [--hosts 2 4 8] [--rates 100mbit 1gbit] [--sizes 64 4096] [--seconds 30]
 
-Entries are uniform in [-4, 4] and new in each call, as in the paper; error feedback is on. All candidates take turns in the
-same ranks. "torch ..." is the same arithmetic in torch expressions, exchanged by Horovod's allgather (baselines.py), which is
-how the libraries of the field do it.
+Entries are uniform in [-4, 4] and new in each call, as in the paper; error feedback is on. All candidates take turns
+in the same ranks. "torch ..." is the same arithmetic in torch expressions, exchanged by Horovod's allgather
+(baselines.py), which is how the libraries of the field do it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from candidates import COMPRESSORS, DENSE, FP16, FP32, compression_of, style
-from measure import Spread, picture, ratios, read, table, write
+from candidates import COMPRESSORS, compression_of, style
+from measure import DENSE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict, write
 from places import Progress, place, rates_to_be_had
 
 BASELINES = {"torch, one-bit": "OneBit", "torch, top-k 1 %": "TopK"}
@@ -40,10 +40,10 @@ def needed_bytes(size: int, hosts: int, candidates: int) -> float:
 
 
 def ranks(task: dict[str, Any]) -> None:
+    import ranks as r
     import torch
 
     import hvd_compress.torch as hvd
-    import ranks as r
     from hvd_compress.torch._functions import forget_residuals
 
     hvd.init()
@@ -142,7 +142,7 @@ def main(given: Sequence[str] | None = None) -> None:
     cases = SHORT if options.short else LONG
     if options.hosts:
         cases = [(hosts, options.rates, max(sizes)) for hosts in options.hosts]
-    write(Path(__file__).stem, given or [], measure(cases, sizes, options))
+    write(Path(__file__).stem, measure(cases, sizes, options))
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -152,8 +152,10 @@ def section(result: dict[str, Any]) -> str:
     parts = [
         "## Allreduce of one matrix",
         "",
-        "After Dryden et al. 2016, figure 2: square float32 matrices, uniform in [-4, 4], new in each call, error feedback on. "
-        "Numbers are how many times faster than Horovod a candidate is, within the same round, and how many times fewer "
+        "After Dryden et al. 2016, figure 2: square float32 matrices, uniform in [-4, 4], new in each call, error "
+        "feedback on. "
+        "Numbers are how many times faster than Horovod a candidate is, within the same round, and how many times "
+        "fewer "
         "bytes left the network interface of a rank: median (least to most). Above 1 it pays.",
         "",
         _plot(result),
@@ -166,8 +168,36 @@ def section(result: dict[str, Any]) -> str:
     crossings = [_crossing(run) for run in result["runs"]]
     parts += ["", "### From which size on it pays", "", _crossing_text(), "", table(*_crossings(crossings))]
     for left in result["left_out"]:
-        parts.append(f"\nLeft out for want of memory: {left['size']}x{left['size']}, {left['hosts']} hosts, {left['rate']}.")
+        parts.append(
+            f"\nLeft out for want of memory: {left['size']}x{left['size']}, {left['hosts']} hosts, {left['rate']}."
+        )
     return "\n".join(parts)
+
+
+def aims(result: dict[str, Any]) -> list[Aim]:
+    wanted = {"1gbit": {FP32: 6.0, FP16: 3.0}, "100mbit": {FP32: 20.0, FP16: 10.0}}
+    return [
+        Aim(
+            f"allreduce of 4096x4096, 4 hosts, {run['rate']}: {name}, times as fast as {than}",
+            "≥",
+            least,
+            speedups(cell["rows"], name, than),
+        )
+        for run in result["runs"]
+        for cell in run["cells"]
+        if run["hosts"] == 4 and cell["size"] == 4096
+        for name in ("one-bit", "adaptive(64)")
+        if name in cell["rows"]
+        for than, least in wanted.get(run["rate"], {}).items()
+    ]
+
+
+def verdicts(result: dict[str, Any]) -> list[Verdict]:
+    return [
+        verdict(f"allreduce of {cell['size']}x{cell['size']}, {run['hosts']} hosts, {run['rate']}", cell["rows"])
+        for run in result["runs"]
+        for cell in run["cells"]
+    ]
 
 
 def speedups(rows: dict[str, Any], name: str, than: str) -> Spread:
@@ -186,7 +216,8 @@ def _table(rows: dict[str, Any]) -> str:
 
 def _crossing_text() -> str:
     return (
-        "The smallest matrix from which on the median is faster than both fp32 and fp16, at that size and all larger ones "
+        "The smallest matrix from which on the median is faster than both fp32 and fp16, at that size and all larger "
+        "ones "
         "that were measured."
     )
 
@@ -224,11 +255,17 @@ def _plot(result: dict[str, Any]) -> str:
                 continue
             spreads = [speedups(cell["rows"], name, FP32) for cell in run["cells"]]
             (line,) = panel.plot(sizes, [s.median for s in spreads], marker=".", **style(name))
-            panel.fill_between(sizes, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color(), alpha=0.1)
+            panel.fill_between(
+                sizes, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color(), alpha=0.1
+            )
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
-        panel.set(title=f"{run['hosts']} hosts, {run['rate']}", xlabel="height and width", ylabel="times as fast as Horovod fp32")
+        panel.set(
+            title=f"{run['hosts']} hosts, {run['rate']}",
+            xlabel="height and width",
+            ylabel="times as fast as Horovod fp32",
+        )
         panel.grid(alpha=0.3)
     for panel in panels.flat[len(runs) :]:
         panel.set_axis_off()

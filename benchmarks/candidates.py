@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from measure import ALONE, DENSE, FP16, FP32
+
 from hvd_compress import QSGD, Adaptive, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
-__all__ = ["COMPRESSORS", "DENSE", "compression_of", "style"]
-
-FP32, FP16 = "Horovod fp32", "Horovod fp16"
-DENSE = (FP32, FP16)
+__all__ = ["COMPRESSORS", "compression_of", "style"]
 
 COMPRESSORS: dict[str, Compressor] = {
     "one-bit": OneBit(),
@@ -37,7 +36,7 @@ def compression_of(name: str) -> Any:
 def style(name: str) -> dict[str, Any]:
     """How a plot draws a candidate: a colour for each method, other dashes for its variants."""
     method, _, variant = name.partition(",")
-    methods = ("alone", *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch")
+    methods = (ALONE, *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch")
     colours = ("0.6", "black", "0.4", "tab:blue", "tab:red", "tab:green", "tab:purple", "tab:brown", "tab:orange")
     known = next((i for i, known in enumerate(methods) if method.startswith(known)), 0)
     dashes = {"": "-", " sampled": "--", " not sampled": "--", " coded": ":", " top-k 1 %": "--"}

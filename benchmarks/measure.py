@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -17,9 +19,29 @@ from typing import Any, NamedTuple
 
 import psutil
 
-__all__ = ["RESULTS", "Spread", "machine", "picture", "ratios", "read", "table", "write"]
+__all__ = [
+    "ALONE",
+    "DENSE",
+    "FP16",
+    "FP32",
+    "RESULTS",
+    "Aim",
+    "Spread",
+    "Verdict",
+    "machine",
+    "picture",
+    "ratios",
+    "read",
+    "table",
+    "verdict",
+    "write",
+]
+
+ALONE, FP32, FP16 = "alone", "Horovod fp32", "Horovod fp16"
+DENSE = (FP32, FP16)
 
 RESULTS = Path(__file__).parent / "results"
+LOAD_BEFORE = os.getloadavg()[0]
 PACKAGES = ("hvd_compress", "horovod", "torch", "numpy", "numba", "mpi4py")
 DIGITS = 6  # significant ones in result files; more is noise and size
 
@@ -62,6 +84,56 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
+class Aim(NamedTuple):
+    """A figure that the project wants to reach.
+
+    Args:
+        what: it is about.
+        relation: of the median to the bound: "≥", "≤" or ">".
+        bound: to be reached.
+        measured: figure.
+    """
+
+    what: str
+    relation: str
+    bound: float
+    measured: Spread
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the median is on the right side."""
+        compare = {"≥": operator.ge, "≤": operator.le, ">": operator.gt}[self.relation]
+        return compare(self.measured.median, self.bound)
+
+
+class Verdict(NamedTuple):
+    """The fastest compressor of a case, against the faster of Horovod's own two ways.
+
+    Args:
+        where: the case.
+        best: the compressor.
+        rival: "Horovod fp32" or "Horovod fp16".
+        faster: how many times, in the rounds.
+    """
+
+    where: str
+    best: str
+    rival: str
+    faster: Spread
+
+    def __str__(self) -> str:
+        if self.faster.low > 1:
+            return "pays"
+        return "does not pay" if self.faster.high < 1 else "no clear difference"
+
+
+def verdict(where: str, rows: Mapping[str, Any]) -> Verdict:
+    """The verdict on what was measured in one case: {candidate: {"seconds": of each round}}."""
+    ours = [name for name in rows if name not in (*DENSE, ALONE) and not name.startswith("torch")]
+    best, rival = (min(names, key=lambda name: median(rows[name]["seconds"])) for names in (ours, DENSE))
+    return Verdict(where, best, rival, Spread.of(ratios(rows[rival]["seconds"], rows[best]["seconds"])))
+
+
 def machine() -> dict[str, Any]:
     """Where, when and with what this runs."""
     processor = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -70,7 +142,7 @@ def machine() -> dict[str, Any]:
         "processor": processor[1] if processor else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "load_before": round(os.getloadavg()[0], 2),
+        "load_before": round(LOAD_BEFORE, 2),
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),
         "mpi": _mpi(),
@@ -93,11 +165,11 @@ def _mpi() -> str:
     return said.splitlines()[0] if said else "unknown"
 
 
-def write(name: str, command: Sequence[str], content: Mapping[str, Any]) -> Path:
-    """Write `content` to `name`.json among the results, with the command and what `machine` says."""
+def write(name: str, content: Mapping[str, Any]) -> Path:
+    """Write `content` to `name`.json among the results, with this process' command and what `machine` says."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    record = {"command": ["python", f"benchmarks/{name}.py", *command], "machine": machine(), **content}
+    record = {"command": ["python", f"benchmarks/{name}.py", *sys.argv[1:]], "machine": machine(), **content}
     path.write_text(json.dumps(_rounded(record), separators=(",", ":")) + "\n")
     return path
 
@@ -127,10 +199,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         |---|---|
         | a | 1 |
     """
-    lines = [head, *rows]
-    text = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    text = ["|" + "|".join(f" {cell} " if str(cell) else " " for cell in line) + "|" for line in [head, *rows]]
     text.insert(1, "|" + "---|" * len(head))
-    return "\n".join(text).replace("|  |", "| |")
+    return "\n".join(text)
 
 
 def picture(figure: Any, name: str) -> str:
@@ -138,5 +209,3 @@ def picture(figure: Any, name: str) -> str:
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=100)
     return f"![{name}]({name}.png)"
-
-

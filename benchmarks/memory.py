@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py [--short] [--ranks 2] [--layers 6] [--seconds 20]
 
-Peak memory (VmHWM of the largest rank) is that of a process of its own for each candidate: bias-free layers of 4096x4096 that
-learn three steps with plain SGD. A second, small network tells what does not grow with the network: Numba and its compiled
-kernels, most of all. The cost of a step is what communication adds to it, in the same ranks and rounds. Both run on this
-machine without links: nothing waits for a network.
+Peak memory (VmHWM of the largest rank) is that of a process of its own for each candidate: bias-free layers of
+4096x4096 that learn three steps with plain SGD. A second, small network tells what does not grow with the network:
+Numba and its compiled kernels, most of all. The cost of a step is what communication adds to it, in the same ranks
+and rounds. Both run on this machine without links: nothing waits for a network.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import Spread, picture, table, write
+from measure import ALONE, FP16, FP32, Aim, Spread, picture, table, write
 from places import Progress, local
 
-ALONE, FP32, FP16 = "alone", "Horovod fp32", "Horovod fp16"
 PEAK_NAMES = [FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits"]
 SHORT_PEAK_NAMES = [FP32, "one-bit", "adaptive(64)"]
 COST_NAMES = [ALONE, FP32, "one-bit", "adaptive(64)"]
@@ -52,8 +51,9 @@ def _peak(task: dict[str, Any]) -> None:
         stock = horovod.Compression.none if name == FP32 else horovod.Compression.fp16
         optimizer = horovod.DistributedOptimizer(optimizer, network.named_parameters(), compression=stock)
     else:
-        import hvd_compress.torch as hvd
         from candidates import COMPRESSORS
+
+        import hvd_compress.torch as hvd
 
         optimizer = hvd.DistributedOptimizer(optimizer, network.named_parameters(), compression=COMPRESSORS[name])
     for _ in range(3):
@@ -82,9 +82,9 @@ def _cost(task: dict[str, Any]) -> None:
 
 def _step(name: str, elements: int, tensors: int) -> Any:
     import torch
+    from candidates import compression_of
 
     import hvd_compress.torch as hvd
-    from candidates import compression_of
 
     width = elements // tensors
     parameters = [torch.nn.Parameter(torch.zeros(width)) for _ in range(tensors)]
@@ -150,7 +150,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if options.task:
         ranks(json.loads(options.task))
         return
-    write(Path(__file__).stem, given or [], measure(options))
+    write(Path(__file__).stem, measure(options))
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -174,6 +174,21 @@ def added_seconds(point: dict[str, Any], name: str) -> Spread:
     return Spread.of([s - a for s, a in zip(rows[name]["seconds"], rows[ALONE]["seconds"], strict=True)])
 
 
+def aims(result: dict[str, Any]) -> list[Aim]:
+    return [
+        Aim(
+            f"memory of {result['numel'] / 1e6:.0f} million parameters, {result['ranks']} ranks: {name}, bytes per "
+            f"element "
+            "beyond plain Horovod and the residuals",
+            "≤",
+            0.5,
+            beyond_residuals(result, name, fixed=True),
+        )
+        for name in result["peaks"]
+        if name in ("one-bit", "adaptive(64)")
+    ]
+
+
 def section(result: dict[str, Any]) -> str:
     peaks = result["peaks"]
     lines = []
@@ -188,14 +203,18 @@ def section(result: dict[str, Any]) -> str:
         [
             "## Memory, and cost of a step",
             "",
-            f"Peak memory of a rank, {result['ranks']} ranks, {result['numel'] / 1e6:.0f} million parameters. Residuals take 4 "
-            "bytes per element and 4 more for each element that a rank owns. *Fixed* is what a network of a few thousand "
+            f"Peak memory of a rank, {result['ranks']} ranks, {result['numel'] / 1e6:.0f} million parameters. "
+            f"Residuals take 4 "
+            "bytes per element and 4 more for each element that a rank owns. *Fixed* is what a network of a few "
+            "thousand "
             "parameters takes more than with plain Horovod: Numba, LLVM and the compiled kernels.",
             "",
             table(head, lines),
             "",
-            "What communication adds to a step where nothing waits for a network, against the number of elements in one tensor, "
-            f"and against the number of tensors that {TOTAL:,} elements are divided into. Straight and steep as the dotted line "
+            "What communication adds to a step where nothing waits for a network, against the number of elements in "
+            "one tensor, "
+            f"and against the number of tensors that {TOTAL:,} elements are divided into. Straight and steep as the "
+            f"dotted line "
             "means proportional to the elements.",
             "",
             _plot(result),

@@ -2,8 +2,8 @@
 
     python benchmarks/minibatch.py [--short] [--hosts 4] [--rate 1gbit] [--width 1024] [--steps 200]
 
-784-W-W-W-10 with ReLU learns MNIST, 10 images a rank and step; each candidate has a network of its own and they take turns, batch
-for batch. Bytes and seconds of a layer are the differences of `compression_stats()` from step to step.
+784-W-W-W-10 with ReLU learns MNIST, 10 images a rank and step; each candidate has a network of its own and they take
+turns, batch for batch. Bytes and seconds of a layer are the differences of `compression_stats()` from step to step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from candidates import FP16, FP32, style
-from measure import Spread, picture, table, write
+from candidates import style
+from measure import ALONE, FP16, FP32, Spread, picture, table, write
 from places import Progress, place, rates_to_be_had
 
-ALONE = "alone"
 NAMES = [ALONE, FP32, FP16, "one-bit", "threshold(0.001)", "adaptive(64)"]
 BATCH = 10
 TIMES = ("encode_seconds", "exchange_seconds", "decode_seconds")
@@ -31,7 +30,9 @@ def ranks(task: dict[str, Any]) -> None:
     import networks
     import ranks as r
 
-    networks.hvd.init()
+    import hvd_compress.torch as hvd
+
+    hvd.init()
     batch, features = networks.batches("mlp", BATCH)
     trainings = {
         name: networks.Training(name, networks.network_of("mlp", task["width"], features), batch)
@@ -107,7 +108,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if options.task:
         ranks(json.loads(options.task))
         return
-    write(Path(__file__).stem, given or [], measure(options))
+    write(Path(__file__).stem, measure(options))
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -120,9 +121,12 @@ def section(result: dict[str, Any]) -> str:
         [
             "## Mini-batches of a training",
             "",
-            f"After Dryden et al. 2016, figures 3 and 4: 784-{width}-{width}-{width}-10 learns MNIST on {hosts} hosts at "
-            f"{result['rate']}, {BATCH} images a rank; the third layer's weights (`{layer}`). Bytes are those that one rank "
-            "sends for the layer in one mini-batch. Milliseconds of the layer are from `compression_stats()` on one rank; "
+            f"After Dryden et al. 2016, figures 3 and 4: 784-{width}-{width}-{width}-10 learns MNIST on {hosts} hosts "
+            f"at "
+            f"{result['rate']}, {BATCH} images a rank; the third layer's weights (`{layer}`). Bytes are those that "
+            f"one rank "
+            "sends for the layer in one mini-batch. Milliseconds of the layer are from `compression_stats()` on one "
+            "rank; "
             "Horovod does not tell them of its own allreduces. *Adds to the step* is the whole step less that without "
             "communication in the same round, all layers, on the slowest rank.",
             "",

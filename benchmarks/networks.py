@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import horovod.torch as horovod
 import torch
+from candidates import compression_of
+from measure import ALONE
 from torch import nn
 
 import hvd_compress.torch as hvd
-from candidates import compression_of
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import mnist_data
 
-__all__ = ["ALONE", "Training", "batches", "mlp", "network_of", "resnet"]
+__all__ = ["Training", "batches", "mlp", "network_of", "resnet"]
 
-ALONE = "alone"  # the step without communication
 CLASSES = 10
 
 
 def mlp(width: int, features: int, hidden: int = 3) -> nn.Module:
     """The paper's network: fully connected, ReLU."""
     sizes = [features, *[width] * hidden]
-    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
@@ -55,8 +56,8 @@ class Bottleneck(nn.Module):
 
 
 def resnet(width: int = 44, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
-    """ResNet-50 with `width` channels in place of 64, its stem made for small images."""
-    stem = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    """ResNet-50 with `width` channels in place of 64, and one convolution with stride 4 that suits images of 32x32."""
+    stem = [nn.Conv2d(3, width, 4, 4, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     blocks: list[nn.Module] = []
     channels = width
     for stage, depth in enumerate(depths):
@@ -117,7 +118,9 @@ class Training:
         self.optimizer.step()
 
     def stats(self) -> dict[str, Any]:
-        """What `compression_stats()` says of every tensor so far, by the parameter's name; nothing for Horovod's own."""
+        """What `compression_stats()` says of every tensor so far, by the parameter's name; nothing for Horovod's "
+        "own.
+        """
         if not hasattr(self.optimizer, "compression_stats"):
             return {}
         tensors = self.optimizer.compression_stats()["tensors"]

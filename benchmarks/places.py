@@ -26,15 +26,12 @@ PATIENCE_SECONDS = 1800.0  # until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager["Progress"]):
     """A bar over units of work, moved by what the first rank writes; other lines are kept for a failure."""
 
     def __init__(self, title: str, units: int) -> None:
         self._bar = tqdm(total=units, desc=title, unit="case", dynamic_ncols=True, smoothing=0.1)
         self._lines: deque[str] = deque(maxlen=60)
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()

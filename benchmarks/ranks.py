@@ -13,7 +13,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
-
 from places import DONE
 
 __all__ = ["Samples", "counted_operations", "deliver", "done", "rounds", "sample"]
@@ -85,10 +84,14 @@ class _Counted:
         self._counts = counts
 
     def __getattr__(self, name: str) -> Any:
+        function = getattr(self._library, name)
         kind, asynchronous, _ = name.removeprefix("horovod_torch_").partition("_async_")
-        if asynchronous:
+
+        def counted(*arguments: Any) -> Any:
             self._counts[kind] += 1
-        return getattr(self._library, name)
+            return function(*arguments)
+
+        return counted if asynchronous else function
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py [--short] [--rate 1gbit] [--seconds 60]
 
-The step without communication, Horovod's own exchanges and the compressed ones take turns in the same ranks, each with a network
-of its own. The paper's networks learn MNIST, 784-W-W-W-10 with ReLU, 10 images a rank and step; the convolutional one is
-ResNet-50 with 44 channels in place of 64, on random images of 32x32.
+The step without communication, Horovod's own exchanges and the compressed ones take turns in the same ranks, each
+with a network of its own. The paper's networks learn MNIST, 784-W-W-W-10 with ReLU, 10 images a rank and step; the
+convolutional one is ResNet-50 with 44 channels in place of 64, on random images of 32x32.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from candidates import FP16, FP32, style
-from measure import Spread, picture, ratios, table, write
+from candidates import style
+from measure import ALONE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict, write
 from places import Progress, place, rates_to_be_had
 
-ALONE = "alone"
 NAMES = [ALONE, FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %"]
 MNIST_IMAGES = 60_000
 BATCH = 10
+RESNET = ("resnet", 44, 4)
 TIMES = ("encode_seconds", "exchange_seconds", "decode_seconds")
 # (kind, width, batch): what runs with each number of hosts
 LONG = {
     2: [("mlp", 256, BATCH), ("mlp", 512, BATCH), ("mlp", 1024, BATCH), ("mlp", 2048, BATCH), ("mlp", 4096, BATCH),
-        ("resnet", 44, 8)],
-    4: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), ("resnet", 44, 8)],
-    8: [("mlp", 1024, BATCH), ("resnet", 44, 8)],
+        RESNET],
+    4: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), RESNET],
+    8: [("mlp", 1024, BATCH), RESNET],
 }  # fmt: skip
 SHORT = {
-    2: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), ("resnet", 44, 8)],
+    2: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), RESNET],
     4: [("mlp", 1024, BATCH)],
     8: [("mlp", 1024, BATCH)],
 }
@@ -45,7 +45,9 @@ def ranks(task: dict[str, Any]) -> None:
     import networks
     import ranks as r
 
-    networks.hvd.init()
+    import hvd_compress.torch as hvd
+
+    hvd.init()
     cells = []
     for kind, width, batch_size in task["networks"]:
         batch, features = networks.batches(kind, batch_size)
@@ -131,8 +133,8 @@ def main(given: Sequence[str] | None = None) -> None:
     cases: dict[int, list[Any]] = SHORT if options.short else LONG
     if options.hosts:
         networks = [("mlp", width, BATCH) for width in options.widths]
-        cases = {hosts: [*networks, *([("resnet", 44, 8)] if options.resnet else [])] for hosts in options.hosts}
-    write(Path(__file__).stem, given or [], measure(cases, options))
+        cases = {hosts: [*networks, *([RESNET] if options.resnet else [])] for hosts in options.hosts}
+    write(Path(__file__).stem, measure(cases, options))
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -142,8 +144,10 @@ def section(result: dict[str, Any]) -> str:
     parts = [
         "## Training steps",
         "",
-        "After Dryden et al. 2016, figures 5 and 6. *Alone* is the step without communication, in the same ranks and rounds. "
-        "*Times alone* is how much longer a step takes; near 1 the network is no longer felt. Operations are those that one "
+        "After Dryden et al. 2016, figures 5 and 6. *Alone* is the step without communication, in the same ranks and "
+        "rounds. "
+        "*Times alone* is how much longer a step takes; near 1 the network is no longer felt. Operations are those "
+        "that one "
         "rank hands to Horovod in a step, before Horovod fuses its allreduces. The last three columns are "
         "milliseconds of a step on one rank in encoding (both hops), waiting and decoding, from `compression_stats()`.",
         "",
@@ -165,6 +169,25 @@ def title(run: dict[str, Any], cell: dict[str, Any]) -> str:
 def slowdown(rows: dict[str, Any], name: str, than: str = ALONE) -> Spread:
     """How many times as long a step takes as with another candidate, in the rounds of one cell."""
     return Spread.of(ratios(rows[name]["seconds"], rows[than]["seconds"]))
+
+
+def aims(result: dict[str, Any]) -> list[Aim]:
+    found = []
+    for run in result["runs"]:
+        for cell in run["cells"] if (run["hosts"], run["rate"]) == (2, "1gbit") else []:
+            rows, where = cell["rows"], title(run, cell)
+            for name in (n for n in rows if n in ("one-bit", "adaptive(64)")):
+                if cell["network"] == "resnet":
+                    found.append(Aim(f"{where}: {name}, times as fast as fp16", ">", 1.0, slowdown(rows, FP16, name)))
+                    operations = float(sum(rows[name]["operations"].values()))
+                    found.append(Aim(f"{where}: {name}, collectives a step", "≤", 10.0, Spread.of([operations])))
+                elif cell["width"] == 4096:
+                    found.append(Aim(f"{where}: {name}, times the step alone", "≤", 2.0, slowdown(rows, name)))
+    return found
+
+
+def verdicts(result: dict[str, Any]) -> list[Verdict]:
+    return [verdict(f"step, {title(run, cell)}", cell["rows"]) for run in result["runs"] for cell in run["cells"]]
 
 
 def _table(rows: dict[str, Any]) -> str:

@@ -1,0 +1,37 @@
+"""All benchmarks, and the page of their results.
+
+    python benchmarks [--long] [--only allreduce scaling]
+
+The short form takes less than 15 minutes on two cores, the long one some hours. Needs root for the virtual cluster;
+without it links are unlimited and the benchmarks say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BENCHMARKS = ("kernels", "allreduce", "minibatch", "scaling", "memory")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--long", action="store_true", help="all cases, more rounds")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
+    options = parser.parse_args()
+    begin = time.monotonic()
+    form = [] if options.long else ["--short"]
+    for name in (*options.only, "page"):
+        script = Path(__file__).with_name(f"{name}.py")
+        # a process of its own: what one has loaded must not count for the next
+        subprocess.run([sys.executable, str(script), *(form if name != "page" else [])], check=True)
+    print(f"{(time.monotonic() - begin) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()
