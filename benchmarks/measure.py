@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import psutil
@@ -43,11 +43,12 @@ DENSE = (FP32, FP16)
 RESULTS = Path(__file__).parent / "results"
 LOAD_BEFORE = os.getloadavg()[0]
 PACKAGES = ("hvd_compress", "horovod", "torch", "numpy", "numba", "mpi4py")
+FEW = 8  # repeats, with which quartiles would hide what varies
 DIGITS = 6  # significant ones in result files; more is noise and size
 
 
 class Spread(NamedTuple):
-    """The median of repeats, and their extremes.
+    """The median of repeats, and their quartiles; the extremes where there are fewer than eight.
 
     Example:
         >>> str(Spread.of([3.0, 1.0, 2.0]))
@@ -62,7 +63,10 @@ class Spread(NamedTuple):
     def of(cls, values: Iterable[float]) -> Spread:
         """The spread of at least one value."""
         values = list(values)
-        return cls(median(values), min(values), max(values))
+        if len(values) < FEW:
+            return cls(median(values), min(values), max(values))
+        low, middle, high = quantiles(values, n=4, method="inclusive")
+        return cls(middle, low, high)
 
     def __str__(self) -> str:
         return f"{_short(self.median)} ({_short(self.low)}–{_short(self.high)})"

@@ -56,7 +56,15 @@ def ranks(task: dict[str, Any]) -> None:
         r.done(f"{first + per_mark} mini-batches")
     layers = [name for name, p in trainings[ALONE].network.named_parameters() if p.dim() > 1]
     numel = {name: p.numel() for name, p in trainings[ALONE].network.named_parameters() if p.dim() > 1}
-    r.deliver(task, {"layers": layers, "numel": numel, "rows": {n: _by_layer(s, layers) for n, s in samples.items()}})
+    r.deliver(
+        task,
+        {
+            "features": features,
+            "layers": layers,
+            "numel": numel,
+            "rows": {n: _by_layer(s, layers) for n, s in samples.items()},
+        },
+    )
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -121,14 +129,16 @@ def section(result: dict[str, Any]) -> str:
         [
             "## Mini-batches of a training",
             "",
-            f"After Dryden et al. 2016, figures 3 and 4: 784-{width}-{width}-{width}-10 learns MNIST on {hosts} hosts "
+            f"After Dryden et al. 2016, figures 3 and 4: {result['features']}-{width}-{width}-{width}-10 learns "
+            f"handwritten digits on {hosts} hosts "
             f"at "
             f"{result['rate']}, {BATCH} images a rank; the third layer's weights (`{layer}`). Bytes are those that "
             f"one rank "
             "sends for the layer in one mini-batch. Milliseconds of the layer are from `compression_stats()` on one "
             "rank; "
-            "Horovod does not tell them of its own allreduces. *Adds to the step* is the whole step less that without "
-            "communication in the same round, all layers, on the slowest rank.",
+            "Horovod tells neither of its own allreduces: their bytes are those of a ring. *Adds to the step* is the "
+            "whole step less that without "
+            "communication in the same round, all layers, on that rank.",
             "",
             _plot(result, layer),
             "",
@@ -161,8 +171,17 @@ def _table(result: dict[str, Any], layer: str) -> str:
         if "layers" in row:
             times = [Spread.of([1e3 * s for s in row["layers"][layer][key]]) for key in TIMES]
         kilobytes = Spread.of([b / 1e3 for b in layer_bytes(result, name, layer)])
-        lines.append([name, kilobytes, *times, Spread.of(added_milliseconds(result["rows"], name))])
-    head = ["", "kB of the layer", "encode, ms", "wait, ms", "decode, ms", "adds to the step, ms"]
+        megabytes = Spread.of([b / 1e6 for b in row["bytes"]])
+        lines.append([name, kilobytes, megabytes, *times, Spread.of(added_milliseconds(result["rows"], name))])
+    head = [
+        "",
+        "kB of the layer",
+        "MB at the interface, whole step",
+        "encode, ms",
+        "wait, ms",
+        "decode, ms",
+        "adds to the step, ms",
+    ]
     return table(head, lines)
 
 

@@ -106,7 +106,7 @@ class Training:
         self._batch = batch
         if name != ALONE:
             # parameters' names become names of collectives, which candidates must not share
-            named = [(f"{name}.{parameter}", p) for parameter, p in network.named_parameters()]
+            named = [(f"{name}/{parameter}", p) for parameter, p in network.named_parameters()]
             wrap = hvd if hasattr(compression_of(name), "encode") else horovod
             self.optimizer = wrap.DistributedOptimizer(self.optimizer, named, compression=compression_of(name))
 
@@ -124,4 +124,4 @@ class Training:
         if not hasattr(self.optimizer, "compression_stats"):
             return {}
         tensors = self.optimizer.compression_stats()["tensors"]
-        return {name.partition(".")[2]: counters for name, counters in tensors.items()}
+        return {name.partition("/")[2]: counters for name, counters in tensors.items()}

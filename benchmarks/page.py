@@ -19,7 +19,7 @@ import allreduce
 import memory
 import minibatch
 import scaling
-from measure import RESULTS, Aim, Verdict, read, table
+from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
 BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, memory)
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
@@ -33,13 +33,14 @@ def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | No
         "# What compression is worth, measured",
         "",
         "Made by `make bench` from the JSON files beside it. Real Horovod, MPI and TCP run between virtual hosts: "
-        "network namespaces on "
-        "one machine, on links of the rate that is told (`benchmarks/cluster`). All hosts share the processors below, "
-        "so with more ranks than cores everybody waits for a core and times are far from those of a real cluster, "
-        "most of all on fast "
-        "links. Each figure is a ratio of two candidates that took turns in the same processes: the median of the "
-        "ratios of the rounds, and in brackets the least and the largest. Times of fewer than ten rounds tell a rough "
-        "figure, no more.",
+        "network "
+        "namespaces on one machine, on links of the rate that is told (`benchmarks/cluster`). Where more ranks run "
+        "than "
+        "the machine has processors, all wait for each other's work too, so cases with many hosts understate what a "
+        "cluster gains from few bytes and overstate what encoding costs. Each figure is a ratio of candidates that "
+        "took turns in "
+        f"the same processes: the median of the rounds, in brackets the quartiles, or the extremes of fewer than "
+        f"{FEW} rounds.",
         "",
         *_conclusions(aims, verdicts),
     ]
@@ -59,17 +60,21 @@ def _of_all(results: dict[ModuleType, dict[str, Any]], kind: str) -> Iterable[An
 
 
 def _conclusions(aims: list[Aim], verdicts: list[Verdict]) -> list[str]:
-    counts = {word: sum(str(v) == word for v in verdicts) for word in ("pays", "no clear difference", "does not pay")}
-    text = ", ".join(f"{word}: {count}" for word, count in counts.items())
-    lines = [[v.where, v.best, v.rival, v.faster, v] for v in sorted(verdicts, key=lambda v: -v.faster.median)]
+    verdicts = sorted(verdicts, key=lambda v: -v.faster.median)
+    parts = ["## What to conclude", ""]
+    for kind, remedy in (("pays", ""), ("no clear difference", ""), ("does not pay", " Use Horovod alone there.")):
+        mine = [v for v in verdicts if str(v) == kind]
+        if mine:
+            parts.append(
+                f"- **Compression: {kind}** in {len(mine)} of {len(verdicts)} cases.{remedy} {_extremes(mine)}"
+            )
+    lines = [[v.where, v.best, v.rival, v.faster, v] for v in verdicts]
     head = ["case", "fastest compressor", "against", "times as fast", ""]
-    parts = [
-        "## What to conclude",
+    parts += [
         "",
-        f"The fastest compressor of each case against the faster of Horovod's fp32 and fp16. {text}, of "
-        f"{len(verdicts)} cases. "
-        "It pays if it was faster in every round, and does not if it was slower in every round: use Horovod alone "
-        "there.",
+        "Each case's fastest compressor against the faster of Horovod's fp32 and fp16. It pays if all of the spread "
+        "is above 1, "
+        "and does not if all of it is below.",
         "",
         table(head, lines),
     ]
@@ -79,9 +84,12 @@ def _conclusions(aims: list[Aim], verdicts: list[Verdict]) -> list[str]:
     return parts
 
 
-def _kernels(result: dict[str, Any]) -> str:
-    from measure import Spread
+def _extremes(verdicts: list[Verdict]) -> str:
+    said = [f"{v.where}: {v.best}, {v.faster} times as fast as {v.rival}" for v in verdicts]
+    return f"Most: {said[0]}. Least: {said[-1]}." if len(said) > 1 else f"{said[0]}."
 
+
+def _kernels(result: dict[str, Any]) -> str:
     sizes = sorted({row["numel"] for row in result["rows"]})
     rows = [row for row in result["rows"] if row["numel"] == sizes[-1] and row["threads"] == 1]
     calls = ("encode", "decode_and_add")

@@ -74,6 +74,7 @@ def ranks(task: dict[str, Any]) -> None:
                 "network": kind,
                 "width": width,
                 "batch": batch_size,
+                "features": features,
                 "tensors": len(parameters),
                 "parameters": sum(p.numel() for p in parameters),
                 "rows": samples,
@@ -160,8 +161,8 @@ def section(result: dict[str, Any]) -> str:
 
 
 def title(run: dict[str, Any], cell: dict[str, Any]) -> str:
-    networks = {"mlp": "784-{0}-{0}-{0}-10", "resnet": "ResNet-50 with {0} channels"}
-    name = networks[cell["network"]].format(cell["width"])
+    networks = {"mlp": "{1}-{0}-{0}-{0}-10", "resnet": "ResNet-50 with {0} channels"}
+    name = networks[cell["network"]].format(cell["width"], cell["features"])
     where = f"{run['hosts']} hosts, {run['rate']}"
     return f"{name}, {cell['tensors']} tensors, {cell['parameters'] / 1e6:.1f} million parameters: {where}"
 
