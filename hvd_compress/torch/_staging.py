@@ -25,10 +25,9 @@ class Staged:
     shared: bool
 
     def is_seen_elsewhere(self) -> bool:
-        """Whether anything but the parameter's `.grad` and this object still refers to the shared memory."""
-        # .grad, `gradient`, `flat` and the Python object `storage` itself; torch has no public name for the count
-        storage = self.flat.untyped_storage()
-        return self.shared and bool(torch._C._storage_Use_Count(storage._cdata) > 4)
+        """Whether anything but the parameter's `.grad` and what an exchange holds still refers to the shared memory."""
+        # .grad, `gradient`, `flat`, the storage's Python object, and the array of `flat` that the lane works on
+        return self.shared and _references(self.flat) > 4 + _REFERENCES_OF_ARRAY
 
     def restore(self, result: torch.Tensor) -> torch.Tensor:
         """`result` (flat) with shape, dtype, device and strides of the gradient; no copy where `shared`."""
@@ -37,6 +36,22 @@ class Staged:
         restored = torch.empty_like(self.gradient)
         restored.copy_(result.view(self.gradient.shape))
         return restored
+
+
+def _references(tensor: torch.Tensor) -> int:
+    # torch has no public name for the count; the Python object of the storage, made here, is one more
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _references_of_array() -> int:
+    tensor = torch.zeros(1)
+    before = _references(tensor)
+    array = tensor.numpy()  # held while it is counted
+    return _references(tensor) - before if array.size else 0
+
+
+# an array shares the tensor's own reference or holds one of its own, as torch's version has it
+_REFERENCES_OF_ARRAY = _references_of_array()
 
 
 def stage(gradient: torch.Tensor, *, name: str) -> Staged:
