@@ -37,8 +37,8 @@ format: setup        ## let ruff format and fix what it can
 	@$(WITH_VENV) ruff format .
 	@$(WITH_VENV) ruff check --fix .
 
-bench: setup         ## kernel speeds against memcpy; make bench ARGS=--short takes a minute and a half
-	@$(WITH_VENV) $(PYTHON_VENV) benchmarks/kernels.py $(ARGS)
+bench: setup         ## what compression is worth, into benchmarks/results/ (below 15 minutes; root for slow links; ARGS=--long)
+	@$(WITH_VENV) $(PYTHON_VENV) benchmarks $(ARGS)
 
 clean:               ## remove build and cache folders; .venv* and the Horovod wheels in the user's cache stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \

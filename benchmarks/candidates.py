@@ -16,8 +16,11 @@ COMPRESSORS: dict[str, Compressor] = {
     "one-bit, sampled": OneBit(sample=128),
     "adaptive(64)": Adaptive(pi=64),
     "adaptive(64), not sampled": Adaptive(pi=64, sample=None),
+    "adaptive(64), coded": Adaptive(pi=64, coding="golomb"),
     "top-k 1 %": TopK(ratio=0.01),
+    "top-k 1 %, coded": TopK(ratio=0.01, coding="golomb"),
     "QSGD 4 bits": QSGD(bits=4),
+    "QSGD 4 bits, coded": QSGD(bits=4, coding="elias"),
     # leaves 1/32 of the uniform values in [-4, 4] of allreduce.py, as in the paper's figure 2
     "threshold": Threshold(tau=3.875),
     # the paper's tau for its training, figures 3 and 4
