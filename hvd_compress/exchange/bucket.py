@@ -70,6 +70,8 @@ class Bucket(Generic[AnyTransfer]):
         self.hosts = first.hosts
         self.fixed_size = all(t.plan.fixed_size for t in self.transfers.values())
         self._contents = self._laid_out()
+        self._places = self._placed()
+        self._arrivals = self._last_messages()
         self._send = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
         self._uncompressed = np.empty(0, np.uint8)
@@ -182,9 +184,8 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: truncated or foreign.
         """
-        everyone = self._last_messages()
-        places = [(chunk, name) for chunk, contents in everyone for name, _, _ in contents]
-        payloads = self._cut(received, [contents for _, contents in everyone])
+        payloads = self._cut(received, [contents for _, contents in self._arrivals])
+        places = [(part, name) for part, contents in self._arrivals for name, _, _ in contents]
         of_tensor: dict[str, list[Bytes]] = {name: [] for name in self.transfers}
         # in the order of the chunks, or of the ranks
         for (_, name), payload in sorted(zip(places, payloads, strict=True), key=lambda item: item[0][0]):
@@ -293,17 +294,20 @@ class Bucket(Generic[AnyTransfer]):
         of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
         return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
+    def _placed(self) -> dict[str, list[slice]]:
+        """Where the payloads of each tensor lie in the buffer that is sent."""
+        places: dict[str, list[slice]] = {name: [] for name in self.transfers}
+        at = 0
+        for contents in self._contents.values():
+            for name, _, slot in contents:
+                places[name].append(slice(at, at + slot))
+                at += slot
+        return places
+
     def _slots_of(self, name: str) -> list[Bytes]:
         if self._send.size == 0:
             self._send = aligned_empty(sum(slot for c in self._contents.values() for _, _, slot in c), np.uint8)
-        slots = []
-        at = 0
-        for contents in self._contents.values():
-            for owner, _, slot in contents:
-                if owner == name:
-                    slots.append(self._send[at : at + slot])
-                at += slot
-        return slots
+        return [self._send[place] for place in self._places[name]]
 
     def _cut(self, received: Bytes, messages: Sequence[Sequence[tuple[str, int, int]]]) -> list[Bytes]:
         """The payloads in the bytes of a collective."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,14 @@ class Transfer:
         """Whether a step is between `encode` or `skip` and `finish`."""
         return self._gradient is not None or self._skipped
 
-    @property
+    @cached_property
     def owned(self) -> slice | None:
         """The elements whose sum this rank makes, if there are any."""
         if self.plan.exchange == "allgather":
             return None
         return next((part for chunk, part in self.plan.chunks if chunk == self.chunk), None)
 
-    @property
+    @cached_property
     def shard(self) -> slice:
         """The elements that this rank encodes: all, or in a hierarchical exchange its share of its host's sum."""
         if self.hosts is None:
@@ -83,7 +84,7 @@ class Transfer:
         chunks = self.hosts.shard_of(self.position)
         return slice(self.plan.bounds[chunks.start], self.plan.bounds[chunks.stop])
 
-    @property
+    @cached_property
     def sent_chunks(self) -> list[tuple[int, slice]]:
         """(number, elements) of each chunk that this rank encodes and that has a payload."""
         wanted = range(len(self.plan.slots)) if self.hosts is None else self.hosts.shard_of(self.position)
