@@ -31,15 +31,13 @@ from hvd_compress.cost import (
     Work,
     break_even_bandwidth,
     dense_work,
-    hierarchical_work,
     measure_link,
     speed_of,
     stages_of,
     step_seconds,
-    work_of,
 )
-from hvd_compress.engine import DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import EXCHANGES, make_plan
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work
+from hvd_compress.exchange import EXCHANGES
 
 __all__ = ["HELP", "add_arguments", "advice", "predict", "run"]
 
@@ -147,15 +145,23 @@ def predict(
         >>> rows[0].seconds > 6 * rows[1].seconds
         True
     """
+    tensors = {str(i): Tensor(str(i), shape) for i, shape in enumerate(shapes)}
     whole = sum(math.prod(shape) for shape in shapes)
-    backward = [_BACKWARD_SHARE * step * math.prod(shape) / whole for shape in reversed(shapes)]
+    names = backward_buckets({name: t.shape for name, t in tensors.items()}, DEFAULT_BUCKET_BYTES)
+    buckets = [[tensors[name] for name in of_bucket] for of_bucket in names]
+    backward = [_BACKWARD_SHARE * step * sum(math.prod(t.shape) for t in bucket) / whole for bucket in buckets]
 
     def seconds(works: Sequence[Work], speed: Speed, of: Network) -> float:
         jobs = [Job(stages_of(work, speed, of), back) for work, back in zip(works, backward, strict=True)]
         return step_seconds(jobs, forward=step - sum(backward))
 
+    def works_of(compressor: Compressor, exchange: str, speed: Speed) -> list[Work]:
+        routing = Routing(None, exchange)
+        made = (bucket_work(bucket, compressor, routing, network, speed) for bucket in buckets)
+        return [work or plain_work for work, plain_work in zip(made, plain, strict=True)]
+
     def row(compressor: Compressor, exchange: str, speed: Speed) -> Prediction:
-        works = [_work(shape, compressor, exchange, speed, network) for shape in reversed(shapes)]
+        works = works_of(compressor, exchange, speed)
         here = network.bandwidth
         even = break_even_bandwidth(
             lambda b: seconds(works, speed, network.slowed(here / b)),
@@ -163,7 +169,7 @@ def predict(
         )
         return Prediction(compressor, exchange, sum(w.sent_bytes for w in works), seconds(works, speed, network), even)
 
-    plain = [_work(shape, NoCompression(), "dense", Speed(), network) for shape in reversed(shapes)]
+    plain = [dense_work(sum(math.prod(t.shape) for t in bucket), 4, network.ranks) for bucket in buckets]
     first = Prediction(NoCompression(), "dense", sum(w.sent_bytes for w in plain), seconds(plain, Speed(), network))
     kinds = [e for e in EXCHANGES if e in ("two_phase", "allgather", "hierarchical")]
     if network.inside is None or network.between is None:
@@ -189,18 +195,6 @@ def advice(rows: Sequence[Prediction]) -> str:
         best.break_even, f"It pays below {show_bandwidth(best.break_even)}."
     )
     return f"Use {how}: a step takes {times}, {gain:.1f} times faster. {worth}"
-
-
-def _work(shape: Shape, compressor: Compressor, exchange: str, speed: Speed, network: Network) -> Work:
-    numel = math.prod(shape)
-    if compressor.reducible:
-        return dense_work(numel, 4, network.ranks, half=isinstance(compressor, FP16))
-    if numel < DEFAULT_MIN_NUMEL:
-        return dense_work(numel, 4, network.ranks)
-    if exchange == "hierarchical":
-        plan = make_plan("two_phase", compressor, shape, network.hosts)
-        return hierarchical_work(plan, 4, network.ranks_per_host, speed.bytes_per_element)
-    return work_of(make_plan(exchange, compressor, shape, network.ranks), 4, speed.bytes_per_element)
 
 
 def _shapes(options: argparse.Namespace) -> list[Shape]:

@@ -16,7 +16,6 @@ from hvd_compress.cost.predict import (
     break_even_bandwidth,
     dense_work,
     exchange_seconds,
-    hierarchical_work,
     stages_of,
     work_of,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "dense_work",
     "exchange_seconds",
     "fit_line",
-    "hierarchical_work",
     "measure_link",
     "measure_speed",
     "pick",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hvd_compress.cost.link import Network
-from hvd_compress.cost.speeds import Speed
+from hvd_compress.cost.speeds import Speed, copy_speed
 from hvd_compress.exchange import Plan, ring_bytes
 
-__all__ = ["Stage", "Work", "break_even_bandwidth", "dense_work", "exchange_seconds", "hierarchical_work", "stages_of",
-           "work_of"]  # fmt: skip
+__all__ = ["Stage", "Work", "break_even_bandwidth", "dense_work", "exchange_seconds", "stages_of", "work_of"]
 
 # decades that break-even bandwidths are looked for in, bits per second
 _LEAST_BANDWIDTH, _MOST_BANDWIDTH = 1e5, 1e13
@@ -24,13 +23,15 @@ class Work:
     Args:
         exchange: "dense", "fp16", "two_phase", "allgather" or "hierarchical".
         numel: elements.
-        hop_bytes: what a rank sends in each collective. Hierarchical: in the allreduce within its host, in the alltoall
-            and the allgather between hosts, and in the broadcast within its host.
+        hop_bytes: what a rank sends in each collective; in those between the hosts of a hierarchical exchange, what all
+            ranks of its host send.
+        tensors: that the elements belong to; kernels are called for each, and once more where a chunk ends within one.
     """
 
     exchange: str
     numel: int
     hop_bytes: tuple[float, ...]
+    tensors: int = 1
 
     @property
     def sent_bytes(self) -> float:
@@ -61,28 +62,27 @@ def dense_work(numel: int, itemsize: int, ranks: int, half: bool = False) -> Wor
     return Work("fp16" if half else "dense", numel, (ring_bytes(nbytes, ranks),))
 
 
-def work_of(plan: Plan, itemsize: int = 4, bytes_per_element: float = math.inf) -> Work:
-    """What a plan says.
+def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_per_host: int = 1) -> Work:
+    """What the plans of tensors that go together say.
 
     Args:
-        plan: of a tensor.
-        itemsize: bytes per element of the gradient, for a plan that is dense.
+        plans: none of them dense.
         bytes_per_element: of a measured payload, for compressors whose slots only say the most.
+        ranks_per_host: of a hierarchical exchange.
     """
-    if plan.exchange == "dense":
-        return dense_work(plan.numel, itemsize, plan.ranks)
-    others = plan.ranks - 1
-    if plan.exchange == "allgather":
-        return Work("allgather", plan.numel, (others * _expected(plan, bytes_per_element),))
-    hop = others * _expected(plan, bytes_per_element)
-    return Work("two_phase", plan.numel, (hop, hop))
-
-
-def hierarchical_work(plan: Plan, itemsize: int, ranks_per_host: int, bytes_per_element: float = math.inf) -> Work:
-    """Summed within each host, exchanged by one rank of each by a two-phase `plan` between hosts, broadcast."""
-    nbytes = plan.numel * itemsize
-    hop = (plan.ranks - 1) * _expected(plan, bytes_per_element)
-    return Work("hierarchical", plan.numel, (ring_bytes(nbytes, ranks_per_host), hop, hop, nbytes))
+    first, numel = plans[0], sum(plan.numel for plan in plans)
+    nbytes = sum(_expected(plan, bytes_per_element) for plan in plans)
+    others = (first.ranks - 1) / first.ranks
+    if first.exchange == "allgather":
+        hops: tuple[float, ...] = ((first.ranks - 1) * nbytes,)
+    elif first.exchange == "two_phase":
+        hops = (others * nbytes, others * nbytes)
+    else:
+        hosts = first.ranks // ranks_per_host
+        inside, between = (ranks_per_host - 1) / ranks_per_host, (hosts - 1) / hosts
+        # all ranks of a host share its link to the others
+        hops = (inside * 4 * numel, between * nbytes, between * nbytes, inside * nbytes)
+    return Work(first.exchange, numel, hops, len(plans))
 
 
 def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
@@ -92,6 +92,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         ValueError: a hierarchical exchange in a network whose links inside and between hosts are not known.
     """
     link, ranks, numel = network.link, network.ranks, work.numel
+    one, speed = speed, speed.of_calls(work.tensors)
     if work.exchange in ("dense", "fp16"):
         collective = "allreduce" if work.exchange == "dense" else "allreduce_half"
         (nbytes,) = work.hop_bytes
@@ -105,15 +106,29 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         (nbytes,) = work.hop_bytes
         return (Stage(speed.encode(numel)), Stage(link.allgather(nbytes), "allgather"), Stage(first + rest))
     if work.exchange == "two_phase":
-        return _two_phase(numel, work.hop_bytes, speed, network)
+        to_owner, to_all = work.hop_bytes
+        cut = one.of_calls(work.tensors + ranks - 1)
+        return (
+            Stage(cut.encode(numel)),
+            Stage(link.alltoall(to_owner), "alltoall"),
+            _reduction(numel / ranks, ranks, one.of_calls(math.ceil(work.tensors / ranks))),
+            Stage(link.allgather(to_all), "allgather"),
+            Stage(cut.decode(numel)),
+        )
     if network.between is None or network.inside is None:
         raise ValueError("a hierarchical exchange needs Network(between=, inside=): the links between and inside hosts")
-    within, *hops, result = work.hop_bytes
-    hosts = Network(network.hosts, network.between)
+    cut_up, to_owner, to_all, passed_on = work.hop_bytes
+    cut = one.of_calls(math.ceil(work.tensors / network.ranks_per_host) + network.hosts - 1)
+    shard = numel / network.ranks_per_host
+    summed = (network.ranks_per_host - 1) * shard * copy_speed().per_unit
     return (
-        Stage(network.inside.allreduce(within), "allreduce"),
-        *_two_phase(numel, tuple(hops), speed, hosts),
-        Stage(network.inside.allgather(result), "broadcast"),
+        Stage(network.inside.alltoall(cut_up), "alltoall"),
+        Stage(summed + cut.encode(shard)),
+        Stage(network.between.alltoall(to_owner), "alltoall"),
+        _reduction(shard / network.hosts, network.hosts, one.of_calls(math.ceil(work.tensors / ranks))),
+        Stage(network.between.alltoall(to_all), "alltoall"),
+        Stage(network.inside.alltoall(passed_on), "alltoall"),
+        Stage(one.of_calls(work.tensors + ranks - 1).decode(numel)),
     )
 
 
@@ -155,19 +170,12 @@ def break_even_bandwidth(
     return math.sqrt(low * high)
 
 
-def _two_phase(numel: int, hop_bytes: tuple[float, ...], speed: Speed, network: Network) -> tuple[Stage, ...]:
-    link, ranks, chunk = network.link, network.ranks, numel / network.ranks
-    to_owner, to_all = hop_bytes
-    return (
-        Stage(ranks * speed.encode(chunk)),
-        Stage(link.alltoall(to_owner), "alltoall"),
-        Stage(speed.decode(chunk) + (ranks - 1) * speed.add(chunk) + speed.encode(chunk)),
-        Stage(link.allgather(to_all), "allgather"),
-        Stage(ranks * speed.decode(chunk)),
-    )
+def _reduction(chunk: float, senders: int, speed: Speed) -> Stage:
+    """The owner's part: it decodes and adds what all have sent, and encodes the sum."""
+    return Stage(speed.decode(chunk) + (senders - 1) * speed.add(chunk) + speed.encode(chunk))
 
 
 def _expected(plan: Plan, bytes_per_element: float) -> float:
-    """Bytes of a payload for one other rank, on average."""
-    most = sum(plan.slots) / len(plan.slots)
-    return most if plan.fixed_size else min(most, bytes_per_element * plan.numel / len(plan.slots))
+    """Bytes of all payloads of one rank."""
+    most = sum(plan.slots)
+    return most if plan.fixed_size else min(most, bytes_per_element * plan.numel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,11 @@ class Speed:
     decode: Line = _NOTHING
     add: Line = _NOTHING
     bytes_per_element: float = 4.0
+
+    def of_calls(self, calls: int) -> Speed:
+        """The speed where so many calls of a kernel share the elements."""
+        encode, decode, add = (Line(line.fixed * calls, line.per_unit) for line in (self.encode, self.decode, self.add))
+        return replace(self, encode=encode, decode=decode, add=add)
 
     def numbers(self) -> list[float]:
         """All numbers in a row, to be compared between ranks; `from_numbers` is the inverse."""

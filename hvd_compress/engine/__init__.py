@@ -23,6 +23,7 @@ from hvd_compress.engine.choice import (
     resolved,
 )
 from hvd_compress.engine.counters import Counters
+from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.lane import Lane, Pack
 from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
 from hvd_compress.engine.pilot import Pilot, slowest_speeds
@@ -42,6 +43,7 @@ __all__ = [
     "Tensor",
     "average_share",
     "backward_buckets",
+    "bucket_work",
     "check_settings",
     "compressor_of_call",
     "describe",

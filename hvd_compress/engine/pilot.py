@@ -8,22 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_compress.compressors import FP16, Compressor, NoCompression
-from hvd_compress.cost import (
-    Collectives,
-    Explorer,
-    Line,
-    Network,
-    Speed,
-    Stage,
-    Work,
-    configurations,
-    dense_work,
-    speed_of,
-    stages_of,
-)
-from hvd_compress.engine.lane import Pack
+from hvd_compress.cost import Collectives, Explorer, Network, Speed, Stage, configurations, speed_of, stages_of
+from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
-from hvd_compress.exchange import plan_together
 from hvd_compress.policy import Assigned, Auto
 
 __all__ = ["Pilot", "slowest_speeds"]
@@ -116,43 +103,13 @@ class Pilot:
     def _stages(self, names: Sequence[str]) -> dict[str, tuple[Stage, ...]]:
         """What each way of exchanging the tensors of a bucket consists of."""
         tensors = [self._tensors[name] for name in names]
-        numel = sum(math.prod(t.shape) for t in tensors)
-        itemsize = max(t.itemsize for t in tensors)
-        ranks = self._network.ranks
-        stages = {
-            _DENSE: stages_of(dense_work(numel, itemsize, ranks), Speed(), self._network),
-            _HALF: stages_of(dense_work(numel, itemsize, ranks, half=True), self._speeds[FP16()], self._network),
-        }
-        large = {t.name: t.shape for t in tensors if math.prod(t.shape) >= self._routing.min_numel}
-        small = {t.name: t.shape for t in tensors if t.name not in large}
-        for way, compressor in self._ways.items():
-            if large and not compressor.reducible:
-                stages[way] = self._compressed(compressor, large, small)
-        return stages
-
-    def _compressed(
-        self, compressor: Compressor, large: dict[str, tuple[int, ...]], small: dict[str, tuple[int, ...]]
-    ) -> tuple[Stage, ...]:
-        ranks, speed = self._network.ranks, self._speeds[compressor]
-        together: dict[str, Any] = {name: (shape, compressor) for name, shape in large.items()}
-        if small:
-            together["and small"] = (Pack.shape_of(small), Pack.compressor)
-        plans = list(plan_together(self._routing.exchange, together, ranks).values())
-        others, numel = (ranks - 1) / ranks, sum(plan.numel for plan in plans)
-        nbytes = sum(
-            sum(plan.slots) if plan.fixed_size else min(sum(plan.slots), int(speed.bytes_per_element * plan.numel))
-            for plan in plans
-        )
         # the links inside hosts are not measured: the trials tell what a hierarchy gains
-        exchange = "two_phase" if plans[0].exchange == "hierarchical" else plans[0].exchange
-        hops = (nbytes * (ranks - 1),) if exchange == "allgather" else (others * nbytes, others * nbytes)
-        return stages_of(Work(exchange, numel, hops), _of_calls(speed, len(plans)), self._network)
-
-
-def _of_calls(speed: Speed, calls: int) -> Speed:
-    """The speed of a bucket whose elements come in several tensors."""
-
-    def line(of_one: Line) -> Line:
-        return Line(of_one.fixed * calls, of_one.per_unit)
-
-    return replace(speed, encode=line(speed.encode), decode=line(speed.decode), add=line(speed.add))
+        hierarchical = self._routing.exchange == "hierarchical"
+        routing = replace(self._routing, exchange="two_phase") if hierarchical else self._routing
+        stages = {}
+        for way, compressor in self._ways.items():
+            speed = self._speeds.get(compressor, Speed())
+            work = bucket_work(tensors, compressor, routing, self._network, speed)
+            if work is not None:
+                stages[way] = stages_of(work, speed, self._network)
+        return stages

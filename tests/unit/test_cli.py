@@ -194,8 +194,8 @@ def test_a_payload_of_changing_size_counts_as_measured() -> None:
 
 def test_a_step_hides_what_overlaps_with_backward() -> None:
     network = Network.on_paper(1e9, 5e-5, 4)
-    alone = advise.predict([(1024, 1024)] * 8, network, {OneBit(): KERNELS})
-    step = advise.predict([(1024, 1024)] * 8, network, {OneBit(): KERNELS}, step=1.0)
+    alone = advise.predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS})
+    step = advise.predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS}, step=1.0)
     for before, after in zip(alone, step, strict=True):
         assert 1.0 < after.seconds < 1.0 + before.seconds
 

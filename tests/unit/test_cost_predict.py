@@ -17,11 +17,10 @@ from hvd_compress.cost import (
     break_even_bandwidth,
     dense_work,
     exchange_seconds,
-    hierarchical_work,
     stages_of,
     work_of,
 )
-from hvd_compress.exchange import make_plan
+from hvd_compress.exchange import make_plan, plan_together
 
 # 1 s fixed and 1 ms per byte and so on: sums are easy to read
 LINK = Link(Line(1, 1e-3), Line(2, 2e-3), Line(3, 3e-3), Line(4, 4e-3))
@@ -32,28 +31,36 @@ NETWORK = Network(4, LINK)
 def test_work_of_two_phases() -> None:
     plan = make_plan("two_phase", OneBit(), (64, 512), 4)
     # 16 rows of 512: 1024 bytes of bits, 128 of means, a header, in each of 4 slots
-    assert plan.slot == plan.slots[0] > 1024 + 128
-    assert work_of(plan) == Work("two_phase", 32768, (3 * plan.slot, 3 * plan.slot))
-    assert work_of(plan).sent_bytes == 6 * plan.slot
+    (slot,) = set(plan.slots)
+    assert slot > 1024 + 128
+    assert work_of([plan]) == Work("two_phase", 32768, (3 * slot, 3 * slot))
+    assert work_of([plan]).sent_bytes == 6 * slot
+
+
+def test_work_of_tensors_that_go_together() -> None:
+    plans = plan_together("two_phase", {"a": ((64, 512), OneBit()), "b": ((32, 512), OneBit())}, 4)
+    slots = sum(sum(plan.slots) for plan in plans.values())
+    # what a rank keeps of both hops is the chunk that it owns, a quarter on average
+    assert work_of(list(plans.values())) == Work("two_phase", 49152, (3 / 4 * slots, 3 / 4 * slots), tensors=2)
 
 
 def test_work_of_allgather() -> None:
     plan = make_plan("allgather", OneBit(), (64, 512), 4)
-    assert work_of(plan) == Work("allgather", 32768, (3 * plan.slot,))
+    assert work_of([plan]) == Work("allgather", 32768, (3 * plan.slots[0],))
 
 
-def test_work_of_a_dense_plan() -> None:
-    assert work_of(make_plan("auto", OneBit(), (10,), 4), itemsize=8) == Work("dense", 10, (2 * 3 / 4 * 80,))
+def test_dense_work() -> None:
+    assert dense_work(10, 8, 4) == Work("dense", 10, (2 * 3 / 4 * 80,))
     assert dense_work(10, 4, 4, half=True) == Work("fp16", 10, (2 * 3 / 4 * 20,))
 
 
 def test_a_payload_of_changing_size_counts_by_what_was_measured() -> None:
     for exchange, share in (("allgather", 1), ("two_phase", 4)):
         plan = make_plan(exchange, Threshold(tau=1.0), (40_000,), 4)
-        assert work_of(plan, 4, bytes_per_element=0.5).hop_bytes[0] == 3 * 0.5 * 40_000 / share
-        assert work_of(plan).hop_bytes[0] == 3 * plan.slot
+        assert work_of([plan], bytes_per_element=0.5).hop_bytes[0] == 3 * 0.5 * 40_000 / share
+        assert work_of([plan]).hop_bytes[0] == 3 * sum(plan.slots) / share
     fixed = make_plan("two_phase", QSGD(), (40_000,), 4)
-    assert work_of(fixed, 4, bytes_per_element=0.001) == work_of(fixed)
+    assert work_of([fixed], bytes_per_element=0.001) == work_of([fixed])
 
 
 def test_dense_stages() -> None:
@@ -74,6 +81,11 @@ def test_two_phase_stages() -> None:
         Stage(4 + 0.2, "allgather"),
         Stage(4 * (0.25 + 25)),
     )
+    several = stages_of(Work("two_phase", 100, (60.0, 50.0), tensors=6), SPEED, NETWORK)
+    # six tensors in four chunks: nine calls at most; an owner has two
+    assert several[0] == Stage(9 * 0.5 + 1000)
+    assert several[2] == Stage((2 * 0.25 + 25) + 3 * (2 * 0.125 + 50) + (2 * 0.5 + 250))
+    assert several[4] == Stage(9 * 0.25 + 100)
     assert exchange_seconds(Work("two_phase", 100, (60.0, 50.0)), SPEED, NETWORK) == sum(s.seconds for s in stages)
 
 
@@ -85,20 +97,24 @@ def test_allgather_stages() -> None:
 def test_hierarchical_stages() -> None:
     between = LINK.slowed(10)
     network = Network(8, LINK, ranks_per_host=4, between=between, inside=LINK)
-    plan = make_plan("two_phase", OneBit(), (64, 512), 2)
-    work = hierarchical_work(plan, 4, ranks_per_host=4)
-    whole = 32768 * 4
-    assert work.hop_bytes == (2 * 3 / 4 * whole, plan.slot, plan.slot, whole)
-    first, *middle, last = stages_of(work, SPEED, network)
-    assert first == Stage(1 + 1e-3 * 1.5 * whole, "allreduce")
-    assert tuple(middle) == stages_of(work_of(plan), SPEED, Network(2, between))
-    assert last == Stage(4 + 4e-3 * whole, "broadcast")
+    plan = make_plan("hierarchical", OneBit(), (64, 512), 8)
+    work = work_of([plan], ranks_per_host=4)
+    slots = sum(plan.slots)
+    # three quarters go to the host's other ranks; its four ranks send half of all payloads to the other host, twice
+    assert work.hop_bytes == (3 / 4 * 32768 * 4, slots / 2, slots / 2, 3 / 4 * slots)
+    cut_up, encode, to_owner, reduce, to_all, passed_on, decode = stages_of(work, SPEED, network)
+    assert cut_up == Stage(3 + 3e-3 * work.hop_bytes[0], "alltoall")
+    assert encode.seconds > 2 * 0.5 + 10 * 8192  # and a little for the sum
+    assert to_owner == to_all == Stage(3 + 3e-2 * slots / 2, "alltoall")
+    assert reduce == Stage((0.25 + 4096) + (0.125 + 2 * 4096) + (0.5 + 10 * 4096))
+    assert passed_on == Stage(3 + 3e-3 * 3 / 4 * slots, "alltoall")
+    assert decode == Stage(8 * 0.25 + 32768)
 
 
 def test_hierarchical_needs_to_know_the_links() -> None:
-    plan = make_plan("two_phase", OneBit(), (64, 512), 2)
+    plan = make_plan("hierarchical", OneBit(), (64, 512), 8)
     with pytest.raises(ValueError, match="between"):
-        stages_of(hierarchical_work(plan, 4, 4), SPEED, Network(8, LINK, ranks_per_host=4))
+        stages_of(work_of([plan], ranks_per_host=4), SPEED, Network(8, LINK, ranks_per_host=4))
 
 
 @pytest.mark.parametrize("fixed", [0.5, 1e-3, 2.0])
