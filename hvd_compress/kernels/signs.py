@@ -21,6 +21,8 @@ def encode_threshold(x, r, group, tau, counts, entries):
     bad = np.float32(0)
     total = 0
     found = np.empty(TILE + 64, np.int32)
+    # an owner's sums and residuals are multiples of tau: most end up equal to it, and must not even be candidates
+    above = np.nextafter(tau, x.dtype.type(np.inf))
     for g in range(counts.size):
         first = total
         start = g * group
@@ -29,11 +31,9 @@ def encode_threshold(x, r, group, tau, counts, entries):
             end = min(tile + TILE, stop)
             y = x[tile:end]
             bad += correct(y, r[tile:end] if feedback else r)
-            for c in range(collect(y, tau, -tau, 0, found, 0)):
+            for c in range(collect(y, above, -above, 0, found, 0)):
                 i = found[c]
                 v = y[i]
-                if v == tau or v == -tau:
-                    continue
                 entries[total] = ((tile - start + i) << 1) | (v > 0)
                 total += 1
                 if feedback:

@@ -31,6 +31,24 @@ def test_exactly_tau_is_not_sent():
     assert Threshold(0.5).decode(Threshold(0.5).encode(x)).tolist() == [0, 0, 0.5, 0]
 
 
+@pytest.mark.parametrize("tau", [2.0**-149, 1e-40, 0.5, 3e38])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_next_number_beyond_tau_is_sent(tau, dtype):
+    tau = dtype(np.float32(tau))
+    beyond = np.nextafter(tau, dtype(np.inf), dtype=dtype)
+    x = np.repeat(np.array([tau, beyond], dtype), 70)  # a vector of 64, and a rest
+    expected = np.where(x == beyond, tau, dtype(0))
+    for sign in (1, -1):
+        assert (Threshold(float(tau)).decode(Threshold(float(tau)).encode(sign * x)) == sign * expected).all()
+
+
+def test_no_float32_is_greater_than_the_largest_tau():
+    largest = np.finfo(np.float32).max
+    x = np.full(70, largest)
+    x[::2] *= -1
+    assert not Threshold(float(largest)).decode(Threshold(float(largest)).encode(x)).any()
+
+
 def test_error_feedback_sends_a_large_value_in_portions():
     residual = np.zeros(3, np.float32)
     x, zero = np.array([1.75, -0.3, 0.0], np.float32), np.zeros(3, np.float32)
