@@ -197,7 +197,7 @@ def test_a_step_hides_what_overlaps_with_backward() -> None:
     alone = advise.predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS})
     step = advise.predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS}, step=1.0)
     for before, after in zip(alone, step, strict=True):
-        # kernels and backward share a core: what is hidden is time on the network, most of it where nothing is compressed
+        # kernels and backward share a core: what is hidden is time on the network, most where nothing is compressed
         assert 1.0 < after.seconds <= 1.0 + before.seconds + 1e-9
     assert step[0].seconds < 1.0 + 0.8 * alone[0].seconds
 
