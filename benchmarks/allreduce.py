@@ -247,7 +247,7 @@ def _plot(result: dict[str, Any]) -> str:
     runs = result["runs"]
     columns = min(len(runs), 3)
     lines = -(-len(runs) // columns)
-    figure, panels = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False, sharex=True)
+    figure, panels = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False, layout="constrained")
     for panel, run in zip(panels.flat, runs, strict=False):
         sizes = [cell["size"] for cell in run["cells"]]
         for name in run["cells"][0]["rows"]:
@@ -256,11 +256,12 @@ def _plot(result: dict[str, Any]) -> str:
             spreads = [speedups(cell["rows"], name, FP32) for cell in run["cells"]]
             (line,) = panel.plot(sizes, [s.median for s in spreads], marker=".", **style(name))
             panel.fill_between(
-                sizes, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color(), alpha=0.1
+                sizes, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color(), alpha=0.04
             )
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(sizes, sizes)
         panel.set(
             title=f"{run['hosts']} hosts, {run['rate']}",
             xlabel="height and width",
@@ -269,7 +270,8 @@ def _plot(result: dict[str, Any]) -> str:
         panel.grid(alpha=0.3)
     for panel in panels.flat[len(runs) :]:
         panel.set_axis_off()
-    panels.flat[0].legend(fontsize=6)
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=4 if columns > 1 else 2, loc="outside lower center", fontsize=8)
     return picture(figure, "allreduce")
 
 

@@ -210,6 +210,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def picture(figure: Any, name: str) -> str:
     """Save a figure of Matplotlib among the results; the Markdown that shows it."""
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.set_layout_engine("tight")
     figure.savefig(RESULTS / f"{name}.png", dpi=100)
     return f"![{name}]({name}.png)"

@@ -228,7 +228,7 @@ def _plot(result: dict[str, Any]) -> str:
 
     figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
     points = result["cost"]
-    of_elements = [p for p in points if p["tensors"] == 1]
+    of_elements = sorted((p for p in points if p["tensors"] == 1), key=lambda p: p["elements"])
     of_tensors = [p for p in points if p["elements"] == TOTAL]
     for panel, some, key in ((panels[0], of_elements, "elements"), (panels[1], of_tensors, "tensors")):
         x = [p[key] for p in some]

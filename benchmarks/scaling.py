@@ -224,6 +224,7 @@ def _plot(result: dict[str, Any]) -> str:
             panel.fill_between(x, [s.low for s in y], [s.high for s in y], color=line.get_color(), alpha=0.1)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(ticks := sorted({{**run, **cell}[key] for run, cell in points}), ticks)
         panel.grid(alpha=0.3)
     by_hosts.set(xlabel="hosts, which share the machine's processors", ylabel="seconds for an epoch of MNIST")
     by_width.set(xlabel="neurons per layer", ylabel="seconds for a step")
