@@ -91,6 +91,8 @@ class Bucket(engine.Bucket):
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals stay as before the step."""
+        # where the first of two collectives was complete, other ranks have started the second one already
+        self.wait_first()
         if self._handle is not None:
             hvd.synchronize(self._handle)
         self._handle, self._waiting_for, self._staged, self._small = None, "", {}, {}
