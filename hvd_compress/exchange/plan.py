@@ -153,11 +153,12 @@ def plan_together(
 
 
 def _plans(exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
-    if exchange == "allgather" or len(tensors) == 1:
-        return {name: _plan(exchange, compressor, shape, ranks) for name, (shape, compressor) in tensors.items()}
     plans = {}
     for kind in dict.fromkeys(compressor for _, compressor in tensors.values()):
         alike = {name: shape for name, (shape, compressor) in tensors.items() if compressor == kind}
+        if exchange == "allgather" or len(alike) == 1:
+            plans |= {name: _plan(exchange, kind, shape, ranks) for name, shape in alike.items()}
+            continue
         ends = list(accumulate((math.prod(shape) for shape in alike.values()), initial=0))
         for (name, shape), start in zip(alike.items(), ends, strict=False):
             bounds = _bounds_within(start, math.prod(shape), ends[-1], ranks, kind.group_numel(shape))

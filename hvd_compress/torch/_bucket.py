@@ -91,8 +91,9 @@ class Bucket(engine.Bucket):
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals stay as before the step."""
-        # where the first of two collectives was complete, other ranks have started the second one already
-        self.wait_first()
+        # a rank on which a collective was complete in time has started the next one already
+        while self.wait_next():
+            pass
         if self._handle is not None:
             hvd.synchronize(self._handle)
         self._handle, self._waiting_for, self._staged, self._small = None, "", {}, {}

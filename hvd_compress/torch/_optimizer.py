@@ -368,7 +368,9 @@ def DistributedOptimizer(
     wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
     if takes_part:
         scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
-        named_groups = [[wrapped._parameter_names[p] for p in group] for group in wrapped._group_counts] or None
+        # of a list, Horovod makes a group of each parameter that is in none of its groups
+        formed = [g for g in wrapped._group_counts if len(g) > 1 or not isinstance(groups, list)]
+        named_groups = [[wrapped._parameter_names[p] for p in group] for group in formed] or None
         # a frozen parameter never comes, and a bucket would wait for it
         tensors = [(name, p) for name, p in wrapped._by_name.items() if p in wrapped._requires_update]
         steered = isinstance(ours, Auto)

@@ -176,8 +176,10 @@ def test_owners_follow_the_order_of_the_tensors() -> None:
 @every_compressor
 @pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
 def test_a_tensor_alone_has_the_plan_that_it_has_by_itself(compressor: Compressor, exchange: str) -> None:
-    plans = plan_together(exchange, {"w": ((33, 640), compressor)}, 3)
-    assert plans == {"w": make_plan(exchange, compressor, (33, 640), 3)}
+    alone = make_plan(exchange, compressor, (33, 640), 3)
+    assert plan_together(exchange, {"w": ((33, 640), compressor)}, 3) == {"w": alone}
+    # small tensors beside it, which have another compressor, change nothing
+    assert plan_together(exchange, {"w": ((33, 640), compressor), "pack": ((99,), NoCompression())}, 3)["w"] == alone
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
