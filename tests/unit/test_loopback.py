@@ -282,3 +282,190 @@ def test_a_name_keeps_its_shape() -> None:
     loopback.allreduce([np.zeros(3)] * 2, name="w")
     with pytest.raises(ValueError, match="'w' had shape"):
         loopback.allreduce([np.zeros(4)] * 2, name="w")
+
+
+# -- hierarchical ----------------------------------------------------------------------------------------------------
+
+PLACES = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 1), (4, 4), (6, 2), (6, 3)]
+every_place = pytest.mark.parametrize(("ranks", "per_host"), PLACES)
+
+
+def shard(loopback: Loopback, name: str, rank: int, per_host: int) -> slice:
+    """The elements of a rank: as many chunks as there are hosts, side by side, by its number on its host."""
+    hosts, index = loopback.ranks // per_host, rank % per_host
+    bounds = loopback.bounds(name)
+    return slice(bounds[index * hosts], bounds[(index + 1) * hosts])
+
+
+def owned(loopback: Loopback, name: str, rank: int, per_host: int) -> slice:
+    chunk = rank % per_host * (loopback.ranks // per_host) + rank // per_host
+    return slice(*loopback.bounds(name)[chunk : chunk + 2])
+
+
+def owed_inside(loopback: Loopback, name: str, shape: tuple[int, ...], per_host: int) -> np.ndarray:
+    total = np.zeros(int(np.prod(shape)))
+    for rank in range(loopback.ranks):
+        total[shard(loopback, name, rank, per_host)] += loopback.residual(name, rank)
+        total[owned(loopback, name, rank, per_host)] += loopback.owner_residual(name, rank)
+    return total.reshape(shape)
+
+
+def hierarchy(ranks: int, per_host: int, compressor: Compressor, op: str = "sum") -> Loopback:
+    return Loopback(ranks, compressor, "hierarchical", op=op, ranks_per_host=per_host)
+
+
+@feedback
+@every_place
+def test_a_hierarchy_loses_nothing_of_any_element(compressor: Compressor, ranks: int, per_host: int) -> None:
+    loopback = hierarchy(ranks, per_host, compressor)
+    given, arrived = np.zeros(SHAPE), np.zeros(SHAPE)
+    for step in range(4):
+        grads = arrays(ranks, step)
+        given += np.sum(grads, axis=0, dtype=np.float64)
+        arrived += loopback.allreduce(grads, name="w")[0]
+        np.testing.assert_allclose(arrived + owed_inside(loopback, "w", SHAPE, per_host), given, atol=1e-4)
+    assert np.abs(owed_inside(loopback, "w", SHAPE, per_host)).max() > 1e-4, "nothing is owed, so nothing is tested"
+
+
+@every_compressor
+@every_place
+def test_replicas_of_a_hierarchy_are_bit_identical(compressor: Compressor, ranks: int, per_host: int) -> None:
+    loopback = hierarchy(ranks, per_host, compressor, op="average")
+    shapes = {"w": SHAPE, "v": (1000,), "tiny": (3,)}
+    for step in range(3):
+        grads = [
+            {name: arrays(ranks, step + i, shape)[rank] for i, (name, shape) in enumerate(shapes.items())}
+            for rank in range(ranks)
+        ]
+        results = loopback.grouped_allreduce(grads)
+        for name, shape in shapes.items():
+            assert len({r[name].tobytes() for r in results}) == 1
+            assert results[0][name].shape == shape
+            assert np.isfinite(results[0][name]).all()
+
+
+@every_place
+def test_a_hierarchy_that_loses_nothing_is_the_plain_sum_in_its_order(ranks: int, per_host: int) -> None:
+    grads = arrays(ranks, 0)
+    loopback = hierarchy(ranks, per_host, NoCompression())
+    found = loopback.allreduce(grads, name="w")[0].reshape(-1)
+    expected = np.zeros(found.size, np.float32)
+    for index in range(per_host):
+        part = shard(loopback, "w", index, per_host)
+        of_hosts = []
+        for first in range(0, ranks, per_host):
+            # who sums up for its host begins with its own gradient
+            mine = grads[first + index].reshape(-1)[part].copy()
+            for other in range(first, first + per_host):
+                if other != first + index:
+                    mine += grads[other].reshape(-1)[part]
+            of_hosts.append(mine)
+        expected[part] = of_hosts[0]
+        for of_host in of_hosts[1:]:
+            expected[part] += of_host
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_allclose(found.reshape(SHAPE), np.sum(grads, axis=0), rtol=1e-5, atol=1e-5)
+
+
+@every_compressor
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_one_rank_on_each_host_is_two_phase(compressor: Compressor, ranks: int) -> None:
+    flat, deep = Loopback(ranks, compressor, "two_phase"), hierarchy(ranks, 1, compressor, op="average")
+    for step in range(3):
+        grads = [{"w": w, "v": v} for w, v in zip(arrays(ranks, step), arrays(ranks, step, (1000,)), strict=True)]
+        for a, b in zip(flat.grouped_allreduce(grads), deep.grouped_allreduce(grads), strict=True):
+            assert (a["w"].tobytes(), a["v"].tobytes()) == (b["w"].tobytes(), b["v"].tobytes())
+        assert state(flat, "w") == state(deep, "w")
+
+
+def test_a_hierarchy_of_topk_by_hand() -> None:
+    # four ranks on two hosts: 64 elements, a shard of 32 for each of a host's ranks, a chunk of 16 for each owner
+    loopback = hierarchy(4, 2, TopK(ratio=0.125))
+    residual = {(host, chunk): np.zeros(16, np.float32) for host in range(2) for chunk in range(4)}
+    owner = {chunk: np.zeros(16, np.float32) for chunk in range(4)}
+
+    def kept(y: np.ndarray) -> np.ndarray:
+        sent = np.zeros_like(y)
+        largest = np.argsort(-np.abs(y), kind="stable")[:2]
+        sent[largest] = y[largest]
+        return sent
+
+    for step in range(3):
+        grads = arrays(4, step, (64,))
+        expected = np.zeros(64, np.float32)
+        for chunk in range(4):
+            part = slice(16 * chunk, 16 * chunk + 16)
+            total = np.zeros(16, np.float32)
+            for host in range(2):
+                y = grads[2 * host][part] + grads[2 * host + 1][part] + residual[host, chunk]
+                sent = kept(y)
+                residual[host, chunk] = y - sent
+                total += sent
+            total += owner[chunk]
+            expected[part] = kept(total)
+            owner[chunk] = total - expected[part]
+        np.testing.assert_array_equal(loopback.allreduce(grads, name="w")[0], expected)
+
+
+@every_compressor
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("where", [0, 3736])
+def test_a_bad_number_changes_nothing_in_a_hierarchy(compressor: Compressor, bad: float, where: int) -> None:
+    loopback = hierarchy(4, 2, compressor)
+    for step in range(2):
+        loopback.allreduce(arrays(4, step), name="w")
+    before = state(loopback, "w")
+    grads = arrays(4, 2)
+    grads[1].reshape(-1)[where] = bad
+    for result in loopback.allreduce(grads, name="w"):
+        assert not np.isfinite(result).all()
+    assert state(loopback, "w") == before
+    results = loopback.allreduce(arrays(4, 3), name="w")
+    assert np.isfinite(results[0]).all()
+    assert len({r.tobytes() for r in results}) == 1
+
+
+@every_compressor
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (9,), (5, 0, 2), (3, 5, 7)])
+def test_awkward_shapes_in_a_hierarchy(compressor: Compressor, shape: tuple[int, ...]) -> None:
+    loopback = hierarchy(4, 2, compressor)
+    for step in range(2):
+        results = loopback.allreduce(arrays(4, step, shape), name="w")
+        assert all(r.shape == shape for r in results)
+        assert len({r.tobytes() for r in results}) == 1
+
+
+def test_types_may_be_mixed_in_a_hierarchy() -> None:
+    loopback = hierarchy(4, 2, OneBit())
+    given: dict[str, np.ndarray] = {"d": np.zeros(301), "f": np.zeros(77), "h": np.zeros(33)}
+    arrived = {name: np.zeros(value.shape) for name, value in given.items()}
+    kinds = {"d": "float64", "f": "float32", "h": "float16"}
+    for step in range(3):
+        of_ranks = [
+            {name: arrays(4, step, given[name].shape, kinds[name])[rank] for name in given} for rank in range(4)
+        ]
+        results = loopback.grouped_allreduce(of_ranks)
+        for name in given:
+            given[name] += np.sum([of_rank[name].astype(float) for of_rank in of_ranks], axis=0)
+            arrived[name] += results[3][name]
+    for name, kind in kinds.items():
+        assert results[0][name].dtype == ("float64" if kind == "float64" else "float32")
+        np.testing.assert_allclose(
+            arrived[name] + owed_inside(loopback, name, given[name].shape, 2), given[name], atol=1e-4
+        )
+
+
+def test_bytes_of_a_hierarchy() -> None:
+    loopback = hierarchy(4, 2, OneBit())
+    loopback.allreduce(arrays(4, 0, (64, 512)), name="w")
+    # a chunk is 16 rows: a header of 40 bytes, a bit per element, two means a row
+    payload = 40 + 16 * 512 // 8 + 16 * 8
+    inside = 2 * 16 * 512 * 4 + 2 * payload
+    between = payload + payload
+    assert loopback.bytes_sent == [inside + between] * 4
+
+
+@pytest.mark.parametrize("per_host", [0, 3, 8])
+def test_ranks_that_fill_no_hosts_are_refused(per_host: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks_per_host={per_host}"):
+        hierarchy(4, per_host, OneBit())
