@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_compress._keras.link import Exchange, Link
-from hvd_compress.engine import empty_state, refuse_residuals
+from hvd_compress.engine import empty_state, refuse_residuals, resolved
 from hvd_compress.errors import UnsupportedError
 
 __all__ = ["distributed", "keras_of", "local_variables", "wrap"]
@@ -80,7 +80,7 @@ class Distribution:
         Raises:
             UnsupportedError: a compressor without error feedback, while something is owed.
         """
-        settings = {**self.settings, "compression": compression}
+        settings = {**self.settings, "compression": resolved(compression)}
         self._link.check(**settings)
         self.settings = settings
         if self.exchange is not None:
@@ -189,7 +189,7 @@ class _Distributed:
             UnsupportedError: at the next step, a compressor without error feedback while something is owed.
         """
         self._hvd.replace_compression(compression)
-        self._hvd.asked_for = compression
+        self._hvd.asked_for = self._hvd.settings["compression"]
 
 
 class _Keras3(_Distributed):

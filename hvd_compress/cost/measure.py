@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+import zlib
 from collections.abc import Callable
 from statistics import median
 from typing import Any, Protocol
@@ -70,13 +72,19 @@ class HorovodCollectives:
             self._hvd.allgather(buffer, name=name, **self._settings)
 
     def host_numbers(self) -> list[int]:
-        """The number of each rank's host.
+        """A number for each rank, the same for those on one host.
 
         Raises:
-            UnsupportedError: hosts with different numbers of ranks, whose numbers Horovod does not tell.
+            UnsupportedError: hosts of one name with different numbers of ranks, which Horovod does not tell apart.
         """
-        mine = self._tensor(np.array([[self._hvd.cross_rank(), self._hvd.local_size()]], np.int64))
-        numbers, sizes = self._hvd.allgather(mine, name="hvd_compress.hosts", **self._settings).numpy().T.tolist()
+        hvd, name = self._hvd, zlib.crc32(socket.gethostname().encode())
+        mine = self._tensor(np.array([[name, hvd.local_rank(), hvd.cross_rank(), hvd.local_size()]], np.int64))
+        everyone = hvd.allgather(mine, name="hvd_compress.hosts", **self._settings).numpy()
+        names, local_ranks, numbers, sizes = everyone.T.tolist()
+        if len(set(zip(names, local_ranks, strict=True))) == len(names):
+            return list(names)
+        # Several hosts of one name, such as containers. Horovod counts hosts for each local rank on its own: a host has
+        # one number only if all have equally many ranks, and were started in one order.
         if len(set(sizes)) > 1:
             raise UnsupportedError(
                 f"exchange='hierarchical' where ranks share hosts with {sorted(set(sizes))} ranks: start equally many "

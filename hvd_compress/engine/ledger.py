@@ -144,15 +144,13 @@ class Ledger(Generic[AnyBucket]):
             if name in self.lanes and self.lanes[name].keeps_residual:
                 continue
             if lane.is_owing() and not self._pays_debts:
-                raise UnsupportedError(
-                    f"{self.routing.compressor_of(name)!r} keeps no residual of {name!r}, of which "
-                    f"{lane.residual_norm():.3g} is still owed: "
-                    "take a compressor with error feedback, such as the last one"
-                )
+                raise self._unpaid(name, lane.residual_norm())
             if lane.is_owing() and self._pays_debts:
                 owed = lane.all_owed()
                 self._owe(name, owed.dtype)[:] = owed
         for name, debt in other.debts.items():
+            if name in self.lanes and not self.lanes[name].keeps_residual:
+                raise self._unpaid(name, float(np.linalg.norm(debt)))
             if name in self.lanes:
                 self.lanes[name].take_owed(0, debt)
             else:
@@ -162,6 +160,8 @@ class Ledger(Generic[AnyBucket]):
                 lane.inherit(other.lanes[name])
             else:
                 lane.counters = other.counters_of(name)
+                # the randomness of its first steps has been used
+                lane.step = other._steps
         # a pack's counters stand for all its members: what these have cost before is kept beside them
         self._before = {name: other.counters_of(name) for name in self.packs}
         for name in self.dense:
@@ -257,7 +257,7 @@ class Ledger(Generic[AnyBucket]):
                 f"compressor state of {state['size']} ranks, there are {self._ranks} now: collect the states of all "
                 f"ranks and divide them with hvd_compress.feedback.redistribute(states, {self._ranks})"
             )
-        if state["rank"] != self._position and self.is_used:
+        if state["rank"] != self._position and (self.is_used or self._pays_debts):
             raise StateError(
                 f"compressor state of rank {state['rank']}, this is rank {self._position}: save one per rank"
             )
@@ -281,6 +281,12 @@ class Ledger(Generic[AnyBucket]):
                     self._owe(name, values.dtype)[start : start + values.size] += values
         self._steps = state["steps"]
         self._loss_scale = state.get("loss_scale", 1.0)
+
+    def _unpaid(self, name: str, norm: float) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.routing.compressor_of(name)!r} keeps no residual of {name!r}, of which {norm:.3g} is still owed: "
+            "take a compressor with error feedback, such as the last one"
+        )
 
     def _owe(self, name: str, dtype: npt.DTypeLike) -> Array:
         return self.debts.setdefault(name, np.zeros(math.prod(self._shapes[name]), dtype))

@@ -51,7 +51,7 @@ class Engine(Ledger[Bucket]):
             routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts
         )
         self.scale = scale
-        self._paid: list[str] = []
+        self._paid: set[str] = set()
 
     def start(self, name: str, gradient: torch.Tensor | None) -> None:
         """Encode a gradient, which is spoiled, start what it completes, and move others on that are ready.
@@ -59,26 +59,35 @@ class Engine(Ledger[Bucket]):
         None leaves the tensor out of this step, on all ranks alike.
         """
         self.progress()
-        self.bucket_of(name).start(name, gradient)
+        self.bucket_of(name).start(name, None if gradient is None else self.with_debt(name, gradient))
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
         for bucket in self.buckets:
             bucket.progress()
 
-    def with_debt(self, name: str, gradient: torch.Tensor) -> None:
-        """Add what is owed to a dense gradient that goes through Horovod, in place."""
-        if name in self.debts:
-            owed = torch.from_numpy(self.debts[name]).view(gradient.shape)
-            gradient.add_(owed.to(device=gradient.device, dtype=gradient.dtype))
-            self._paid.append(name)
+    def with_debt(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that travels uncompressed with what is owed added; in place, unless it is sparse."""
+        if name not in self.debts:
+            return gradient
+        self._paid.add(name)
+        owed = torch.from_numpy(self.debts[name]).view(gradient.shape)
+        owed = owed.to(device=gradient.device, dtype=gradient.dtype)
+        if gradient.is_sparse:
+            return (gradient.to_dense() + owed).to_sparse(gradient.sparse_dim())
+        return gradient.add_(owed)
 
     def settle(self, keep: bool) -> None:
         """The step has ended: debts that travelled are forgotten if its gradients were finite."""
         for name in self._paid:
             if keep:
                 del self.debts[name]
-        self._paid = []
+        self._paid = set()
+
+    def abandon(self) -> None:
+        """Wait for what is in flight and forget it; residuals and debts stay as before the step."""
+        self._paid = set()
+        super().abandon()
 
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""

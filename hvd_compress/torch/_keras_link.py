@@ -149,8 +149,7 @@ class TorchExchange:
         factor = settings["gradient_predivide_factor"] if settings["op"] == hvd.Average else 1.0
         horovods = dense_route(engine.routing.compressor_of(name)) if self._chooses else self._horovods
         if name in engine.debts:
-            gradient = gradient.clone()
-            engine.with_debt(name, gradient)
+            gradient = engine.with_debt(name, gradient.clone())
         sent, context = horovods.compress(gradient)
         engine.count_dense(name, sent.numel() * sent.element_size(), gradient.numel() * gradient.element_size())
         handle = hvd.allreduce_async(

@@ -77,8 +77,7 @@ class _Overrides:
         self._compression = self._dense_compression(name)
         if not is_sparse or self.sparse_as_dense:
             self._count_dense(name, p.grad)
-        if not is_sparse:
-            self._engine.with_debt(name, p.grad)
+            p.grad = self._engine.with_debt(name, p.grad)
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
     def _dense_compression(self: Any, name: str) -> Any:
@@ -244,7 +243,8 @@ class _Overrides:
             output = handle() if callable(handle) else hvd.synchronize(handle)
             # where nothing is owed, nothing depends on it
             finite = finite and (not self._engine.owes or _all_finite(output))
-            if self._chooses:
+            # Horovod sends sparse gradients, whose handle is callable, as they are
+            if self._chooses and not callable(handle):
                 output, ctx = self._dense_compression(self._parameter_names[p]).decompress(output, ctx), None
             waited[p] = (partial(_identity, output), ctx)
         results = self._engine.combine(keep=finite)
