@@ -153,7 +153,7 @@ def plan_together(
 
 
 def _plans(exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
-    plans = {}
+    plans: dict[str, Plan] = {}
     for kind in dict.fromkeys(compressor for _, compressor in tensors.values()):
         alike = {name: shape for name, (shape, compressor) in tensors.items() if compressor == kind}
         if exchange == "allgather" or len(alike) == 1:
