@@ -107,7 +107,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.width = options.width or (1024 if options.short else 2048)
-    options.steps = options.steps or (60 if options.short else 400)
+    options.steps = options.steps or (40 if options.short else 400)
     return options
 
 
