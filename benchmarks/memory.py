@@ -211,8 +211,8 @@ def section(result: dict[str, Any]) -> str:
             "## Memory, and cost of a step",
             "",
             f"Peak memory of a rank, {result['ranks']} ranks, {result['numel'] / 1e6:.0f} million parameters. "
-            "Residuals take 4 bytes per element, and in two phases 4 more for each element that a rank owns. *Fixed* is "
-            "what a network of a few thousand "
+            "Residuals take 4 bytes per element, and in two phases 4 more for each element that a rank owns. "
+            "*Fixed* is what a network of a few thousand "
             "parameters takes more than with plain Horovod: Numba, LLVM and the compiled kernels.",
             "",
             table(head, lines),
