@@ -21,6 +21,7 @@ from horovod.torch import *  # noqa: F403
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.torch._optimizer import DistributedOptimizer
+from hvd_compress.torch._unnamed import *  # noqa: F403
 from hvd_compress.torch.compression import Compression
 
 __all__ = [

@@ -11,6 +11,7 @@ import torch
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Routing, average_share, compressor_of_call, exchanged, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.torch import _unnamed
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch.compression import horovod_compressor
 
@@ -65,7 +66,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once, which share their exchanges."""
     if exchanged(compression) is None:
-        return hvd.grouped_allreduce(
+        return _unnamed.grouped_allreduce(
             list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip
@@ -90,7 +91,7 @@ def _reduce(
     horovods = horovod_compressor(compression)
 
     def plain(tensor: torch.Tensor, its_name: str | None) -> torch.Tensor:
-        return hvd.allreduce(
+        return _unnamed.allreduce(
             tensor, average, its_name, horovods, op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip

@@ -605,14 +605,19 @@ def a_negative_size_is_refused() -> None:
 def unnamed_calls_of_the_user_may_come_in_between() -> None:
     model = Plain(8)
     optimizer, expected = wrap(model, bucket_bytes=20_000), Expected(model, bucket_bytes=20_000)
+    size, mine = horovod.size(), torch.tensor([float(horovod.rank())])
+    total = size * (size - 1) / 2
     for step in range(8):
-        loss = loss_of(model, step)
-        loss.backward()
+        loss_of(model, step).backward()
         # a mean of the loss, or a metric, as scripts have it; the ranks are not at the same point of their exchanges
-        mean = hvd.allreduce(torch.tensor([float(horovod.rank())]))
-        assert float(mean) == (horovod.size() - 1) / 2
-        everyone = hvd.allgather(torch.tensor([horovod.rank()]))
-        assert everyone.tolist() == list(ranks())
+        assert float(hvd.allreduce(mine)) == total / size
+        assert float(hvd.allreduce_(mine.clone(), op=hvd.Sum)) == total
+        assert [float(x) for x in hvd.grouped_allreduce([mine, 2 * mine], op=hvd.Sum)] == [total, 2 * total]
+        assert hvd.allgather(mine).tolist() == list(ranks())
+        assert float(hvd.broadcast(mine, 1)) == 1
+        handle = hvd.allreduce_async(mine, op=hvd.Sum)
+        hvd.barrier()
+        assert float(hvd.synchronize(handle)) == total
         optimizer.step()
         expected.check_step(step)
         optimizer.zero_grad()
