@@ -295,14 +295,15 @@ class Bucket(Generic[AnyTransfer]):
         return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
     def _placed(self) -> dict[str, list[slice]]:
-        """Where the payloads of each tensor lie in the buffer that is sent."""
-        places: dict[str, list[slice]] = {name: [] for name in self.transfers}
+        """Where the payloads of each tensor, in the order of its chunks, lie in the buffer that is sent."""
+        places: dict[str, dict[int, slice]] = {name: {} for name in self.transfers}
         at = 0
-        for contents in self._contents.values():
+        # messages are in the order of the ranks, which need not be that of the chunks that they own
+        for chunk, contents in self._contents.items():
             for name, _, slot in contents:
-                places[name].append(slice(at, at + slot))
+                places[name][chunk] = slice(at, at + slot)
                 at += slot
-        return places
+        return {name: [of_tensor[chunk] for chunk in sorted(of_tensor)] for name, of_tensor in places.items()}
 
     def _slots_of(self, name: str) -> list[Bytes]:
         if self._send.size == 0:
