@@ -1,0 +1,106 @@
+"""Debts on the torch edge: added to gradients that go uncompressed, once, and kept until a step has been finite."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_compress import OneBit
+from hvd_compress.engine import Routing
+
+torch = pytest.importorskip("torch")
+engine = pytest.importorskip("hvd_compress.torch._engine")
+
+SHAPE = (20, 30)
+DEBT = np.arange(600, dtype=np.float32)
+
+
+def made(min_numel: int = 100, compressor: Any = None, dtype: Any = torch.float32) -> Any:
+    """An engine of rank 0 of 2 that owes DEBT of "w", which goes dense unless it is compressed or packed."""
+    ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    tensors = [("w", torch.zeros(SHAPE, dtype=dtype)), ("large", torch.zeros(50, 50))]
+    it = engine.Engine(Routing(compressor, "two_phase", min_numel), 1.0, ranks, tensors, pays_debts=True)
+    entry = {"shape": list(SHAPE), "values": torch.from_numpy(DEBT.copy())}
+    state = {**it.state_dict(), "residuals": {"w": entry}}
+    it.load_state_dict(state)
+    return it
+
+
+def test_a_debt_is_paid_once() -> None:
+    it = made()
+    gradient = torch.ones(SHAPE)
+    assert it.with_debt("w", gradient) is gradient
+    np.testing.assert_array_equal(gradient.numpy().reshape(-1), DEBT + 1)
+    other = torch.ones(7)
+    assert it.with_debt("other", other) is other
+    it.settle(keep=True)
+    assert not it.owes
+    assert torch.equal(it.with_debt("w", torch.ones(SHAPE)), torch.ones(SHAPE))
+
+
+def test_a_debt_is_kept_when_the_step_is_not_finite() -> None:
+    it = made()
+    it.with_debt("w", torch.ones(SHAPE))
+    it.settle(keep=False)
+    assert it.state_dict()["residuals"]["w"]["values"].tolist() == DEBT.tolist()
+    it.with_debt("w", torch.ones(SHAPE))
+    it.settle(keep=True)
+    assert it.state_dict()["residuals"] == {}
+
+
+def test_a_debt_is_kept_when_the_step_is_forgotten() -> None:
+    it = made()
+    it.with_debt("w", torch.ones(SHAPE))
+    it.abandon()
+    it.settle(keep=True)  # of a step in which "w" went nowhere
+    assert it.owes
+    gradient = it.with_debt("w", torch.zeros(SHAPE))
+    np.testing.assert_array_equal(gradient.numpy().reshape(-1), DEBT)
+    it.settle(keep=True)
+    assert not it.owes
+
+
+def test_a_debt_is_in_units_of_the_loss_scale() -> None:
+    it = made()
+    it.set_loss_scale(4.0)
+    np.testing.assert_array_equal(it.with_debt("w", torch.zeros(SHAPE)).numpy().reshape(-1), 4 * DEBT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_debt_has_the_type_of_the_gradient(dtype: Any) -> None:
+    it = made(dtype=dtype)
+    gradient = it.with_debt("w", torch.zeros(SHAPE, dtype=dtype))
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, torch.from_numpy(DEBT).view(SHAPE).to(dtype))
+
+
+def test_a_debt_of_a_sparse_gradient_keeps_it_sparse() -> None:
+    it = made()
+    gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 30), SHAPE, check_invariants=True)
+    with_debt = it.with_debt("w", gradient)
+    assert with_debt.is_sparse
+    assert with_debt.sparse_dim() == 1
+    expected = torch.from_numpy(DEBT).view(SHAPE).clone()
+    expected[[1, 3]] += 1
+    assert torch.equal(with_debt.to_dense(), expected)
+
+
+def test_strides_do_not_matter() -> None:
+    it = made()
+    gradient = torch.zeros(30, 20).t()
+    it.with_debt("w", gradient)
+    assert torch.equal(gradient, torch.from_numpy(DEBT).view(SHAPE))
+
+
+def test_a_debt_of_a_small_tensor_travels_in_its_pack() -> None:
+    # saved when it was compressed, loaded where it is too small for that
+    it = made(min_numel=1000, compressor=OneBit())
+    assert it.packs.keys() == {"w"}
+    gradient = torch.ones(SHAPE)
+    it.start("w", gradient)  # the bucket waits for "large", so nothing is sent yet
+    np.testing.assert_array_equal(it.packs["w"].part("w"), DEBT + 1)
+    it.settle(keep=True)
+    assert not it.debts
