@@ -25,13 +25,13 @@ class Work:
         numel: elements.
         hop_bytes: what a rank sends in each collective; in those between the hosts of a hierarchical exchange, what all
             ranks of its host send.
-        tensors: that the elements belong to; kernels are called for each, and once more where a chunk ends within one.
+        pieces: payloads that hold all elements once; kernels are called for each.
     """
 
     exchange: str
     numel: int
     hop_bytes: tuple[float, ...]
-    tensors: int = 1
+    pieces: int = 1
 
     @property
     def sent_bytes(self) -> float:
@@ -82,7 +82,7 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
         inside, between = (ranks_per_host - 1) / ranks_per_host, (hosts - 1) / hosts
         # all ranks of a host share its link to the others
         hops = (inside * 4 * numel, between * nbytes, between * nbytes, inside * nbytes)
-    return Work(first.exchange, numel, hops, len(plans))
+    return Work(first.exchange, numel, hops, sum(len(plan.chunks) for plan in plans))
 
 
 def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
@@ -92,7 +92,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         ValueError: a hierarchical exchange in a network whose links inside and between hosts are not known.
     """
     link, ranks, numel = network.link, network.ranks, work.numel
-    one, speed = speed, speed.of_calls(work.tensors)
+    one, speed = speed, speed.of_calls(work.pieces)
     if work.exchange in ("dense", "fp16"):
         collective = "allreduce" if work.exchange == "dense" else "allreduce_half"
         (nbytes,) = work.hop_bytes
@@ -107,28 +107,26 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         return (Stage(speed.encode(numel)), Stage(link.allgather(nbytes), "allgather"), Stage(first + rest))
     if work.exchange == "two_phase":
         to_owner, to_all = work.hop_bytes
-        cut = one.of_calls(work.tensors + ranks - 1)
         return (
-            Stage(cut.encode(numel)),
+            Stage(speed.encode(numel)),
             Stage(link.alltoall(to_owner), "alltoall"),
-            _reduction(numel / ranks, ranks, one.of_calls(math.ceil(work.tensors / ranks))),
+            _reduction(numel / ranks, ranks, one.of_calls(work.pieces / ranks)),
             Stage(link.allgather(to_all), "allgather"),
-            Stage(cut.decode(numel)),
+            Stage(speed.decode(numel)),
         )
     if network.between is None or network.inside is None:
         raise ValueError("a hierarchical exchange needs Network(between=, inside=): the links between and inside hosts")
     cut_up, to_owner, to_all, passed_on = work.hop_bytes
-    cut = one.of_calls(math.ceil(work.tensors / network.ranks_per_host) + network.hosts - 1)
     shard = numel / network.ranks_per_host
     summed = (network.ranks_per_host - 1) * shard * copy_speed().per_unit
     return (
         Stage(network.inside.alltoall(cut_up), "alltoall"),
-        Stage(summed + cut.encode(shard)),
+        Stage(summed + one.of_calls(work.pieces / network.ranks_per_host).encode(shard)),
         Stage(network.between.alltoall(to_owner), "alltoall"),
-        _reduction(shard / network.hosts, network.hosts, one.of_calls(math.ceil(work.tensors / ranks))),
+        _reduction(shard / network.hosts, network.hosts, one.of_calls(work.pieces / ranks)),
         Stage(network.between.alltoall(to_all), "alltoall"),
         Stage(network.inside.alltoall(passed_on), "alltoall"),
-        Stage(one.of_calls(work.tensors + ranks - 1).decode(numel)),
+        Stage(speed.decode(numel)),
     )
 
 

@@ -43,7 +43,7 @@ class Speed:
     add: Line = _NOTHING
     bytes_per_element: float = 4.0
 
-    def of_calls(self, calls: int) -> Speed:
+    def of_calls(self, calls: float) -> Speed:
         """The speed where so many calls of a kernel share the elements."""
         encode, decode, add = (Line(line.fixed * calls, line.per_unit) for line in (self.encode, self.decode, self.add))
         return replace(self, encode=encode, decode=decode, add=add)

@@ -33,7 +33,7 @@ def test_work_of_two_phases() -> None:
     # 16 rows of 512: 1024 bytes of bits, 128 of means, a header, in each of 4 slots
     (slot,) = set(plan.slots)
     assert slot > 1024 + 128
-    assert work_of([plan]) == Work("two_phase", 32768, (3 * slot, 3 * slot))
+    assert work_of([plan]) == Work("two_phase", 32768, (3 * slot, 3 * slot), pieces=4)
     assert work_of([plan]).sent_bytes == 6 * slot
 
 
@@ -41,7 +41,7 @@ def test_work_of_tensors_that_go_together() -> None:
     plans = plan_together("two_phase", {"a": ((64, 512), OneBit()), "b": ((32, 512), OneBit())}, 4)
     slots = sum(sum(plan.slots) for plan in plans.values())
     # what a rank keeps of both hops is the chunk that it owns, a quarter on average
-    assert work_of(list(plans.values())) == Work("two_phase", 49152, (3 / 4 * slots, 3 / 4 * slots), tensors=2)
+    assert work_of(list(plans.values())) == Work("two_phase", 49152, (3 / 4 * slots, 3 / 4 * slots), pieces=5)
 
 
 def test_work_of_allgather() -> None:
@@ -73,7 +73,7 @@ def test_fp16_stages() -> None:
 
 
 def test_two_phase_stages() -> None:
-    stages = stages_of(Work("two_phase", 100, (60.0, 50.0)), SPEED, NETWORK)
+    stages = stages_of(Work("two_phase", 100, (60.0, 50.0), pieces=4), SPEED, NETWORK)
     assert stages == (
         Stage(4 * (0.5 + 250)),  # four chunks of 25 elements
         Stage(3 + 0.18, "alltoall"),
@@ -81,12 +81,12 @@ def test_two_phase_stages() -> None:
         Stage(4 + 0.2, "allgather"),
         Stage(4 * (0.25 + 25)),
     )
-    several = stages_of(Work("two_phase", 100, (60.0, 50.0), tensors=6), SPEED, NETWORK)
-    # six tensors in four chunks: nine calls at most; an owner has two
-    assert several[0] == Stage(9 * 0.5 + 1000)
+    several = stages_of(Work("two_phase", 100, (60.0, 50.0), pieces=8), SPEED, NETWORK)
+    # an owner has two of the eight
+    assert several[0] == Stage(8 * 0.5 + 1000)
     assert several[2] == Stage((2 * 0.25 + 25) + 3 * (2 * 0.125 + 50) + (2 * 0.5 + 250))
-    assert several[4] == Stage(9 * 0.25 + 100)
-    assert exchange_seconds(Work("two_phase", 100, (60.0, 50.0)), SPEED, NETWORK) == sum(s.seconds for s in stages)
+    assert several[4] == Stage(8 * 0.25 + 100)
+    assert exchange_seconds(Work("two_phase", 100, (60.0, 50.0), pieces=4), SPEED, NETWORK) == sum(s.seconds for s in stages)
 
 
 def test_allgather_stages() -> None:
