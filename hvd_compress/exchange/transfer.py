@@ -189,7 +189,7 @@ class Transfer:
         for (compressor, numel), payload in zip(self._senders(), payloads, strict=True):
             header, _ = wire.open_payload(payload)
             # told here, not when decoding: other tensors of the step may be final by then
-            if (header.codec, header.numel) != (compressor.codec, numel):
+            if header.codec not in (compressor.codec, compressor.coded_codec) or header.numel != numel:
                 raise WireError(
                     f"payload of codec {header.codec} and {header.numel} elements, expected codec {compressor.codec} "
                     f"and {numel} elements"

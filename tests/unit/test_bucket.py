@@ -24,7 +24,7 @@ FIXED: Tensors = {
     "plain": ((50,), NoCompression()),
     "u": ((37, 640), OneBit()),
 }
-VARIABLE: Tensors = {**FIXED, "t": ((3000,), Threshold(0.5))}
+VARIABLE: Tensors = {**FIXED, "t": ((3000,), Threshold(0.5)), "s": ((4000,), TopK(0.01, coding="golomb"))}
 each_kind = pytest.mark.parametrize("tensors", [FIXED, VARIABLE], ids=["fixed", "variable"])
 each_exchange = pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
 
