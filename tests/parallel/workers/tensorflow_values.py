@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress import OneBit, TopK
+from hvd_compress import QSGD, OneBit, Threshold, TopK
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -273,6 +274,184 @@ def keras_variables() -> None:
 if hasattr(keras, "Variable"):  # Keras 3
     cases.add(keras_variables)
     cases.add(keras_variables_are_broadcast)
+
+
+# -- tensors that share exchanges --------------------------------------------------------------------------------------
+
+# in the order of the backward pass
+TOGETHER = ("second.weight", "first.weight")
+PACKED = ("first.bias", "second.bias")
+
+
+def mean_of_pack(name: str, step: int) -> np.ndarray:
+    """All ranks add in the order of the ranks."""
+    total = numbers(name, 0, step, SHAPES[name])
+    for rank in range(1, horovod.size()):
+        total = total + numbers(name, rank, step, SHAPES[name])
+    return total * np.float32(1 / horovod.size())
+
+
+def of_all(names: Sequence[str], step: int) -> list[dict[str, np.ndarray]]:
+    return [{name: numbers(name, rank, step, SHAPES[name]) for name in names} for rank in range(horovod.size())]
+
+
+def shared(tape: tf.GradientTape, compression: Any = None, **settings: Any) -> Any:
+    return wrapped(tape, compression, **{"bucket_bytes": DEFAULT_BUCKET_BYTES, **settings})
+
+
+@cases.each(
+    {
+        f"{name}-{exchange}-{label}": (compressor, exchange, bucket_bytes, buckets)
+        for name, compressor in {"topk": TopK(0.05), "qsgd": QSGD(bits=4), "threshold": Threshold(0.5)}.items()
+        for exchange in ("two_phase", "allgather")
+        for label, bucket_bytes, buckets in (
+            ("tiny", 1, [[name] for name in TOGETHER]),
+            ("default", DEFAULT_BUCKET_BYTES, [list(TOGETHER)]),
+        )
+    }
+)
+def buckets_are_the_grouped_loopback(setting: Any) -> None:
+    compressor, exchange, bucket_bytes, buckets = setting
+    of, loopback = variables(), Loopback(horovod.size(), compressor, exchange)
+
+    def step(wanted: Any) -> Any:
+        return gradients(of, wanted, lambda t: shared(t, compressor, exchange=exchange, bucket_bytes=bucket_bytes))
+
+    in_graph = tf.function(step)
+    for i in range(4):
+        found = dict(zip(SHAPES, (in_graph if i % 2 else step)(given(i)), strict=True))
+        for names in buckets:
+            for name, expected in loopback.grouped_allreduce(of_all(names, i))[0].items():
+                assert found[name].numpy().tobytes() == expected.tobytes(), (name, i)
+        for name in PACKED:
+            assert found[name].numpy().tobytes() == mean_of_pack(name, i).tobytes(), (name, i)
+    stats = shared(tf.GradientTape(), compressor, exchange=exchange, bucket_bytes=bucket_bytes).compression_stats(of)
+    assert {stats["tensors"][name]["exchange"] for name in PACKED} == {f"{exchange}, uncompressed"}
+    assert {of_tensor["steps"] for of_tensor in stats["tensors"].values()} == {4}
+
+
+@cases.each(
+    {
+        "a-compressed-one": ("first.weight",),
+        "a-small-one": ("second.bias",),
+        "one-of-each": ("second.weight", "first.bias"),
+    }
+)
+def gradients_that_are_none_are_left_out_of_their_bucket(left_out: tuple[str, ...]) -> None:
+    # chunks are whole rows: what is sent of a tensor does not depend on what it shares an exchange with
+    of, loopback = variables(), Loopback(horovod.size(), OneBit(), EXCHANGE)
+
+    def partly(wanted: Any) -> Any:
+        with tf.GradientTape() as tape:
+            parts = zip(SHAPES, of, wanted, strict=True)
+            loss = tf.add_n([tf.reduce_sum(v * g) for name, v, g in parts if name not in left_out])
+        return shared(tape).gradient(loss, of)
+
+    for i, step in enumerate((None, partly, tf.function(partly), None)):
+        before = shared(tf.GradientTape()).compression_state_dict(of)["residuals"]
+        found = gradients(of, given(i), shared) if step is None else step(given(i))
+        after = shared(tf.GradientTape()).compression_state_dict(of)["residuals"]
+        for name, combined in zip(SHAPES, found, strict=True):
+            if step is not None and name in left_out:
+                assert combined is None
+                assert name in PACKED or before[name]["values"].tobytes() == after[name]["values"].tobytes()
+            else:
+                check_against(loopback, name, combined, i, range(horovod.size()))
+
+
+@cases.add
+def a_bucket_without_any_gradient_sends_nothing() -> None:
+    of = [*variables(), tf.Variable(tf.zeros([10]), name="other")]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(of[-1] * float(horovod.rank()))
+    found = shared(tape, bucket_bytes=4 * 48 * 601).gradient(loss, of)
+    assert found[:3] == [None] * 3
+    np.testing.assert_allclose(found[-1], np.mean(range(horovod.size())))
+    tensors = shared(tf.GradientTape(), bucket_bytes=4 * 48 * 601).compression_stats(of)["tensors"]
+    assert tensors["first.weight"]["bytes_sent"] == 0
+
+
+@cases.add
+def sparse_gradients_are_left_out_of_their_bucket() -> None:
+    table, weight = tf.Variable(tf.ones([500, 31]), name="table"), tf.Variable(tf.zeros([48, 601]), name="first.weight")
+    loopback = Loopback(horovod.size(), OneBit(), EXCHANGE)
+
+    indices = [3, 7 + horovod.rank(), 400]
+
+    def run(step: int, sparse: bool) -> Any:
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table, indices) if sparse else tf.one_hot(indices, 500) @ table
+            loss = tf.reduce_sum(rows * (1.0 + horovod.rank())) + tf.reduce_sum(weight * given(step)[0])
+        return shared(tape).gradient(loss, [table, weight])
+
+    def owed() -> list[bytes]:
+        state = shared(tf.GradientTape()).compression_state_dict([table, weight])
+        kinds = ("residuals", "owner_residuals")
+        return [state[kind]["table"]["values"].tobytes() for kind in kinds if "table" in state[kind]]
+
+    expected = np.zeros([500, 31])
+    for rank in range(horovod.size()):
+        expected[[3, 7 + rank, 400]] += (1.0 + rank) / horovod.size()
+    for step, sparse in enumerate((False, True, True, False)):
+        before = owed() if step else []
+        of_table, of_weight = run(step, sparse)
+        check_against(loopback, "first.weight", of_weight, step, range(horovod.size()))
+        assert isinstance(of_table, tf.IndexedSlices) == sparse
+        if sparse:
+            np.testing.assert_allclose(tf.convert_to_tensor(of_table), expected, rtol=1e-6)
+            assert before
+            assert owed() == before
+
+
+@cases.each({"inf": np.inf, "nan": np.nan})
+def a_bad_number_in_a_small_tensor_stays_where_it_is(value: float) -> None:
+    of = variables()
+    for i in range(2):
+        gradients(of, given(i), shared)
+    before = shared(tf.GradientTape()).compression_state_dict(of)
+    spoiled = given(2)
+    if horovod.rank() == horovod.size() - 1:
+        spoiled[1] = tf.concat([spoiled[1][:-1], [value]], axis=0)
+    found = gradients(of, spoiled, shared)
+    np.testing.assert_equal(float(found[1][-1]), value)
+    assert found[1][:-1].numpy().tobytes() == mean_of_pack("first.bias", 2)[:-1].tobytes()
+    assert all(np.isfinite(found[i]).all() for i in (0, 2, 3))
+    after = shared(tf.GradientTape()).compression_state_dict(of)
+    for kind in ("residuals", "owner_residuals"):
+        assert before[kind]
+        for name, entry in before[kind].items():
+            assert entry["values"].tobytes() == after[kind][name]["values"].tobytes(), (kind, name)
+
+
+@cases.add
+def buckets_in_a_loop_of_a_graph_take_turns() -> None:
+    of, loopback = variables(), Loopback(horovod.size(), TopK(0.05), EXCHANGE)
+    wanted = [tf.stack([given(i)[j] for i in range(4)]) for j in range(len(SHAPES))]
+
+    @tf.function
+    def accumulated() -> Any:
+        totals = [tf.zeros_like(v) for v in of]
+        for i in tf.range(4):
+            found = gradients(of, [w[i] for w in wanted], lambda tape: shared(tape, TopK(0.05)))
+            totals = [total + g for total, g in zip(totals, found, strict=True)]
+        return totals
+
+    expected = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    for i in range(4):
+        for name, combined in loopback.grouped_allreduce(of_all(TOGETHER, i))[0].items():
+            expected[name] += combined
+        for name in PACKED:
+            expected[name] += mean_of_pack(name, i)
+    for name, total in zip(SHAPES, accumulated(), strict=True):
+        assert total.numpy().tobytes() == expected[name].tobytes(), name
+
+
+@cases.add
+def ranks_that_disagree_on_the_size_of_buckets_are_told_so() -> None:
+    def make() -> None:
+        gradients(variables(), given(0), lambda tape: wrapped(tape, bucket_bytes=100 + horovod.rank()))
+
+    raises(MismatchError, make, "bucket_bytes", "100", "101")
 
 
 @cases.each({"loading": True, "not loading": False})
