@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Routing, average_share, compressor_of_call, exchanged, names_of_call, op_of_call
+from hvd_compress.engine import Routing, average_share, compressor_of_call, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch import _unnamed
 from hvd_compress.torch._engine import Engine
@@ -65,7 +65,7 @@ def grouped_allreduce(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once, which share their exchanges."""
-    if exchanged(compression) is None:
+    if compressor_of_call(compression) is None:
         return _unnamed.grouped_allreduce(
             list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
             process_set,
@@ -88,7 +88,7 @@ def _reduce(
     postscale_factor: float,
     process_set: hvd.ProcessSet,
 ) -> list[torch.Tensor]:
-    horovods = horovod_compressor(compression)
+    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
 
     def plain(tensor: torch.Tensor, its_name: str | None) -> torch.Tensor:
         return _unnamed.allreduce(
@@ -96,7 +96,6 @@ def _reduce(
             process_set,
         )  # fmt: skip
 
-    compressor = compressor_of_call(compression)
     if compressor is None or process_set.size() == 1:
         return [plain(tensor, name) for tensor in tensors]
     op, average = op_of_call(average, op, hvd.Average, hvd.Sum), None
