@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import compressor_of_call, exchanged, names_of_call, op_of_call
+from hvd_compress.engine import compressor_of_call, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import raw
@@ -58,13 +58,14 @@ def allreduce(
         UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
-    if exchanged(compression) is None or isinstance(tensor, tf.IndexedSlices) or process_set.size() == 1:
+    compressor = compressor_of_call(compression)
+    if compressor is None or isinstance(tensor, tf.IndexedSlices) or process_set.size() == 1:
         return hvd.allreduce(
             tensor, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
             postscale_factor, name, process_set, ignore_name_scope,
         )  # fmt: skip
     factor = prescale_factor * postscale_factor
-    return _exchange([tensor], average, compressor_of_call(compression), op, factor, name, process_set)[0]
+    return _exchange([tensor], average, compressor, op, factor, name, process_set)[0]
 
 
 def grouped_allreduce(
@@ -81,14 +82,15 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
-    if exchanged(compression) is None or process_set.size() == 1 or not tensors:
+    compressor = compressor_of_call(compression)
+    if compressor is None or process_set.size() == 1 or not tensors:
         combined: list[Any] = hvd.grouped_allreduce(
             tensors, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
             postscale_factor, process_set, ignore_name_scope, name,
         )  # fmt: skip
         return combined
     factor = prescale_factor * postscale_factor
-    return _exchange(tensors, average, compressor_of_call(compression), op, factor, name, process_set)
+    return _exchange(tensors, average, compressor, op, factor, name, process_set)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, *arguments: Any, **settings: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from typing import Any
 
 import numpy as np
 
-from hvd_compress import TopK
+from hvd_compress import FP16, Adaptive, NoCompression, OneBit, Policy, TopK
 from hvd_compress.errors import UnsupportedError
 from tests.parallel.cases import Cases
 from tests.parallel.workers.keras_fit import (
@@ -120,6 +121,39 @@ def what_is_owed_is_known_between_steps() -> None:
     later = wrapped()
     later.load_compression_state_dict(state)
     assert later.compression_state_dict() is state
+
+
+@cases.add
+def each_variable_goes_its_way() -> None:
+    rules = [("first/kernel", OneBit()), ("second/kernel", Adaptive(pi=4)), ("*/bias", FP16())]
+    model = trained(wrapped(compression=Policy(rules), bucket_bytes=2**20, exchange="two_phase"))
+    check_equal_on_all_ranks(model)
+    tensors = model.optimizer.compression_stats()["tensors"]
+    ways = {
+        name.rpartition("/")[2] + str(i): counters["exchange"] for i, (name, counters) in enumerate(tensors.items())
+    }
+    assert sorted(ways.values()) == ["two_phase", "two_phase", "two_phase, uncompressed", "two_phase, uncompressed"], (
+        ways
+    )
+    # without a rule nothing is compressed; what the old rules owe must go somewhere
+    model.optimizer.set_compression(Policy(rules[:1], default=NoCompression()))
+    model.make_train_function(force=True)
+    raises(Exception, lambda: model.train_on_batch(*data()), "is still owed")
+
+
+@cases.each({"by name": "auto", "later": None})
+def auto_trains(compression: Any) -> None:
+    model = trained(wrapped(compression=compression), epochs=1)
+    if compression is None:
+        model.optimizer.set_compression("auto")
+    model = trained(model.optimizer, model=model, epochs=3)
+    check_equal_on_all_ranks(model)
+    stats = model.optimizer.compression_stats()
+    assert stats["total"]["steps"] == 24
+    assert stats["auto"]["configuration"] in stats["auto"]["predicted_seconds"]
+    told = f"{stats['auto']['configuration']} {stats['auto']['committed']} {stats['auto']['reason']}".encode()
+    digest = np.array([zlib.crc32(told)], np.int64)
+    assert len(set(np.asarray(hvd.allgather(digest, name="told")).tolist())) == 1
 
 
 @cases.add

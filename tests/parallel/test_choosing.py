@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.parallel.launch import launched
+from tests.parallel.workers import choosing_tensorflow
+
+STARTS = [(2, "gloo"), (4, "mpi")]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_torch(ranks: int, launcher: str) -> None:
+    from tests.parallel.workers import choosing
+
+    outcome = launched("choosing", ranks, launcher)
+    outcome.check_ended_well()
+    for case in choosing.cases:
+        outcome.check(case)
+
+
+@pytest.mark.parametrize("case", choosing_tensorflow.cases)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_tensorflow(ranks: int, launcher: str, case: str) -> None:
+    launched("choosing_tensorflow", ranks, launcher).check(case)
