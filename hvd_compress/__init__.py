@@ -20,12 +20,14 @@ from hvd_compress.compressors import (
     decode,
     from_config,
 )
+from hvd_compress.exchange import AdaGrad
 from hvd_compress.policy import Auto, Policy
 
 __all__ = [
     "BF16",
     "FP16",
     "QSGD",
+    "AdaGrad",
     "Adaptive",
     "Auto",
     "Key",

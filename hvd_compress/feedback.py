@@ -4,9 +4,13 @@ A state is what `compression_state_dict()` of an edge returns on one rank:
 
     {"format": 1, "size": ranks, "rank": position, "steps": n, "compressor": config or None,
      "residuals":       {name: {"shape": [...], "values": flat array}},
-     "owner_residuals": {name: {"shape": [...], "start": element, "values": flat array}}}
+     "owner_residuals": {name: {"shape": [...], "start": element, "values": flat array}},
+     "accumulators":    {name: {"shape": [...], "start": element, "values": flat array}}}
 
-Both kinds count in the units of the sum over ranks. Residuals are per rank: a state goes back to the rank it came from.
+Both kinds of residuals count in the units of the sum over ranks. Residuals are per rank: a state goes back to the rank
+it came from. "accumulators" is there with AdaGrad only: the sums of squares of the elements that the rank owns, or of
+all of a tensor that is not compressed. Owner residuals then count in updates, and like accumulators they
+belong to an element, not to a rank.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ __all__ = ["FORMAT", "check_state", "read_state", "redistribute", "write_state"]
 
 FORMAT = 1
 State = dict[str, Any]
+_KINDS = ("residuals", "owner_residuals", "accumulators")
 
 
 def check_state(state: Any) -> None:
@@ -45,6 +50,12 @@ def check_state(state: Any) -> None:
     for name, entry in state["owner_residuals"].items():
         if not 0 <= entry["start"] <= entry["start"] + len(entry["values"]) <= math.prod(entry["shape"]):
             raise StateError(f"owner residual of {name!r} lies outside of shape {tuple(entry['shape'])}")
+    for name, entry in state.get("accumulators", {}).items():
+        if not 0 <= entry["start"] <= entry["start"] + len(entry["values"]) <= math.prod(entry["shape"]):
+            raise StateError(f"accumulator of {name!r} lies outside of shape {tuple(entry['shape'])}")
+        values = np.asarray(entry["values"])
+        if not ((values >= 0) & np.isfinite(values)).all():
+            raise StateError(f"accumulator of {name!r} has values that are no sums of squares")
 
 
 def write_state(path: str | os.PathLike[str], state: State) -> None:
@@ -52,7 +63,9 @@ def write_state(path: str | os.PathLike[str], state: State) -> None:
     check_state(state)
     arrays: dict[str, Any] = {}
     plain = dict(state)
-    for kind in ("residuals", "owner_residuals"):
+    for kind in _KINDS:
+        if kind not in state:
+            continue
         plain[kind] = {}
         for name, entry in state[kind].items():
             key = f"values{len(arrays)}"
@@ -77,8 +90,8 @@ def read_state(path: str | os.PathLike[str]) -> State:
         # opened here: np.load leaves what it has opened open if the file is damaged
         with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             state: State = json.loads(file["plain"].tobytes())
-            for kind in ("residuals", "owner_residuals"):
-                for entry in state[kind].values():
+            for kind in _KINDS:
+                for entry in state.get(kind, {}).values():
                     entry["values"] = file[entry["values"]]
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise StateError(f"{path} is not a file with a compressor state: {error}") from error
@@ -95,10 +108,12 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
 
     Returns:
         One state per new rank. A new rank takes the sum of the old ranks that are congruent to it modulo `size`; owner
-        residuals join the residual of their owner, since another number of ranks means other chunks.
+        residuals join the residual of their owner, since another number of ranks means other chunks. With AdaGrad every
+        new rank is given the owner residuals and accumulators of all elements, of which it takes those that it owns: so
+        this also serves where the same ranks own other elements than before.
 
     Raises:
-        StateError: states of different runs, or not one of each rank.
+        StateError: states of different runs, or not one of each rank; accumulators that no rank has.
         ValueError: `size` below 1.
 
     Example:
@@ -121,6 +136,8 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
             f"need one state of each of {len(expected)} ranks, got those of ranks {sorted(s['rank'] for s in states)}"
         )
     first = by_rank[0]
+    if len({"accumulators" in state for state in states}) > 1:
+        raise StateError("some of the states are of a run with AdaGrad, others are not")
     for rank, state in by_rank.items():
         if state["steps"] != first["steps"] or state["size"] != first["size"]:
             raise StateError(
@@ -131,6 +148,7 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
 
 def _state_of(by_rank: dict[int, State], new: int, size: int, first: State) -> State:
     residuals: dict[str, Any] = {}
+    has_accumulators = "accumulators" in first
     for rank in sorted(by_rank):
         if rank % size != new:
             continue
@@ -138,11 +156,31 @@ def _state_of(by_rank: dict[int, State], new: int, size: int, first: State) -> S
         for name, entry in state["residuals"].items():
             target = residuals.setdefault(name, _zeros(entry))
             target["values"] += np.asarray(entry["values"])
-        for name, entry in state["owner_residuals"].items():
+        for name, entry in state["owner_residuals"].items() if not has_accumulators else ():
             target = residuals.setdefault(name, _zeros(entry))
             values = np.asarray(entry["values"])
             target["values"][entry["start"] : entry["start"] + len(values)] += values
-    return {**first, "size": size, "rank": new, "residuals": residuals, "owner_residuals": {}}
+    divided = {**first, "size": size, "rank": new, "residuals": residuals, "owner_residuals": {}}
+    if has_accumulators:
+        divided["owner_residuals"], _ = _put_together(by_rank, "owner_residuals")
+        divided["accumulators"], held = _put_together(by_rank, "accumulators")
+        for name, of_tensor in held.items():
+            if not of_tensor.all():
+                raise StateError(f"no state has the accumulator of {name!r} from element {of_tensor.argmin()} on")
+    return divided
+
+
+def _put_together(by_rank: dict[int, State], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Entries with all elements of each tensor, and which of them some rank has."""
+    whole: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    for state in by_rank.values():
+        for name, entry in state[kind].items():
+            target = whole.setdefault(name, {**_zeros(entry), "start": 0})
+            elements = slice(entry["start"], entry["start"] + len(entry["values"]))
+            target["values"][elements] = np.asarray(entry["values"])
+            held.setdefault(name, np.zeros(target["values"].size, bool))[elements] = True
+    return whole, held
 
 
 def _zeros(entry: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,17 @@ import numpy.typing as npt
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.base import as_flat_floats
-from hvd_compress.exchange import Bucket, Hosts, Parcel, Transfer, make_plan, plan_together
+from hvd_compress.exchange import (
+    Accumulator,
+    AdaGrad,
+    Bucket,
+    Hosts,
+    Parcel,
+    Transfer,
+    exchange_with,
+    make_plan,
+    plan_together,
+)
 
 __all__ = ["Loopback"]
 
@@ -29,9 +39,11 @@ class Loopback:
             nothing) the arrays take the two-phase way all the same.
         op: "average" or "sum".
         ranks_per_host: for exchange="hierarchical"; ranks are counted host by host.
+        adagrad: makes the results AdaGrad's updates; "auto" is then "two_phase".
 
     Raises:
         ValueError: an argument out of its range.
+        UnsupportedError: `adagrad` with "allgather".
 
     Example:
         >>> import numpy as np
@@ -50,6 +62,7 @@ class Loopback:
         exchange: str = "auto",
         op: str = "average",
         ranks_per_host: int = 1,
+        adagrad: AdaGrad | None = None,
     ) -> None:
         if ranks < 1:
             raise ValueError(f"Loopback(ranks={ranks!r}): must be at least 1")
@@ -62,7 +75,8 @@ class Loopback:
         self._hosts = hosts if exchange == "hierarchical" else None
         self.compressor = compressor
         self.bytes_sent = [0] * ranks
-        self._exchange = exchange
+        self._exchange = exchange_with(adagrad, exchange)
+        self._adagrad = adagrad
         self._scale = 1.0 / ranks if op == "average" else 1.0
         self._transfers: dict[str, list[Transfer]] = {}
         self._buckets: dict[tuple[str, ...], list[Bucket[Transfer]]] = {}
@@ -125,9 +139,17 @@ class Loopback:
         value = self._transfers[name][rank].owner_residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
+    def accumulator(self, name: str, rank: int) -> Array:
+        """Copy of AdaGrad's sums of squares of the chunk that a rank owns, flat."""
+        of_rank = self._transfers[name][rank].accumulator
+        return np.zeros(0, np.float32) if of_rank is None or of_rank.values is None else of_rank.values.copy()
+
     def bounds(self, name: str) -> tuple[int, ...]:
         """Element offsets of the chunks of a tensor."""
         return self._transfers[name][0].plan.bounds
+
+    def _accumulator(self) -> Accumulator | None:
+        return None if self._adagrad is None else Accumulator(self._adagrad, self._scale)
 
     def _check(self, grads: list[dict[str, Array]]) -> None:
         if len(grads) != self.ranks:
@@ -159,7 +181,8 @@ class Loopback:
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():
                 self._transfers[name] = [
-                    Transfer(name, plan, self.compressor, rank, self._hosts) for rank in range(self.ranks)
+                    Transfer(name, plan, self.compressor, rank, self._hosts, self._accumulator())
+                    for rank in range(self.ranks)
                 ]
             self._buckets[names] = [
                 Bucket({name: self._transfers[name][rank] for name in names}) for rank in range(self.ranks)

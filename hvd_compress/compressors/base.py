@@ -128,6 +128,13 @@ class Compressor(ABC):
 
     def say_absent(self, payload: Bytes, numel: int, group: int) -> int:
         """Write that there is no gradient into the start of `payload`, and return the number of bytes used."""
+        return self._say(payload, numel, group, absent=True)
+
+    def say_nonfinite(self, payload: Bytes, numel: int, group: int) -> int:
+        """As `say_absent`, that a value is not finite."""
+        return self._say(payload, numel, group, nonfinite=True)
+
+    def _say(self, payload: Bytes, numel: int, group: int, absent: bool = False, nonfinite: bool = False) -> int:
         nbytes = wire.header_bytes((numel,))
         wire.seal(
             payload[:nbytes],
@@ -137,8 +144,8 @@ class Compressor(ABC):
             parameter=0,
             entries=0,
             float64=False,
-            nonfinite=False,
-            absent=True,
+            nonfinite=nonfinite,
+            absent=absent,
         )
         return nbytes
 

@@ -10,7 +10,7 @@ from typing import Any
 from hvd_compress import wire
 from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompression, OneBit, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import EXCHANGES
+from hvd_compress.exchange import EXCHANGES, AdaGrad, exchange_with
 from hvd_compress.policy import Auto, Policy
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "compressor_of_call",
     "describe",
     "description",
+    "exchange_of",
     "exchanged",
     "horovod_compressor",
     "names_of_call",
@@ -139,6 +140,21 @@ def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any,
     if op not in (average, total):
         raise UnsupportedError(f"op={op} with {compressor!r}: payloads are summed; use op=Average or op=Sum")
     return 1.0 / ranks if op == average else 1.0
+
+
+def exchange_of(adagrad: AdaGrad | None, exchange: str, compression: Any) -> str:
+    """The exchange to use where gradients may be AdaGrad's updates; see `exchange_with`.
+
+    Raises:
+        TypeError: `adagrad` is something else.
+        UnsupportedError: an exchange without owners, or `Auto`.
+    """
+    if adagrad is not None and isinstance(compression, Auto):
+        raise UnsupportedError(
+            f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
+            "choices. Give a compressor or a Policy"
+        )
+    return exchange_with(adagrad, exchange)
 
 
 def refuse_other_ops(op: Any, average: Any, total: Any) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.counters import Counters
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import Hosts, Plan, Transfer, aligned_empty, ring_bytes
+from hvd_compress.exchange import Accumulator, Hosts, Plan, Transfer, aligned_empty, ring_bytes
 
 __all__ = ["Lane", "Pack"]
 
@@ -32,6 +32,7 @@ class Lane(Transfer):
         position: of this rank among those that take part.
         hosts: of the ranks, for a hierarchical exchange.
         itemsize: bytes per element of the uncompressed gradient, for the statistics.
+        accumulator: of the elements that this rank owns, for AdaGrad.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Lane(Transfer):
         position: int,
         hosts: Hosts | None = None,
         itemsize: int = 4,
+        accumulator: Accumulator | None = None,
     ) -> None:
-        super().__init__(name, plan, compressor, position, hosts)
+        super().__init__(name, plan, compressor, position, hosts, accumulator)
         self.counters = Counters()
         self._dense_bytes = ring_bytes(plan.numel * itemsize, plan.ranks)
 
@@ -114,8 +116,9 @@ class Lane(Transfer):
             self.pending = values
 
     def take_owed(self, start: int, values: Array) -> None:
-        """Take over an owner's residual of the elements from `start`, whoever owns them now."""
-        if self.owned == slice(start, start + values.size):
+        """Take over an owner's residual, in units of the sum, of the elements from `start`, whoever owns them now."""
+        # AdaGrad's owners owe updates: to them a sum comes with the next gradients
+        if self.accumulator is None and self.owned == slice(start, start + values.size):
             self.owner_residual = values
             return
         # both kinds of residual are in units of the sum
@@ -155,9 +158,10 @@ class Lane(Transfer):
         return [r for r in (self.residual, self.pending, self.owner_residual) if r is not None]
 
     def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
-        for owed in self._debts():
-            owed *= factor
+        """Multiply the residuals, which are in units of scaled gradients; updates have no scale."""
+        for owed in (self.residual, self.pending, self.owner_residual if self.accumulator is None else None):
+            if owed is not None:
+                owed *= factor
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank still owes."""
@@ -219,6 +223,7 @@ class Pack(Lane):
         plan: of all elements together, see `shape_of`.
         position: of this rank among those that take part.
         hosts: of the ranks, for a hierarchical exchange.
+        accumulator_of_all: of all elements, for AdaGrad, which every rank applies to the sums.
     """
 
     compressor: ClassVar[Compressor] = _Float32()
@@ -231,8 +236,10 @@ class Pack(Lane):
         plan: Plan,
         position: int,
         hosts: Hosts | None = None,
+        accumulator_of_all: Accumulator | None = None,
     ) -> None:
         super().__init__(name, plan, self.compressor, position, hosts)
+        self.accumulator_of_all = accumulator_of_all
         self.shapes = dict(members)
         self._places: dict[str, slice] = {}
         at = 0
@@ -251,6 +258,10 @@ class Pack(Lane):
     def members(self) -> list[str]:
         """Names of the tensors in it."""
         return list(self._places)
+
+    def place(self, member: str) -> slice:
+        """Where a member's elements lie in the buffer."""
+        return self._places[member]
 
     def part(self, member: str) -> Array:
         """A member's elements in the buffer: its gradient before `encode`, its sum after `finish`."""
@@ -271,15 +282,22 @@ class Pack(Lane):
         # a value that is not finite stays one, where a compressor would give up the whole tensor
         finite = super().arrive(payloads)
         self._decode(self.buffer, 1.0)
+        if self.accumulator_of_all is not None:
+            return self.accumulator_of_all.precondition(self.buffer) and finite
         return finite and bool(np.isfinite(self.buffer).all())
 
     def finish(self, keep: bool, scale: float) -> Array:
         begin = time.perf_counter()
-        self.buffer *= np.float32(scale)
+        accumulator = self.accumulator_of_all
+        self.buffer *= np.float32(scale if accumulator is None else accumulator.loss_scale)
+        if accumulator is not None:
+            accumulator.settle(keep)
         self.abandon()
         self._count_step(begin)
         return self.buffer
 
     def abandon(self) -> None:
         super().abandon()
+        if self.accumulator_of_all is not None:
+            self.accumulator_of_all.settle(keep=False)
         self._missing = set(self._places)

@@ -9,12 +9,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress.engine.accumulators import Accumulators, refuse_accumulators
 from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane, Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Hosts, plan_together
+from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
 __all__ = ["Ledger", "empty_state", "refuse_residuals"]
@@ -32,6 +33,7 @@ def empty_state() -> dict[str, Any]:
 def refuse_residuals(state: dict[str, Any]) -> None:
     """Raise StateError if a state with residuals is loaded where nothing is exchanged."""
     check_state(state)
+    refuse_accumulators(state)
     if state["residuals"] or state["owner_residuals"]:
         raise StateError(
             "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
@@ -54,6 +56,9 @@ class Ledger(Generic[AnyBucket]):
         groups: of names, to go together.
         pays_debts: whether the edge adds `debts` to gradients that go dense.
         hosts: of the ranks; a hierarchical exchange needs them.
+        adagrad: makes all combined gradients updates: those that are compressed in the exchange, small ones beside
+            them where they arrive, and dense ones where the edge calls `precondition`.
+        scale: factor on the sum over ranks, of which AdaGrad must know.
     """
 
     def __init__(
@@ -66,6 +71,8 @@ class Ledger(Generic[AnyBucket]):
         groups: list[list[str]] | None = None,
         pays_debts: bool = False,
         hosts: Hosts | None = None,
+        adagrad: AdaGrad | None = None,
+        scale: float = 1.0,
     ) -> None:
         self.routing = routing
         self.buckets: list[AnyBucket] = []
@@ -85,6 +92,9 @@ class Ledger(Generic[AnyBucket]):
         self._position = position
         by_name = {tensor.name: tensor for tensor in tensors}
         self._shapes = {tensor.name: tensor.shape for tensor in by_name.values()}
+        self.accumulators = (
+            None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.lanes, self.packs)
+        )
         for names in routing.divided(by_name.values(), ranks, groups):
             bucket = self._make_bucket(names, by_name, routing, make_bucket)
             self.buckets.append(bucket)
@@ -102,13 +112,21 @@ class Ledger(Generic[AnyBucket]):
             together[packed_as] = (Pack.shape_of(small), Pack.compressor)
         plans = plan_together(routing.exchange, together, self._ranks)
         lanes = {
-            t.name: Lane(t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize)
+            t.name: Lane(
+                t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize,
+                self._accumulator(),
+            )
             for t in compressed
-        }
-        pack = Pack(packed_as, small, plans[packed_as], self._position, self._hosts) if small else None
+        }  # fmt: skip
+        pack = None
+        if small:
+            pack = Pack(packed_as, small, plans[packed_as], self._position, self._hosts, self._accumulator())
         self.lanes.update(lanes)
         self.packs.update(dict.fromkeys(small, pack) if pack is not None else {})
         return make_bucket(lanes, pack)
+
+    def _accumulator(self) -> Accumulator | None:
+        return None if self.accumulators is None else self.accumulators.of_sums()
 
     @property
     def is_used(self) -> bool:
@@ -117,8 +135,8 @@ class Ledger(Generic[AnyBucket]):
 
     @property
     def owes(self) -> bool:
-        """Whether anything may be left of what this rank was to send."""
-        return bool(self.buckets) or bool(self.debts)
+        """Whether anything may be left of what this rank was to send, or depends on all steps before."""
+        return bool(self.buckets) or bool(self.debts) or self.accumulators is not None
 
     def exchanges(self, name: str) -> bool:
         """Whether the tensor goes through an exchange rather than through Horovod's allreduce."""
@@ -177,6 +195,22 @@ class Ledger(Generic[AnyBucket]):
                 lane.rescale(factor)
             for debt in self.debts.values():
                 debt *= factor
+        if self.accumulators is not None:
+            self.accumulators.set_loss_scale(loss_scale)
+
+    # -- AdaGrad -------------------------------------------------------------------------------------------------
+
+    def precondition(self, name: str, combined: Array) -> bool:
+        """With AdaGrad, make a combined gradient (flat) that went dense an update, in place; whether it is finite.
+
+        The same on all ranks. Nothing is final before `settle`.
+        """
+        return self.accumulators is None or self.accumulators.precondition(name, combined, self._loss_scale)
+
+    def settle(self, keep: bool) -> None:
+        """The step has ended; without `keep` the accumulators of dense tensors are what they were before it."""
+        if self.accumulators is not None:
+            self.accumulators.settle(keep)
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
@@ -243,6 +277,7 @@ class Ledger(Generic[AnyBucket]):
             "compressor": None if self.routing.compressor is None else self.routing.compressor.get_config(),
             "residuals": residuals,
             "owner_residuals": owners,
+            **({} if self.accumulators is None else {"accumulators": self.accumulators.entries()}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -264,13 +299,23 @@ class Ledger(Generic[AnyBucket]):
         for kind in ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():
                 self._check_entry(name, entry)
+        if self.accumulators is None:
+            refuse_accumulators(state)
+        # of a state from before AdaGrad residuals are taken, in units of the sum, and accumulators begin anew
+        owned: dict[str, Array] = {}
+        accumulated: dict[str, Array] = {}
+        if self.accumulators is not None and "accumulators" in state:
+            owned = self.accumulators.needed(state, "owner_residuals")
+            accumulated = self.accumulators.needed(state, "accumulators")
         self.abandon()
         for name, lane in self.lanes.items():
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)
             lane.residual = lane.pending = lane.owner_residual = None
             if own is not None:
                 lane.take_residual(np.asarray(own["values"]).copy())
-            if owed is not None:
+            if "accumulators" in state:
+                lane.owner_residual = owned.get(name)
+            elif owed is not None:
                 lane.take_owed(owed["start"], np.asarray(owed["values"]).copy())
             lane.step = state.get("transfer_steps", {}).get(name, state["steps"])
         self.debts = {}
@@ -281,6 +326,9 @@ class Ledger(Generic[AnyBucket]):
                     self._owe(name, values.dtype)[start : start + values.size] += values
         self._steps = state["steps"]
         self._loss_scale = state.get("loss_scale", 1.0)
+        if self.accumulators is not None:
+            self.accumulators.take(accumulated)
+            self.accumulators.set_loss_scale(self._loss_scale)
 
     def _unpaid(self, name: str, norm: float) -> UnsupportedError:
         return UnsupportedError(

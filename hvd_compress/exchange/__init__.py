@@ -10,6 +10,7 @@ Nothing here knows ranks (only positions), frameworks or Horovod.
 
 from __future__ import annotations
 
+from hvd_compress.exchange.adagrad import Accumulator, AdaGrad, exchange_with
 from hvd_compress.exchange.bucket import Bucket, Parcel
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
@@ -18,6 +19,8 @@ from hvd_compress.exchange.transfer import Transfer
 
 __all__ = [
     "EXCHANGES",
+    "Accumulator",
+    "AdaGrad",
     "Bucket",
     "Hosts",
     "Parcel",
@@ -25,6 +28,7 @@ __all__ = [
     "Transfer",
     "aligned_empty",
     "chunk_bounds",
+    "exchange_with",
     "make_plan",
     "plan_together",
     "ring_bytes",

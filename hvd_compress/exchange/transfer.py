@@ -19,6 +19,7 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor, Key
 from hvd_compress.errors import WireError
+from hvd_compress.exchange.adagrad import Accumulator
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan
@@ -38,10 +39,17 @@ class Transfer:
         compressor: of the whole tensor.
         position: of this rank among those that take part.
         hosts: of the ranks, for a hierarchical exchange.
+        accumulator: of the elements that this rank owns; with it, results are AdaGrad's updates.
     """
 
     def __init__(
-        self, name: str, plan: Plan, compressor: Compressor, position: int, hosts: Hosts | None = None
+        self,
+        name: str,
+        plan: Plan,
+        compressor: Compressor,
+        position: int,
+        hosts: Hosts | None = None,
+        accumulator: Accumulator | None = None,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -54,6 +62,8 @@ class Transfer:
         self.residual: Array | None = None
         """Of the elements in `shard`."""
         self.owner_residual: Array | None = None
+        """Of the elements in `owned`: in units of the sum, with an accumulator in units of the update."""
+        self.accumulator = accumulator
         self.pending: Array | None = None
         """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
         shard only."""
@@ -152,6 +162,8 @@ class Transfer:
     def reduce(self, payloads: Sequence[Bytes], slot: Bytes) -> int:
         """Stage 2, the owner of a chunk: the payloads of all ranks become the payload of their sum, in `slot`.
 
+        With an accumulator it is the payload of the update that the sum makes.
+
         Raises:
             WireError: a payload is truncated, corrupted or foreign.
         """
@@ -172,6 +184,8 @@ class Transfer:
             self.owner_residual = self.owner_residual.astype(dtype, copy=False)
         for sender, payload in enumerate(payloads):
             compressor.decode_into(payload, self._sum, add=sender > 0)
+        if self.accumulator is not None and not self.accumulator.precondition(self._sum):
+            return compressor.say_nonfinite(slot, numel, plan.group)
         key = self._key_of(hop=1, chunk=self.chunk)
         return compressor.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
 
@@ -201,8 +215,8 @@ class Transfer:
         """Stage 3, every rank: decode, and make the step's residuals final, or take them back.
 
         Args:
-            keep: False takes both residuals back to what they were before the step.
-            scale: factor on the sum, such as 1 / ranks.
+            keep: False takes residuals and accumulator back to what they were before the step.
+            scale: factor on the sum, such as 1 / ranks; an accumulator has its own.
 
         Returns:
             The sum times `scale`, in the memory of the gradient or of the last residual; None after `skip`.
@@ -216,17 +230,21 @@ class Transfer:
         if out is not None:
             if keep and self.residual is not None:
                 out = self._moved_on(out, self.residual)
-            self._decode(out, scale)
+            self._decode(out, scale if self.accumulator is None else self.accumulator.loss_scale)
             if keep:
                 self.pending = None
             if keep and self.owner_residual is not None:
                 self.owner_residual, self._sum = self._sum, self.owner_residual
+            if self.accumulator is not None:
+                self.accumulator.settle(keep)
         self.abandon()
         self.step += 1
         return out
 
     def abandon(self) -> None:
-        """Forget a step in flight; the residuals stay what they were before it."""
+        """Forget a step in flight; residuals and accumulator stay what they were before it."""
+        if self.accumulator is not None:
+            self.accumulator.settle(keep=False)
         self._gradient = None
         self._skipped = False
         self._arrived = ()

@@ -10,16 +10,34 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.engine import Ledger, Routing, Tensor
-from hvd_compress.exchange import Hosts
+from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.torch._bucket import Bucket
 from hvd_compress.torch._measure import collectives_of
 
-__all__ = ["Engine", "described"]
+__all__ = ["Engine", "described", "precondition", "with_tensors"]
 
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
     """Named torch tensors as the engine knows them."""
     return [Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size()) for name, t in tensors]
+
+
+def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool:
+    """With AdaGrad, make a combined dense gradient an update, in place; see `Ledger.precondition`."""
+    wide = torch.float64 if combined.dtype == torch.float64 else torch.float32
+    staged = combined.detach().to(device="cpu", dtype=wide).contiguous()
+    finite = ledger.precondition(name, staged.view(-1).numpy())
+    if staged.data_ptr() != combined.data_ptr():
+        combined.copy_(staged)
+    return finite
+
+
+def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """A state of a ledger with its NumPy arrays as torch tensors, in place."""
+    for kind in ("residuals", "owner_residuals", "accumulators"):
+        for entry in state.get(kind, {}).values():
+            entry["values"] = torch.from_numpy(entry["values"])
+    return state
 
 
 class Engine(Ledger[Bucket]):
@@ -32,6 +50,7 @@ class Engine(Ledger[Bucket]):
         tensors: (name, tensor) of all that may come.
         groups: of names, to go together.
         pays_debts: whether the caller calls `with_debt` for gradients that go dense.
+        adagrad: see `Ledger`; the caller calls `precondition` for gradients that went dense.
     """
 
     def __init__(
@@ -42,14 +61,16 @@ class Engine(Ledger[Bucket]):
         tensors: Iterable[tuple[str, torch.Tensor]],
         groups: list[list[str]] | None = None,
         pays_debts: bool = False,
+        adagrad: AdaGrad | None = None,
     ) -> None:
         make_bucket = partial(Bucket, process_set=process_set)
         hosts = (
             Hosts.of_names(collectives_of(process_set).host_numbers()) if routing.exchange == "hierarchical" else None
         )
         super().__init__(
-            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts
-        )
+            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts,
+            adagrad, scale,
+        )  # fmt: skip
         self.scale = scale
         self._paid: set[str] = set()
 
@@ -79,6 +100,7 @@ class Engine(Ledger[Bucket]):
 
     def settle(self, keep: bool) -> None:
         """The step has ended: debts that travelled are forgotten if its gradients were finite."""
+        super().settle(keep)
         for name in self._paid:
             if keep:
                 del self.debts[name]
@@ -112,8 +134,4 @@ class Engine(Ledger[Bucket]):
 
     def state_dict(self) -> dict[str, Any]:
         """See `hvd_compress.feedback`; values are torch tensors, copied."""
-        state = super().state_dict()
-        for kind in ("residuals", "owner_residuals"):
-            for entry in state[kind].values():
-                entry["values"] = torch.from_numpy(entry["values"])
-        return state
+        return with_tensors(super().state_dict())

@@ -14,20 +14,25 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
+    Bucket,
     Counters,
+    Ledger,
     Routing,
     check_settings,
     describe,
     description,
     empty_state,
+    exchange_of,
     exchanged,
+    refuse_other_ops,
     refuse_residuals,
     resolved,
 )
 from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.exchange import AdaGrad
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
-from hvd_compress.torch._engine import Engine, described
+from hvd_compress.torch._engine import Engine, described, precondition, with_tensors
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
 from hvd_compress.torch._steering import Steering
 from hvd_compress.torch.compression import dense_route, horovod_compressor
@@ -40,7 +45,11 @@ class _Overrides:
 
     _engine: Engine | None = None
     _steering: Steering | None = None
+    _alone: Ledger[Bucket] | None = None
+    """With AdaGrad, where this rank exchanges nothing."""
     _chooses = False
+    _adagrad: AdaGrad | None = None
+    _horovods: Any
     _make_engine: Callable[[Routing], Engine]
     _by_name: dict[str, torch.Tensor]
     _label: str
@@ -67,6 +76,7 @@ class _Overrides:
             return HorovodOptimizer._allreduce_grad_async(self, p)
         name = self._parameter_names[p]
         is_sparse = p.grad.is_sparse
+        self._check_dense(name, p.grad)
         if self._engine.exchanges(name):
             if not is_sparse or self.sparse_as_dense:
                 self._engine.start(name, p.grad.to_dense() if is_sparse else p.grad)
@@ -83,12 +93,23 @@ class _Overrides:
     def _dense_compression(self: Any, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
         if not self._chooses:
-            return self._compression
+            return self._horovods
         return dense_route(self._engine.routing.compressor_of(name))
+
+    def _completes_dense(self: Any) -> bool:
+        """Whether `_complete` waits for what goes through Horovod's allreduce, and decompresses it."""
+        return self._engine is not None and (self._engine.is_used or self._chooses or self._adagrad is not None)
+
+    def _check_dense(self: Any, name: str, gradient: torch.Tensor) -> None:
+        if self._adagrad is not None and gradient.is_sparse and not self.sparse_as_dense:
+            raise UnsupportedError(
+                f"{self._adagrad!r} with a sparse gradient of {name!r}: its elements would need accumulators of their "
+                "own on all ranks. Use sparse_as_dense=True"
+            )
 
     def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         # a group is a bucket here; a rank where one of its tensors got no gradient completes it in synchronize()
-        if self._engine is not None and (self._engine.is_used or self._chooses):
+        if self._completes_dense():
             return [self._allreduce_grad_async(p) for p in ps], None
         if self._engine is not None:
             for p in ps:
@@ -109,11 +130,13 @@ class _Overrides:
 
     def synchronize(self: Any) -> None:
         """Wait until the gradients of all ranks are combined in `p.grad`."""
-        if self._engine is not None and (self._engine.is_used or self._chooses):
+        if self._completes_dense():
             self._ungroup()
             self._submit_missing()
             self._complete()
         HorovodOptimizer.synchronize(self)
+        if self._alone is not None:
+            self._precondition_alone(self._alone)
         if self._steering is not None and self._steering.end():
             followed = self._make_engine(self._steering.routing)
             followed.inherit(self._engine)
@@ -174,7 +197,7 @@ class _Overrides:
             A dict of tensors and plain values that `torch.save` takes; see `hvd_compress.feedback`.
         """
         if self._engine is None:
-            return empty_state()
+            return empty_state() if self._alone is None else with_tensors(self._alone.state_dict())
         if self._handles:
             raise StateError("compression_state_dict() while gradients are exchanged; call it after step()")
         return self._engine.state_dict()
@@ -185,8 +208,9 @@ class _Overrides:
         Raises:
             StateError: not such a state, of another rank or number of ranks, or of other tensors.
         """
-        if self._engine is not None:
-            self._engine.load_state_dict(state)
+        holder = self._engine or self._alone
+        if holder is not None:
+            holder.load_state_dict(state)
         else:
             refuse_residuals(state)
 
@@ -204,12 +228,13 @@ class _Overrides:
             raise ValueError(f"loss_scale={loss_scale!r}: must be a positive finite number")
         if self._handles:
             raise StateError("set_loss_scale() while gradients are exchanged; call it after step()")
-        if self._engine is not None:
-            self._engine.set_loss_scale(float(loss_scale))
+        holder = self._engine or self._alone
+        if holder is not None:
+            holder.set_loss_scale(float(loss_scale))
 
     def _wait_for_dense(self: Any) -> None:
         """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step."""
-        if self._engine.is_used or self._chooses:
+        if self._completes_dense():
             self._ungroup()
         for handle, _ in self._handles.values():
             if callable(handle):
@@ -244,17 +269,37 @@ class _Overrides:
             # where nothing is owed, nothing depends on it
             finite = finite and (not self._engine.owes or _all_finite(output))
             # Horovod sends sparse gradients, whose handle is callable, as they are
-            if self._chooses and not callable(handle):
+            if self._decompresses() and not callable(handle):
                 output, ctx = self._dense_compression(self._parameter_names[p]).decompress(output, ctx), None
+            if self._adagrad is not None:
+                finite = precondition(self._engine, self._parameter_names[p], output) and finite
             waited[p] = (partial(_identity, output), ctx)
         results = self._engine.combine(keep=finite)
         self._engine.settle(keep=finite)
-        if self._chooses:
+        if self._decompresses():
             # decompressed already
             self._compression = hvd.Compression.none
         for p in self._handles:
             # Horovod's synchronize calls what is callable (l. 284) and assigns what it returns
             self._handles[p] = waited.get(p) or (partial(_identity, results[self._parameter_names[p]]), None)
+
+    def _decompresses(self: Any) -> bool:
+        """Whether what Horovod's allreduce brings is decompressed here, before AdaGrad or each in its own way."""
+        return self._chooses or self._adagrad is not None
+
+    def _precondition_alone(self: Any, ledger: Ledger[Bucket]) -> None:
+        """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
+        finite = True
+        for name, p in self._by_name.items():
+            if p.grad is None:
+                continue
+            self._check_dense(name, p.grad)
+            dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            finite = precondition(ledger, name, dense) and finite
+            if p.grad.is_sparse:
+                p.grad = dense.to_sparse()
+        ledger.settle(keep=finite)
+        ledger.count_step()
 
 
 class _InExchange:
@@ -299,6 +344,7 @@ def DistributedOptimizer(
     exchange: str = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    adagrad: AdaGrad | None = None,
 ) -> Any:
     """Wrap an optimizer so that `step()` works with the combined gradients of all ranks, exchanged compressed.
 
@@ -323,11 +369,15 @@ def DistributedOptimizer(
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
             parameters; 0 gives each an exchange of its own, and small ones to Horovod's fused allreduce.
+        adagrad: make the combined gradients AdaGrad's updates; `optimizer` is then plain SGD with its learning rate.
+            Exchanges are in two phases or hierarchical. Tell `set_loss_scale` before the first backward pass if losses
+            are scaled. With one rank, and outside of the process set, it is applied to the rank's own gradients.
 
     Raises:
         ValueError: a setting out of its range.
-        TypeError: `compression` is no compressor.
-        UnsupportedError: Adasum or elastic runs with compression.
+        TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
+        UnsupportedError: Adasum or elastic runs with compression; `adagrad` with another `op` than Average and Sum,
+            with `Auto` or with exchange="allgather".
         MismatchError: the ranks disagree; raised on all of them.
     """
     groups = num_groups if num_groups and groups is None else groups
@@ -336,6 +386,9 @@ def DistributedOptimizer(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor,
         backward_passes_per_step, groups, hvd.rocm_built(),
     )  # fmt: skip
+    exchange = exchange_of(adagrad, exchange, compression)
+    if adagrad is not None:
+        refuse_other_ops(op, hvd.Average, hvd.Sum)
     horovods = horovod_compressor(compression)
     ours = exchanged(compression)
     named = list(named_parameters) if named_parameters is not None else None
@@ -355,6 +408,7 @@ def DistributedOptimizer(
             bucket_bytes=bucket_bytes, gradient_predivide_factor=gradient_predivide_factor,
             backward_passes_per_step=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense, groups=_describe_groups(optimizer, groups),
+            adagrad=None if adagrad is None else adagrad.get_config(),
         )  # fmt: skip
         require_agreement(told, process_set)
     cls: Any = make_class(type(optimizer), _Overrides)
@@ -365,6 +419,7 @@ def DistributedOptimizer(
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
     wrapped._sent_itemsizes = {}
+    wrapped._horovods, wrapped._adagrad = horovods, adagrad
     wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
     if takes_part:
         scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
@@ -376,11 +431,14 @@ def DistributedOptimizer(
         steered = isinstance(ours, Auto)
         routing = Routing(None if isinstance(ours, Auto) else ours, exchange, min_numel, bucket_bytes)
         wrapped._make_engine = partial(
-            Engine, scale=scale, process_set=process_set, tensors=tensors, groups=named_groups, pays_debts=steered
-        )
+            Engine, scale=scale, process_set=process_set, tensors=tensors, groups=named_groups, pays_debts=steered,
+            adagrad=adagrad,
+        )  # fmt: skip
         wrapped._chooses = isinstance(ours, Auto | Policy)
         if isinstance(ours, Auto):
             wrapped._steering = Steering(ours, described(tensors), routing, process_set)
             routing = wrapped._steering.routing
         wrapped._engine = wrapped._make_engine(routing)
+    elif adagrad is not None:
+        wrapped._alone = Ledger(Routing(None), 1, 0, described(wrapped._by_name.items()), Bucket, adagrad=adagrad)
     return wrapped

@@ -1,0 +1,157 @@
+"""AdaGrad's accumulators of all tensors on one rank: whose elements they are of, and how they are saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.engine.lane import Lane, Pack
+from hvd_compress.errors import StateError
+from hvd_compress.exchange import Accumulator, AdaGrad
+
+__all__ = ["Accumulators", "refuse_accumulators"]
+
+Array = npt.NDArray[Any]
+
+
+def refuse_accumulators(state: Mapping[str, Any]) -> None:
+    """Raise StateError if a state of a run with AdaGrad is loaded into one without."""
+    if "accumulators" in state:
+        raise StateError(
+            "compressor state with the accumulators of AdaGrad, which is not used here: train with adagrad=AdaGrad() "
+            "as before, or leave the state out, which drops them and what was still owed"
+        )
+
+
+class Accumulators:
+    """Makes and keeps the accumulators of lanes, packs and dense tensors.
+
+    Those of a lane are of the elements that its rank owns; all ranks have the same of all others.
+
+    Args:
+        adagrad: settings.
+        scale: factor on the sum over ranks; dense tensors come with it already.
+        shapes: of all tensors.
+        lanes: of those that are compressed.
+        packs: of those that travel beside them.
+    """
+
+    def __init__(
+        self,
+        adagrad: AdaGrad,
+        scale: float,
+        shapes: Mapping[str, tuple[int, ...]],
+        lanes: Mapping[str, Lane],
+        packs: Mapping[str, Pack],
+    ) -> None:
+        self._adagrad = adagrad
+        self._scale = scale
+        self._shapes, self._lanes, self._packs = shapes, lanes, packs
+        self._dense: dict[str, Accumulator] = {}
+
+    def of_sums(self) -> Accumulator:
+        """A new one, for a lane or a pack."""
+        return Accumulator(self._adagrad, self._scale)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def precondition(self, name: str, combined: Array, loss_scale: float) -> bool:
+        """Make a combined gradient (flat) that went dense an update, in place; whether it is finite."""
+        accumulator = self._dense.setdefault(name, Accumulator(self._adagrad, 1.0))
+        accumulator.loss_scale = loss_scale
+        finite = accumulator.precondition(combined)
+        if loss_scale != 1.0:
+            combined *= combined.dtype.type(loss_scale)
+        return finite
+
+    def settle(self, keep: bool) -> None:
+        """The step has ended for dense tensors; lanes and packs settle when they finish."""
+        for accumulator in self._dense.values():
+            accumulator.settle(keep)
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Tell lanes and packs what gradients will come multiplied by."""
+        for accumulator in (*self._of_lanes().values(), *self._of_packs().values()):
+            accumulator.loss_scale = loss_scale
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def entries(self) -> dict[str, Any]:
+        """The "accumulators" of a state; see `hvd_compress.feedback`."""
+        values: dict[str, tuple[int, Array]] = {}
+        for name, accumulator in self._of_lanes().items():
+            lane = self._lanes[name]
+            # zeros of a tensor that was left out of all steps; no entry at all says that other ranks own it
+            if lane.owned is not None and lane.step:
+                zeros = np.zeros(lane.owned.stop - lane.owned.start, np.float32)
+                values[name] = lane.owned.start, zeros if accumulator.values is None else accumulator.values.copy()
+        for name, accumulator in self._of_packs().items():
+            if accumulator.values is not None:
+                values[name] = 0, accumulator.values[self._packs[name].place(name)].copy()
+        for name, accumulator in self._dense.items():
+            if accumulator.values is not None:
+                values[name] = 0, accumulator.values.copy()
+        return {n: {"shape": list(self._shapes[n]), "start": start, "values": v} for n, (start, v) in values.items()}
+
+    def needed(self, state: Mapping[str, Any], kind: str) -> dict[str, Array]:
+        """Values of the elements that this rank owns, or keeps as all ranks do, copied from entries of a state.
+
+        Args:
+            state: of a run with AdaGrad.
+            kind: "accumulators" or "owner_residuals", which both belong to elements.
+
+        Raises:
+            StateError: the state has others, or is of other tensors.
+        """
+        for name, entry in state[kind].items():
+            if tuple(entry["shape"]) != self._shapes.get(name):
+                raise StateError(f"{kind} of {name!r} with shape {tuple(entry['shape'])}: {self._known(name)}")
+        needed = {}
+        for name, shape in self._shapes.items():
+            wanted = self._lanes[name].owned if name in self._lanes else slice(0, math.prod(shape))
+            entry = state[kind].get(name)
+            is_elsewhere = kind == "accumulators" and bool(state.get("transfer_steps", {}).get(name))
+            if wanted is None or (entry is None and not is_elsewhere):
+                continue
+            start, values = (0, np.empty(0)) if entry is None else (entry["start"], np.asarray(entry["values"]))
+            if not start <= wanted.start <= wanted.stop <= start + values.size:
+                raise StateError(
+                    f"{kind} of {name!r}: this rank needs elements {wanted.start} to {wanted.stop}, its state has "
+                    f"{start} to {start + values.size}, since exchange, buckets or compressor have changed. Collect "
+                    f"the states of all ranks, use hvd_compress.feedback.redistribute(states, {state['size']}), and "
+                    "load what that returns"
+                )
+            needed[name] = values[wanted.start - start : wanted.stop - start].copy()
+        return needed
+
+    def take(self, values: Mapping[str, Array]) -> None:
+        """Take over what `needed` returned; tensors without an entry begin anew."""
+        for name, accumulator in self._of_lanes().items():
+            accumulator.values = values.get(name)
+        of_packs = self._of_packs()
+        for accumulator in of_packs.values():
+            accumulator.values = None
+        for name, accumulator in of_packs.items():
+            if name in values:
+                if accumulator.values is None:
+                    accumulator.values = np.zeros(self._packs[name].buffer.size, np.float32)
+                accumulator.values[self._packs[name].place(name)] = values[name]
+        self._dense = {}
+        for name in values.keys() - self._lanes.keys() - self._packs.keys():
+            self._dense[name] = Accumulator(self._adagrad, 1.0)
+            self._dense[name].values = values[name]
+
+    def _of_lanes(self) -> dict[str, Accumulator]:
+        return {name: lane.accumulator for name, lane in self._lanes.items() if lane.accumulator is not None}
+
+    def _of_packs(self) -> dict[str, Accumulator]:
+        """By tensor: several have one in common."""
+        accumulators = {name: pack.accumulator_of_all for name, pack in self._packs.items()}
+        return {name: accumulator for name, accumulator in accumulators.items() if accumulator is not None}
+
+    def _known(self, name: str) -> str:
+        return f"the tensor has {self._shapes[name]}" if name in self._shapes else "there is no such tensor"

@@ -1,0 +1,116 @@
+"""AdaGrad within an exchange: who owns the sum of an element divides it before it is encoded again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.compressors.settings import check_real
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.kernels import adagrad as kernels
+
+__all__ = ["Accumulator", "AdaGrad", "exchange_with"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class AdaGrad:
+    """Makes combined gradients AdaGrad's updates, g / (sqrt(sum of g² so far) + epsilon), within the exchange.
+
+    The owner of a chunk applies it to the combined gradient, before compressing it again: the second hop is given
+    values of similar magnitude, and the work is divided among the ranks. Every element of the model is treated so,
+    compressed or not: wrap plain SGD, whose learning rate becomes AdaGrad's. What an owner owes counts in updates.
+    Source: Seide et al. 2014; Dryden et al. 2016, section 3.1. There only with one-bit quantization, here with
+    any compressor.
+
+    Args:
+        epsilon: added to the root.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import AdaGrad, TopK
+        >>> from hvd_compress.loopback import Loopback
+        >>> ranks = Loopback(2, TopK(ratio=1.0), adagrad=AdaGrad())
+        >>> gradients = [np.array([3e-4, -50.0], np.float32)] * 2
+        >>> first, second = (ranks.allreduce(gradients)[0] for _ in range(2))
+        >>> second.round(3)
+        array([ 0.707, -0.707], dtype=float32)
+    """
+
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        # below, float32 has 0: an element without a gradient so far would be 0 / 0
+        check_real(self, "epsilon", self.epsilon, above=1e-37, most=1.0)
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings as a JSON-able dict, which ranks compare."""
+        return {"id": "adagrad", **asdict(self)}
+
+
+class Accumulator:
+    """The squares of some elements' gradients so far, and what they become if the step under way is kept.
+
+    Args:
+        adagrad: settings.
+        scale: factor that makes what `precondition` is given the gradient, such as 1 / ranks for a sum.
+    """
+
+    def __init__(self, adagrad: AdaGrad, scale: float) -> None:
+        self.adagrad = adagrad
+        self.values: Array | None = None
+        """Sums of squares, whatever the loss scale; None before the first step."""
+        self.loss_scale = 1.0
+        """What gradients come multiplied by, and updates are to be, since the user divides both by it."""
+        self._scale = scale
+        self._after: Array = np.empty(0, np.float32)
+        self._is_ahead = False
+
+    def precondition(self, x: Array) -> bool:
+        """Make flat gradients (float32 or float64) updates, in place; whether they are finite.
+
+        Updates do not have the loss scale yet. Nothing is final before `settle`.
+        """
+        if self.values is None:
+            self.values = aligned_empty(x.size, x.dtype)
+            self.values[...] = 0
+        # of a model that was converted since
+        self.values = self.values.astype(x.dtype, copy=False)
+        if self._after.size != x.size or self._after.dtype != x.dtype:
+            self._after = aligned_empty(x.size, x.dtype)
+        self._is_ahead = True
+        factor, epsilon = x.dtype.type(self._scale / self.loss_scale), x.dtype.type(self.adagrad.epsilon)
+        return bool(kernels.precondition(x, self.values, factor, epsilon, self._after))
+
+    def settle(self, keep: bool) -> None:
+        """The step has ended: its squares count, or the accumulator is what it was before."""
+        if keep and self._is_ahead and self.values is not None:
+            self.values, self._after = self._after, self.values
+        self._is_ahead = False
+
+
+def exchange_with(adagrad: AdaGrad | None, exchange: str) -> str:
+    """The exchange to use with `adagrad`: "auto" becomes "two_phase".
+
+    Raises:
+        TypeError: `adagrad` is something else.
+        UnsupportedError: an exchange without owners.
+    """
+    if adagrad is None:
+        return exchange
+    if not isinstance(adagrad, AdaGrad):
+        raise TypeError(f"adagrad={adagrad!r}: give an AdaGrad, such as AdaGrad(), or None")
+    if exchange == "allgather":
+        raise UnsupportedError(
+            f"{adagrad!r} with exchange='allgather': it is applied by the owner of a sum, and there is none; use "
+            "exchange='two_phase' or 'hierarchical'"
+        )
+    return "two_phase" if exchange == "auto" else exchange
