@@ -305,8 +305,8 @@ class Ledger(Generic[AnyBucket]):
         owned: dict[str, Array] = {}
         accumulated: dict[str, Array] = {}
         if self.accumulators is not None and "accumulators" in state:
-            owned = self.accumulators.needed(state, "owner_residuals")
             accumulated = self.accumulators.needed(state, "accumulators")
+            owned = self.accumulators.needed(state, "owner_residuals")
         self.abandon()
         for name, lane in self.lanes.items():
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)

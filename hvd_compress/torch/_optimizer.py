@@ -215,10 +215,11 @@ class _Overrides:
             refuse_residuals(state)
 
     def set_loss_scale(self: Any, loss_scale: float) -> None:
-        """Tell the residuals the scale of the losses to come, such as `scaler.get_scale()` after `scaler.update()`.
+        """Tell the residuals the scale of the losses to come, `scaler.get_scale()`, before each backward pass.
 
         Residuals are in units of the scaled gradients; without this call a changed scale would weigh what is still
-        owed by the ratio of the two scales. A scale that stays the same costs nothing.
+        owed by the ratio of the two scales. A scale that stays the same costs nothing. AdaGrad's updates are multiplied
+        by it, so that `scaler.unscale_` is right for them too.
 
         Raises:
             ValueError: not a positive finite number.

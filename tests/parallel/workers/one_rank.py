@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import horovod.torch as horovod
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import OneBit
+from hvd_compress import AdaGrad, OneBit
 from hvd_compress.errors import StateError
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import COMPRESSORS, Net, bytes_of, loss_of, numbers, raises, train
@@ -57,6 +58,43 @@ def everything_can_be_called() -> None:
     optimizer.load_compression_state_dict(state)
     entry = {"shape": [1], "values": torch.ones(1)}
     raises(StateError, lambda: optimizer.load_compression_state_dict({**state, "residuals": {"w": entry}}), "one rank")
+
+
+@cases.add
+def adagrad_is_torchs() -> None:
+    """Around plain SGD, with no exchange: nothing else would make it AdaGrad."""
+    model, twin = Net(), Net()
+
+    def wrapped() -> Any:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+        return hvd.DistributedOptimizer(sgd, model.named_parameters(), OneBit(), adagrad=AdaGrad(1e-6))
+
+    optimizer = wrapped()
+    for step in range(4):
+        scale = 2.0**step
+        optimizer.set_loss_scale(scale)
+        (scale * loss_of(model, step)).backward()
+        optimizer.synchronize()
+        for p in model.parameters():
+            p.grad /= scale
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            state, values = optimizer.compression_state_dict(), copy.deepcopy(model.state_dict())
+            (loss_of(model, 9) * float("inf")).backward()
+            optimizer.step()
+            after = optimizer.compression_state_dict()["accumulators"]
+            assert all(torch.equal(e["values"], after[n]["values"]) for n, e in state["accumulators"].items())
+            optimizer.zero_grad()
+            # goes on in another optimizer
+            model.load_state_dict(values)
+            optimizer = wrapped()
+            optimizer.load_compression_state_dict(state)
+    local = torch.optim.Adagrad(twin.parameters(), lr=0.125, eps=1e-6)
+    train(twin, local, range(4), check=lambda step: None)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @cases.add

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, OneBit, TopK
+from hvd_compress import QSGD, AdaGrad, OneBit, TopK
 from hvd_compress.errors import MismatchError
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -65,6 +65,23 @@ def train_members(ranks: list[int], compressor: Any, exchange: str, **settings: 
     check_equal_on_all_ranks(model, set_of(ranks))
     state = optimizer.compression_state_dict()
     assert (state["size"], state["rank"]) == (2, ranks.index(horovod.rank()))
+
+
+@cases.each({**SETS, "single": SINGLE})
+def adagrad_is_of_the_members_and_of_each_outsider(ranks: list[int]) -> None:
+    model, twin = Net(), Net()
+    optimizer = wrap(model, ranks, TopK(ratio=1.0), adagrad=AdaGrad(1e-6))
+    local = torch.optim.Adagrad(twin.parameters(), lr=0.125, eps=1e-6)
+    averaged = ranks if horovod.rank() in ranks else [horovod.rank()]
+    for step in range(4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in twin.named_parameters():
+            p.grad = torch.stack([gradient(name, rank, step, p) for rank in averaged]).mean(0)
+        local.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-4)
 
 
 @cases.each({f"{s}-{e}": (SETS[s], e) for s in SETS for e in EXCHANGES})
