@@ -31,7 +31,6 @@ __all__ = ["FORMAT", "check_state", "read_state", "redistribute", "write_state"]
 
 FORMAT = 1
 State = dict[str, Any]
-_KINDS = ("residuals", "owner_residuals", "accumulators")
 
 
 def check_state(state: Any) -> None:
@@ -58,14 +57,16 @@ def check_state(state: Any) -> None:
             raise StateError(f"accumulator of {name!r} has values that are no sums of squares")
 
 
+def _kinds(state: State) -> list[str]:
+    return ["residuals", "owner_residuals", *(["accumulators"] if "accumulators" in state else [])]
+
+
 def write_state(path: str | os.PathLike[str], state: State) -> None:
     """Write a state to a file of NumPy's npz format, whole or not at all; further JSON-able entries are kept."""
     check_state(state)
     arrays: dict[str, Any] = {}
     plain = dict(state)
-    for kind in _KINDS:
-        if kind not in state:
-            continue
+    for kind in _kinds(state):
         plain[kind] = {}
         for name, entry in state[kind].items():
             key = f"values{len(arrays)}"
@@ -90,8 +91,8 @@ def read_state(path: str | os.PathLike[str]) -> State:
         # opened here: np.load leaves what it has opened open if the file is damaged
         with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             state: State = json.loads(file["plain"].tobytes())
-            for kind in _KINDS:
-                for entry in state.get(kind, {}).values():
+            for kind in _kinds(state):
+                for entry in state[kind].values():
                     entry["values"] = file[entry["values"]]
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise StateError(f"{path} is not a file with a compressor state: {error}") from error

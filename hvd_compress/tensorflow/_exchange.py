@@ -26,7 +26,7 @@ from hvd_compress.engine import (
     slowest_speeds,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Hosts
+from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
@@ -60,6 +60,7 @@ class Settings:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     device_dense: str = ""
     device_sparse: str = ""
+    adagrad: AdaGrad | None = None
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,15 @@ class GradientExchange(Ledger[Bucket]):
         position = process_set.rank() if self.takes_part else 0
         tensors = [Tensor(s.name, self._static_shape(s), s.dtype.name, s.dtype.size) for s in sources]
         self._pilot: Pilot | None = None
-        super().__init__(
-            self._routing(tensors), ranks, position, tensors,
-            partial(Bucket, process_set=process_set, wire_names=self._wire_names), self._named_groups(),
-            hosts=self._found_hosts(),
-        )  # fmt: skip
-        self._horovods = horovod_compressor(settings.compression)
         self._scale = 1.0
         if self._compressor is not None:
             self._scale = average_share(self._compressor, settings.op, hvd.Average, hvd.Sum, ranks)
+        super().__init__(
+            self._routing(tensors), ranks, position, tensors,
+            partial(Bucket, process_set=process_set, wire_names=self._wire_names), self._named_groups(),
+            hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
+        )  # fmt: skip
+        self._horovods = horovod_compressor(settings.compression)
         self._turn = Turn()
         self._compiled = tf.function(self._lay, autograph=False)
 
@@ -124,9 +125,10 @@ class GradientExchange(Ledger[Bucket]):
 
         Raises:
             TypeError: a gradient to be compressed is not of a floating type.
-            UnsupportedError: the function is compiled by XLA.
+            UnsupportedError: the function is compiled by XLA, or a sparse gradient comes to AdaGrad.
         """
-        if not self.takes_part or all(g is None for g in gradients):
+        is_unchanged = not self.takes_part and self.accumulators is None
+        if is_unchanged or all(g is None for g in gradients):
             return list(gradients)
         if tf.executing_eagerly():
             return list(self._compiled(list(gradients), loss_scale))
@@ -150,10 +152,15 @@ class GradientExchange(Ledger[Bucket]):
         # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
         with tf.device("CPU:0"):
             turn = self._turn.read()
-            if loss_scale is not None and exchanged:
+            if self.accumulators is not None:
+                turn = tf.numpy_function(self._forget, [turn], tf.int64, stateful=False)
+            if loss_scale is not None and self.owes:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
         results = self._lay_dense(prepared, set(exchanged), turn)
-        finite = [_all_finite(g) for g in results if g is not None] if exchanged else []
+        finite = [_all_finite(g) for g in results if g is not None] if self.owes else []
+        if self.accumulators is not None:
+            results, are_finite = self._lay_adagrad(results, turn)
+            finite += are_finite
         ends = [_first_value(g) for g in results if g is not None]
         with tf.device("CPU:0"):
             # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
@@ -167,7 +174,7 @@ class GradientExchange(Ledger[Bucket]):
                 of_bucket, done = bucket.lay_finish(exchanged, keep, self._scale)
                 combined |= of_bucket
                 ends.append(done)
-            self._lay_end(prepared, ends, turn)
+            self._lay_end(prepared, [keep, *ends], turn)
         return [combined.get(s.name, result) for s, result in zip(self._sources, results, strict=True)]
 
     def _lay_dense(self, gradients: list[Gradient], exchanged: set[str], turn: tf.Tensor) -> list[Gradient]:
@@ -175,6 +182,8 @@ class GradientExchange(Ledger[Bucket]):
         ours = {i for i, source in enumerate(self._sources) if source.name in exchanged}
         with tf.control_dependencies([turn]):
             gradients = [g if g is None or i in ours else _same(g) for i, g in enumerate(gradients)]
+        if not self.takes_part:
+            return gradients
         settings = self.settings
         factor = settings.gradient_predivide_factor if settings.op == hvd.Average else 1.0
         reduce = {
@@ -202,15 +211,47 @@ class GradientExchange(Ledger[Bucket]):
                     results[i] = result
         return results
 
+    def _lay_adagrad(self, combined: list[Gradient], turn: tf.Tensor) -> tuple[list[Gradient], list[tf.Tensor]]:
+        """Updates of what went dense, and whether each is finite; None for the others."""
+        updates: list[Gradient] = [None] * len(combined)
+        finite = []
+        for i, (source, gradient) in enumerate(zip(self._sources, combined, strict=True)):
+            if gradient is None:
+                continue
+            if isinstance(gradient, tf.IndexedSlices):
+                raise UnsupportedError(
+                    f"{self.settings.adagrad!r} with a sparse gradient of {source.name!r}: its elements would need "
+                    "accumulators of their own on all ranks. Use sparse_as_dense=True"
+                )
+            wide = gradient if gradient.dtype == tf.float64 else tf.cast(gradient, tf.float32)
+
+            def update(turn: np.int64, values: np.ndarray[Any, Any], name: str = source.name) -> Any:
+                # a TensorFlow tensor must not change
+                flat = np.array(values).reshape(-1)
+                return np.bool_(self.precondition(name, flat)), flat
+
+            with tf.device("CPU:0"):
+                # `turn` is an input, so that the gradient cannot be a constant and this be run once
+                is_finite, flat = tf.numpy_function(update, [turn, wide], [tf.bool, wide.dtype], stateful=False)
+            is_finite.set_shape([])
+            finite.append(is_finite)
+            updates[i] = tf.cast(tf.reshape(flat, tf.shape(gradient)), gradient.dtype)
+            updates[i].set_shape(gradient.shape)
+        return updates, finite
+
     def _lay_end(self, gradients: list[Gradient], ends: list[tf.Tensor], turn: tf.Tensor) -> None:
-        """Count the step when all of it is done, which `ends` tell, and give the turn to the next one."""
+        """Count the step when all of it is done, which `ends` tell, and give the turn to the next one.
+
+        The first of `ends` says whether the step is kept.
+        """
         dense = [
             (source.name, *self._dense_bytes(g, self._horovods_of(source.name)))
             for source, g in zip(self._sources, gradients, strict=True)
             if isinstance(g, tf.Tensor) and not self.exchanges(source.name) and g.shape.is_fully_defined()
         ]
 
-        def end(turn: np.int64, *_: Any) -> np.int64:
+        def end(turn: np.int64, keep: np.bool_, *_: Any) -> np.int64:
+            self.settle(bool(keep))
             self.count_step()
             for name, sent_bytes, gradient_bytes in dense:
                 self.count_dense(name, sent_bytes, gradient_bytes)
@@ -259,6 +300,11 @@ class GradientExchange(Ledger[Bucket]):
         with tf.init_scope():
             sent, _ = horovods.compress(tf.zeros([1], gradient.dtype))
         return numel * sent.dtype.size, numel * gradient.dtype.size
+
+    def _forget(self, turn: np.int64) -> np.int64:
+        # of a step that has failed
+        self.settle(keep=False)
+        return turn
 
     def _rescale(self, turn: np.int64, loss_scale: np.float32) -> np.int64:
         self.set_loss_scale(float(loss_scale))
@@ -318,6 +364,7 @@ class GradientExchange(Ledger[Bucket]):
             exchange=settings.exchange, min_numel=settings.min_numel, bucket_bytes=settings.bucket_bytes,
             sparse_as_dense=settings.sparse_as_dense,
             gradient_predivide_factor=settings.gradient_predivide_factor, groups=settings.groups,
+            adagrad=None if settings.adagrad is None else settings.adagrad.get_config(),
         )  # fmt: skip
 
 

@@ -12,7 +12,16 @@ import tensorflow as tf
 
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress._keras.optimizer import local_variables
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, check_settings, refuse_other_ops, resolved
+from hvd_compress.engine import (
+    DEFAULT_BUCKET_BYTES,
+    DEFAULT_MIN_NUMEL,
+    check_settings,
+    exchange_of,
+    refuse_other_ops,
+    resolved,
+)
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import AdaGrad
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import overlay
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -68,7 +77,16 @@ class _Overrides(tf.GradientTape):
         return _pack(sources, flat)
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradient of `source` to this rank: divided by the number of ranks, but not combined."""
+        """Keep the gradient of `source` to this rank: divided by the number of ranks, but not combined.
+
+        Raises:
+            UnsupportedError: with AdaGrad, which is applied to combined gradients.
+        """
+        if self._hvd_settings.adagrad is not None:
+            raise UnsupportedError(
+                f"{self._hvd_settings.adagrad!r} with a local source: its gradient is not combined, so that it would "
+                "be the only one without AdaGrad. Give local sources a tape of their own"
+            )
         self._hvd_local.append(source)
 
     def get_local_and_global_gradients(
@@ -180,6 +198,7 @@ def DistributedGradientTape(
     exchange: str = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    adagrad: AdaGrad | None = None,
 ) -> Any:
     """Wrap a tape so that `gradient()` returns the combined gradients of all ranks, exchanged compressed.
 
@@ -204,11 +223,15 @@ def DistributedGradientTape(
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
             sources; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
+        adagrad: make the combined gradients AdaGrad's updates, to be multiplied with its learning rate and subtracted.
+            Exchanges are in two phases or hierarchical. With one rank, and outside of the process set, it is applied to
+            the rank's own gradients.
 
     Raises:
         ValueError: a setting out of its range.
-        TypeError: `compression` is no compressor.
-        UnsupportedError: another `op`, or an elastic run with a compressor.
+        TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
+        UnsupportedError: another `op`, or an elastic run with a compressor; `adagrad` with `Auto` or with
+            exchange="allgather".
 
     Example, on one rank::
 
@@ -227,12 +250,13 @@ def DistributedGradientTape(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor, 1, groups,
         hvd.rocm_built(),
     )  # fmt: skip
+    exchange = exchange_of(adagrad, exchange, compression)
     horovod_compressor(compression)
     refuse_other_ops(op, hvd.Average, hvd.Sum)
     wrapped = overlay(gradtape, _Overrides)
     wrapped._hvd_settings = Settings(
         compression, op, gradient_predivide_factor, sparse_as_dense, None, process_set, exchange, min_numel,
-        bucket_bytes, device_dense, device_sparse,
+        bucket_bytes, device_dense, device_sparse, adagrad,
     )  # fmt: skip
     wrapped._hvd_groups = groups
     wrapped._hvd_scale_local = scale_local_gradients
