@@ -86,7 +86,8 @@ def test_two_phase_stages() -> None:
     assert several[0] == Stage(8 * 0.5 + 1000)
     assert several[2] == Stage((2 * 0.25 + 25) + 3 * (2 * 0.125 + 50) + (2 * 0.5 + 250))
     assert several[4] == Stage(8 * 0.25 + 100)
-    assert exchange_seconds(Work("two_phase", 100, (60.0, 50.0), pieces=4), SPEED, NETWORK) == sum(s.seconds for s in stages)
+    work = Work("two_phase", 100, (60.0, 50.0), pieces=4)
+    assert exchange_seconds(work, SPEED, NETWORK) == sum(s.seconds for s in stages)
 
 
 def test_allgather_stages() -> None:
