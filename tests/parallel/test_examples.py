@@ -44,7 +44,10 @@ def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environ
     assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
 
 
-@pytest.mark.parametrize("heading", ["## One minute of use", "### Keras", "### TensorFlow", "### Without ranks"])
+HEADINGS = ["## One minute of use", "### Keras", "### TensorFlow", "### Without ranks", "### Let it choose"]
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
 def test_the_readme_runs(tmp_path: Path, heading: str) -> None:
     section = (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2]
     script = tmp_path / "train.py"
