@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.engine.lane import Lane, Pack
+from hvd_compress.engine.lane import Lane
+from hvd_compress.engine.pack import Pack
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import Accumulator, AdaGrad
 

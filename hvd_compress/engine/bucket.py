@@ -8,7 +8,8 @@ from typing import Any
 import numpy.typing as npt
 
 from hvd_compress import exchange
-from hvd_compress.engine.lane import Lane, Pack
+from hvd_compress.engine.lane import Lane
+from hvd_compress.engine.pack import Pack
 
 __all__ = ["Bucket"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_compress.compressors import FP16, Compressor
 from hvd_compress.cost import Network, Speed, Work, dense_work, work_of
-from hvd_compress.engine.lane import Pack
+from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.exchange import plan_together
 

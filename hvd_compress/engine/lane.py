@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.compressors import Compressor, NoCompression
+from hvd_compress.compressors import Compressor
 from hvd_compress.engine.counters import Counters
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import Accumulator, Hosts, Plan, Transfer, aligned_empty, ring_bytes
 
-__all__ = ["Lane", "Pack"]
+__all__ = ["Lane"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -206,98 +205,3 @@ class Lane(Transfer):
             yield
         except WireError as error:
             raise WireError(f"exchange of {self.name!r}, received by rank {self.position}: {error}") from error
-
-
-class _Float32(NoCompression):
-    # where any type may come, a slot holds 8 bytes per element, which would travel
-    def body_bytes(self, numel: int, group: int) -> int:
-        return 4 * numel
-
-
-class Pack(Lane):
-    """Tensors too small to compress, one behind the other in one buffer: they travel as they are, in one payload.
-
-    Args:
-        name: of the pack, the same on all ranks.
-        members: {name: shape} of float32 tensors.
-        plan: of all elements together, see `shape_of`.
-        position: of this rank among those that take part.
-        hosts: of the ranks, for a hierarchical exchange.
-        accumulator_of_all: of all elements, for AdaGrad, which every rank applies to the sums.
-    """
-
-    compressor: ClassVar[Compressor] = _Float32()
-    """What the plan of a pack is made for."""
-
-    def __init__(
-        self,
-        name: str,
-        members: Mapping[str, tuple[int, ...]],
-        plan: Plan,
-        position: int,
-        hosts: Hosts | None = None,
-        accumulator_of_all: Accumulator | None = None,
-    ) -> None:
-        super().__init__(name, plan, self.compressor, position, hosts)
-        self.accumulator_of_all = accumulator_of_all
-        self.shapes = dict(members)
-        self._places: dict[str, slice] = {}
-        at = 0
-        for member, shape in members.items():
-            self._places[member] = slice(at, at + math.prod(shape))
-            at += math.prod(shape)
-        self.buffer = aligned_empty(at, np.float32)
-        self._missing = set(members)
-
-    @staticmethod
-    def shape_of(members: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that the plan of a pack is made for."""
-        return (sum(map(math.prod, members.values())),)
-
-    @property
-    def members(self) -> list[str]:
-        """Names of the tensors in it."""
-        return list(self._places)
-
-    def place(self, member: str) -> slice:
-        """Where a member's elements lie in the buffer."""
-        return self._places[member]
-
-    def part(self, member: str) -> Array:
-        """A member's elements in the buffer: its gradient before `encode`, its sum after `finish`."""
-        return self.buffer[self._places[member]]
-
-    def put(self, member: str, values: Array | None) -> bool:
-        """Copy in a gradient (flat), or None for zeros; whether all members are here."""
-        self.part(member)[...] = 0 if values is None else values
-        self._missing.discard(member)
-        return not self._missing
-
-    def share(self, member: str) -> float:
-        """What of the pack's bytes and seconds is the member's."""
-        return self.part(member).size / self.buffer.size
-
-    def arrive(self, payloads: Sequence[Bytes]) -> bool:
-        # nothing is owed of small tensors, so they can be decoded before it is known whether the step is kept; and
-        # a value that is not finite stays one, where a compressor would give up the whole tensor
-        finite = super().arrive(payloads)
-        self._decode(self.buffer, 1.0)
-        if self.accumulator_of_all is not None:
-            return self.accumulator_of_all.precondition(self.buffer) and finite
-        return finite and bool(np.isfinite(self.buffer).all())
-
-    def finish(self, keep: bool, scale: float) -> Array:
-        begin = time.perf_counter()
-        accumulator = self.accumulator_of_all
-        self.buffer *= np.float32(scale if accumulator is None else accumulator.loss_scale)
-        if accumulator is not None:
-            accumulator.settle(keep)
-        self.abandon()
-        self._count_step(begin)
-        return self.buffer
-
-    def abandon(self) -> None:
-        super().abandon()
-        if self.accumulator_of_all is not None:
-            self.accumulator_of_all.settle(keep=False)
-        self._missing = set(self._places)

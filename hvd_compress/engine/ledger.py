@@ -12,7 +12,8 @@ import numpy.typing as npt
 from hvd_compress.engine.accumulators import Accumulators, refuse_accumulators
 from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.counters import Counters
-from hvd_compress.engine.lane import Lane, Pack
+from hvd_compress.engine.lane import Lane
+from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, plan_together
