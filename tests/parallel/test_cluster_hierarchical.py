@@ -53,7 +53,9 @@ def test_bytes_between_hosts_are_those_that_are_counted(cluster: Cluster, launch
     sent = {}
     for exchange in ("dense", "two_phase", "hierarchical"):
         command = [sys.executable, "tests/parallel/workers/cluster_hierarchical.py", exchange]
-        outcome = cluster.run(command, ranks_per_host=RANKS_PER_HOST, launcher=launcher, timeout=200.0)
+        outcome = cluster.run(
+            command, ranks_per_host=RANKS_PER_HOST, launcher=launcher, timeout=200.0, env={"HOROVOD_CYCLE_TIME": "50"}
+        )
         told = [json.loads(text.splitlines()[-1]) for text in outcome.stdout]
         assert len({rank["digest"] for rank in told}) == 1
         sent[exchange] = outcome.sent
@@ -62,7 +64,7 @@ def test_bytes_between_hosts_are_those_that_are_counted(cluster: Cluster, launch
         for host in range(2):
             of_host = told[host * RANKS_PER_HOST : (host + 1) * RANKS_PER_HOST]
             counted = sum(rank["bytes_sent"] for rank in of_host)
-            # TCP's headers and acknowledgements, and what Horovod says besides
+            # TCP's headers and acknowledgements, and what Horovod says in every cycle (of ms, hence few here)
             assert counted <= outcome.sent[host] <= 1.5 * counted, (counted, outcome.sent)
             # what is summed up inside a host stays there
             assert sum(rank["bytes_sent_inside"] for rank in of_host) > 10 * outcome.sent[host]

@@ -12,7 +12,7 @@ import hvd_compress.torch as hvd
 from hvd_compress import NoCompression, OneBit
 from tests.parallel.workers.neutral import numbers
 
-SHAPE = (2000, 4000)
+SHAPE = (1000, 4000)
 STEPS = 4
 
 
