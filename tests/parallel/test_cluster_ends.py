@@ -19,8 +19,10 @@ from cluster.system import call, exclusive, namespaces, pids_in
 from tests.parallel.launch import ROOT
 
 SECONDS = 60.0
+# what was started in the background of a shell inherits that SIGINT is to be ignored
 SCRIPT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, "benchmarks")
 from cluster import Cluster
 with Cluster(hosts=2, rate="1gbit") as cluster:
@@ -54,16 +56,26 @@ def names_of(pids: list[int]) -> list[str]:
     return names
 
 
-def started(launcher: str) -> tuple[subprocess.Popen[str], list[int]]:
+@contextlib.contextmanager
+def started(launcher: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that runs two ranks on a cluster, and all processes on its hosts."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, launcher], cwd=ROOT, text=True, stderr=subprocess.PIPE, start_new_session=True
     )
+    try:
+        yield process, ranks_of(process)
+    finally:
+        # one that has not ended as it should would keep the cluster from all tests to come
+        process.kill()
+        process.communicate()
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         pids = pids_in(namespaces())
         if names_of(pids).count("sleep") == 2:
-            return process, pids
+            return pids
         time.sleep(0.1)
     process.kill()
     pytest.fail(f"no ranks within {SECONDS} s: {process.communicate()[1]}")
@@ -89,18 +101,18 @@ def test_an_error_in_the_block_takes_it_down() -> None:
     ("number", "launcher"), [(signal.SIGINT, "mpi"), (signal.SIGINT, "gloo"), (signal.SIGTERM, "mpi")]
 )
 def test_a_signal_ends_ranks_and_cluster(number: signal.Signals, launcher: str) -> None:
-    process, pids = started(launcher)
-    process.send_signal(number)
-    process.communicate(timeout=SECONDS)
-    assert process.returncode in (-number, 128 + number)
-    assert not namespaces()
-    assert not names_of(pids)
+    with started(launcher) as (process, pids):
+        process.send_signal(number)
+        process.communicate(timeout=SECONDS)
+        assert process.returncode in (-number, 128 + number)
+        assert not namespaces()
+        assert not names_of(pids)
 
 
 def test_down_removes_what_a_killed_process_has_left(capsys: pytest.CaptureFixture[str]) -> None:
-    process, pids = started("mpi")
-    process.kill()
-    process.communicate(timeout=SECONDS)
+    with started("mpi") as (process, pids):
+        process.kill()
+        process.communicate(timeout=SECONDS)
     assert "sleep" in names_of(pids)
     with pytest.raises(ClusterError, match=r"was left by a killed process .* down"), Cluster(hosts=2):
         pass
