@@ -1,8 +1,15 @@
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from hvd_compress.torch._staging import stage
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+stage = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch").stage
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
