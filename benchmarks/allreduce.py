@@ -17,7 +17,7 @@ from typing import Any
 
 from candidates import COMPRESSORS, compression_of, style
 from measure import DENSE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict, write
-from places import Progress, place, rates_to_be_had
+from places import Progress, parser_of, place, rates_to_be_had
 
 BASELINES = {"torch, one-bit": "OneBit", "torch, top-k 1 %": "TopK"}
 NAMES = [*DENSE, *(name for name in COMPRESSORS if name != "threshold(0.001)"), *BASELINES]
@@ -118,15 +118,13 @@ def measure(cases: Iterable[tuple[int, Sequence[str], int]], sizes: Sequence[int
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="some minutes")
+    parser = parser_of(__doc__, short="some minutes")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--seconds", type=float, help="for each size; at least --least rounds are made")
     parser.add_argument("--least", type=int, help="rounds")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.seconds = options.seconds or (4.0 if options.short else 30.0)
     options.least = options.least or (3 if options.short else 5)

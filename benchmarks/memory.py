@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from measure import ALONE, FP16, FP32, Aim, Spread, picture, table, write
-from places import Progress, local
+from places import Progress, local, parser_of
 
 PEAK_NAMES = [FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits"]
 SHORT_PEAK_NAMES = [FP32, "one-bit", "adaptive(64)"]
@@ -137,14 +137,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="fewer candidates and rounds")
+    parser = parser_of(__doc__, short="fewer candidates and rounds")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6, help="of 16.8 million parameters each")
     parser.add_argument("--repeats", type=int, help="of each peak")
     parser.add_argument("--seconds", type=float, help="for each point of the cost; at least --least rounds are made")
     parser.add_argument("--least", type=int, help="rounds")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.seconds = options.seconds or (2.0 if options.short else 20.0)
     options.least = options.least or (3 if options.short else 7)

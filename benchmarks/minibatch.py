@@ -16,7 +16,7 @@ from typing import Any
 
 from candidates import style
 from measure import ALONE, FP16, FP32, Spread, picture, table, write
-from places import Progress, place, rates_to_be_had
+from places import Progress, parser_of, place, rates_to_be_had
 
 NAMES = [ALONE, FP32, FP16, "one-bit", "threshold(0.001)", "adaptive(64)"]
 BATCH = 10
@@ -97,14 +97,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="fewer mini-batches")
+    parser = parser_of(__doc__, short="fewer mini-batches")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--candidates", nargs="+", default=NAMES)
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.width = options.width or (1024 if options.short else 2048)
     options.steps = options.steps or (40 if options.short else 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,13 +18,21 @@ from typing import Any
 from cluster import Cluster, ClusterError, RunError, unavailable
 from tqdm import tqdm
 
-__all__ = ["UNLIMITED", "Place", "Progress", "local", "place", "rates_to_be_had"]
+__all__ = ["UNLIMITED", "Place", "Progress", "local", "parser_of", "place", "rates_to_be_had"]
 
 UNLIMITED = "unlimited"
 DONE = "unit done:"  # what a rank writes when a unit of the progress bar is complete
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 1800.0  # until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
+
+
+def parser_of(description: str | None, short: str) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks with ranks have: `--short`, and `--task` for the ranks that they start."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help=short)
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    return parser
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):

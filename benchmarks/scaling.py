@@ -17,7 +17,7 @@ from typing import Any
 
 from candidates import style
 from measure import ALONE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict, write
-from places import Progress, place, rates_to_be_had
+from places import Progress, parser_of, place, rates_to_be_had
 
 NAMES = [ALONE, FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %"]
 MNIST_IMAGES = 60_000
@@ -110,8 +110,7 @@ def measure(cases: dict[int, list[Any]], options: argparse.Namespace) -> dict[st
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="fewer networks and rounds")
+    parser = parser_of(__doc__, short="fewer networks and rounds")
     parser.add_argument("--hosts", type=int, nargs="+", help="with the networks that are given")
     parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="of the fully connected network")
     parser.add_argument("--resnet", action="store_true", help="the convolutional network too")
@@ -119,7 +118,6 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--candidates", nargs="+", default=NAMES)
     parser.add_argument("--seconds", type=float, help="for each network; at least --least rounds are made")
     parser.add_argument("--least", type=int, help="rounds")
-    parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.seconds = options.seconds or (8.0 if options.short else 60.0)
     options.least = options.least or (4 if options.short else 8)

@@ -126,24 +126,15 @@ class Lane(Transfer):
         self.take_residual(whole)
 
     def whole_residual(self, dtype: npt.DTypeLike = np.float32) -> Array:
-        """What this rank owes of all elements, but not as an owner; a residual's memory may be used for it."""
+        """What this rank owes of all elements, but not as an owner: its residual itself, or a new array."""
         residual, pending = self.residual, self.pending
         if residual is not None and residual.size == self.plan.numel:
             return residual
-        if pending is None:
-            pending = aligned_empty(self.plan.numel, dtype if residual is None else residual.dtype)
-            pending[...] = 0
+        known = pending if residual is None else residual
+        whole = aligned_empty(self.plan.numel, dtype if known is None else known.dtype)
+        whole[...] = 0 if pending is None else pending
         if residual is not None:
-            pending[self.shard] += residual
-        return pending
-
-    def copied_residual(self) -> Array:
-        """A copy of `whole_residual` that leaves everything as it is."""
-        whole = np.zeros(self.plan.numel, np.float32 if self.residual is None else self.residual.dtype)
-        if self.pending is not None:
-            whole += self.pending
-        if self.residual is not None:
-            whole[self.shard] += self.residual
+            whole[self.shard] += residual
         return whole
 
     def all_owed(self) -> Array:

@@ -262,7 +262,7 @@ class Ledger(Generic[AnyBucket]):
         for name, lane in self.lanes.items():
             shape = list(lane.plan.shape)
             if lane.residual is not None or lane.pending is not None:
-                residuals[name] = {"shape": shape, "values": lane.copied_residual()}
+                residuals[name] = {"shape": shape, "values": lane.whole_residual().copy()}
             if lane.owner_residual is not None and lane.owned is not None:
                 values = lane.owner_residual.copy()
                 owners[name] = {"shape": shape, "start": lane.owned.start, "values": values}

@@ -59,7 +59,6 @@ class Pilot:
         stages = [self._stages(names) for names in self.buckets]
         self._predicted = [{way: sum(s.seconds for s in of_way) for way, of_way in b.items()} for b in stages]
         self.explorer = Explorer(configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS)
-        self._seconds: list[float] = []
 
     def routing(self) -> Routing:
         """Which way tensors go from now on."""
