@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from measure import ALONE, DENSE, FP16, FP32
+from measure import ALONE, AUTO, DENSE, FP16, FP32
 
-from hvd_compress import QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress import QSGD, Adaptive, Auto, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 __all__ = ["COMPRESSORS", "compression_of", "style"]
@@ -32,8 +32,8 @@ def compression_of(name: str) -> Any:
     """The `compression=` that a name stands for; needs Horovod for torch."""
     import horovod.torch as horovod
 
-    stock = {FP32: horovod.Compression.none, FP16: horovod.Compression.fp16}
-    return stock.get(name) or COMPRESSORS[name]
+    others = {FP32: horovod.Compression.none, FP16: horovod.Compression.fp16, AUTO: Auto()}
+    return others.get(name) or COMPRESSORS[name]
 
 
 def style(name: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import psutil
 
 __all__ = [
     "ALONE",
+    "AUTO",
     "DENSE",
     "FP16",
     "FP32",
@@ -37,7 +38,7 @@ __all__ = [
     "write",
 ]
 
-ALONE, FP32, FP16 = "alone", "Horovod fp32", "Horovod fp16"
+ALONE, FP32, FP16, AUTO = "alone", "Horovod fp32", "Horovod fp16", "Auto"
 DENSE = (FP32, FP16)
 
 RESULTS = Path(__file__).parent / "results"

@@ -11,7 +11,7 @@ from typing import Any
 import horovod.torch as horovod
 import torch
 from candidates import compression_of
-from measure import ALONE
+from measure import ALONE, DENSE
 from torch import nn
 
 import hvd_compress.torch as hvd
@@ -107,7 +107,7 @@ class Training:
         if name != ALONE:
             # parameters' names become names of collectives, which candidates must not share
             named = [(f"{name}/{parameter}", p) for parameter, p in network.named_parameters()]
-            wrap = hvd if hasattr(compression_of(name), "encode") else horovod
+            wrap = horovod if name in DENSE else hvd
             self.optimizer = wrap.DistributedOptimizer(self.optimizer, named, compression=compression_of(name))
 
     def step(self, number: int) -> None:

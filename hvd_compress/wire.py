@@ -38,6 +38,7 @@ HEADER_BYTES = 40
 NONFINITE = 1
 FLOAT64 = 2
 ABSENT = 4
+_ALL_FLAGS = NONFINITE | FLOAT64 | ABSENT
 
 _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
@@ -89,18 +90,19 @@ class Sections:
     def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
         """The next `count` items as a view."""
         dtype = np.dtype(dtype)
-        end = self._at + count * dtype.itemsize
+        begin = self._at
+        end = begin + count * dtype.itemsize
         if end > self._body.size:
             raise WireError(f"payload too short: its header asks for {end} bytes of body, {self._body.size} are there")
-        view = self._body[self._at : end].view(dtype)
         self._at = padded(end)
-        return view
+        return self._body[begin:end].view(dtype)
 
     def blank(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
         """Like `take`, for writing: the padding is zeroed, so that equal content means equal bytes."""
+        begin = self._at
         view = self.take(count, dtype)
-        if view.nbytes & 7:
-            self._body[self._at - padded(view.nbytes) + view.nbytes : self._at] = 0
+        if (nbytes := view.nbytes) & 7:
+            self._body[begin + nbytes : self._at] = 0
         return view
 
     def rest(self) -> npt.NDArray[np.uint64]:
@@ -168,27 +170,17 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
         raise WireError(f"payload of {ndim} dimensions, an array has at most {_MOST_DIMENSIONS}")
     body_at = HEADER_BYTES
     shape = (numel,)
+    too_large = numel > _MOST_ELEMENTS
     if ndim != 1:
         body_at += 8 * ndim
         shape = tuple(buffer[HEADER_BYTES:body_at].view("<u8").tolist())
-    # NumPy multiplies the other dimensions even where one is 0
-    too_large = math.prod([d or 1 for d in shape]) > _MOST_ELEMENTS
-    unknown = flags & ~(NONFINITE | FLOAT64 | ABSENT)
-    if unknown or too_large or math.prod(shape) != numel or (numel and not group):
+        # NumPy multiplies the other dimensions even where one is 0
+        too_large = math.prod([d or 1 for d in shape]) > _MOST_ELEMENTS or math.prod(shape) != numel
+    if flags > _ALL_FLAGS or too_large or (numel and not group):
         raise WireError(f"payload header makes no sense: flags {flags}, shape {shape}, {numel} elements, group {group}")
-    header = Header(
-        codec=codec,
-        nonfinite=bool(flags & NONFINITE),
-        float64=bool(flags & FLOAT64),
-        absent=bool(flags & ABSENT),
-        shape=shape,
-        numel=numel,
-        nbytes=nbytes,
-        group=group,
-        parameter=parameter,
-        entries=entries,
-        body_at=body_at,
-    )
+    kinds = bool(flags & NONFINITE), bool(flags & FLOAT64), bool(flags & ABSENT)
+    # in the order of the fields: names would double the time of this call, which every payload needs
+    header = Header(codec, *kinds, shape, numel, nbytes, group, parameter, entries, body_at)
     return header, Sections(buffer[body_at:nbytes])
 
 

@@ -39,7 +39,7 @@ from hvd_compress.cost import (
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work
 from hvd_compress.exchange import EXCHANGES
 
-__all__ = ["HELP", "add_arguments", "advice", "predict", "run"]
+__all__ = ["HELP", "add_arguments", "advice", "measured_speeds", "predict", "run"]
 
 HELP = "does compression pay for a model, and which"
 
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     if measure:
         ranks = open_ranks()
         network = Network(ranks.ranks, measure_link(ranks), ranks.ranks_per_host)
-        speeds = _measured_speeds(ranks)
+        speeds = measured_speeds(ranks, CANDIDATES)
         if ranks.rank:
             return 0
         link = "measured just now"
@@ -203,10 +203,10 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     return parse_shapes(options.shapes) if options.shapes else read_shapes(options.shapes_file)
 
 
-def _measured_speeds(ranks: Ranks) -> dict[Compressor, Speed]:
-    """Of the slowest rank: all of them wait for it."""
+def measured_speeds(ranks: Ranks, compressors: Sequence[Compressor]) -> dict[Compressor, Speed]:
+    """Of the slowest rank, as all of them wait for it; a collective call."""
     speeds = {}
-    for compressor in CANDIDATES:
+    for compressor in compressors:
         speed_of(compressor)  # compiled once before all measure at the same time
         ranks.maximum([0.0])
         speed_of.cache_clear()

@@ -157,7 +157,12 @@ class Compressor(ABC):
         Raises:
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
         """
-        header, body = wire.open_payload(payload)
+        return self.decode_opened(*wire.open_payload(payload), out, scale, add)
+
+    def decode_opened(
+        self, header: wire.Header, body: wire.Sections, out: Array, scale: float = 1.0, add: bool = False
+    ) -> bool:
+        """`decode_into` of a payload that `wire.open_payload` has checked; its sections are used up."""
         if header.codec not in (self.codec, self.coded_codec):
             raise WireError(f"payload of codec {header.codec} given to {self!r} (codec {self.codec})")
         if header.numel != out.size:
@@ -303,14 +308,9 @@ def framework_of(tensor: Any) -> Any:
     return sys.modules[type(tensor).__module__.partition(".")[0]]
 
 
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
 def count_groups(numel: int, group: int) -> int:
     """How many groups of `group` elements cover `numel`."""
-    return ceil_div(numel, max(group, 1))
+    return -(-numel // (group or 1))
 
 
 def top_count(numel: int, ratio: float) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 __all__ = ["Key"]
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Names one encode call, so that its random choices can be repeated and differ from all others.
 
     Args:

@@ -73,6 +73,7 @@ class Bucket(Generic[AnyTransfer]):
         self._places = self._placed()
         self._arrivals = self._last_messages()
         self._send = np.empty(0, np.uint8)
+        self._slots: dict[str, list[Bytes]] = {}
         self._result = np.empty(0, np.uint8)
         self._uncompressed = np.empty(0, np.uint8)
         self._used: dict[str, list[int]] = {}
@@ -306,9 +307,10 @@ class Bucket(Generic[AnyTransfer]):
         return {name: [of_tensor[chunk] for chunk in sorted(of_tensor)] for name, of_tensor in places.items()}
 
     def _slots_of(self, name: str) -> list[Bytes]:
-        if self._send.size == 0:
+        if not self._slots:
             self._send = aligned_empty(sum(slot for c in self._contents.values() for _, _, slot in c), np.uint8)
-        return [self._send[place] for place in self._places[name]]
+            self._slots = {n: [self._send[place] for place in places] for n, places in self._places.items()}
+        return self._slots[name]
 
     def _cut(self, received: Bytes, messages: Sequence[Sequence[tuple[str, int, int]]]) -> list[Bytes]:
         """The payloads in the bytes of a collective."""

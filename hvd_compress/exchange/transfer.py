@@ -9,7 +9,6 @@ gradient's own memory into the new residual, and `finish` swaps the two buffers,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -68,11 +67,11 @@ class Transfer:
         """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
         shard only."""
         self.step = 0
-        self._key = Key(seed=compressor.seed, name=name, rank=position)
+        self._seed = compressor.seed
         self._sum: Array = np.empty(0, np.float32)
         self._gradient: Array | None = None
         self._skipped = False
-        self._arrived: Sequence[Bytes] = ()
+        self._arrived: Sequence[tuple[wire.Header, wire.Sections]] = ()
 
     @property
     def busy(self) -> bool:
@@ -198,10 +197,9 @@ class Transfer:
         Raises:
             WireError: truncated or foreign.
         """
-        self._arrived = payloads
+        self._arrived = [wire.open_payload(payload) for payload in payloads]
         finite = True
-        for (compressor, numel), payload in zip(self._senders(), payloads, strict=True):
-            header, _ = wire.open_payload(payload)
+        for (compressor, numel), (header, _) in zip(self._senders, self._arrived, strict=True):
             # told here, not when decoding: other tensors of the step may be final by then
             if header.codec not in (compressor.codec, compressor.coded_codec) or header.numel != numel:
                 raise WireError(
@@ -257,6 +255,7 @@ class Transfer:
         residual[:] = gradient[self.shard]
         return gradient
 
+    @cached_property
     def _senders(self) -> list[tuple[Compressor, int]]:
         """The compressor, and number of elements, of each payload that is to arrive."""
         plan = self.plan
@@ -267,12 +266,12 @@ class Transfer:
     def _decode(self, out: Array, scale: float) -> None:
         plan = self.plan
         if plan.exchange != "allgather":
-            for (chunk, part), payload in zip(plan.chunks, self._arrived, strict=True):
-                plan.chunk_compressors[chunk].decode_into(payload, out[part], scale)
+            for (chunk, part), opened in zip(plan.chunks, self._arrived, strict=True):
+                plan.chunk_compressors[chunk].decode_opened(*opened, out[part], scale)
             return
         # all ranks add in the order of the senders: floating point sums depend on it
-        for sender, payload in enumerate(self._arrived):
-            plan.chunk_compressors[0].decode_into(payload, out, scale, add=sender > 0)
+        for sender, opened in enumerate(self._arrived):
+            plan.chunk_compressors[0].decode_opened(*opened, out, scale, add=sender > 0)
 
     def _key_of(self, hop: int, chunk: int) -> Key:
-        return replace(self._key, step=self.step, hop=hop, chunk=chunk)
+        return Key(self._seed, self.name, self.step, self.position, hop, chunk)

@@ -8,19 +8,20 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.llvm import at_least_64, count_ones, outside_64, trailing_zeros
+from hvd_compress.kernels.llvm import at_least_64, count_ones, fetch, outside_64, trailing_zeros
 
 TILE = 4096  # elements that loops over more take at once: they stay in the first-level cache
 AHEAD = 64  # entries whose places are fetched before they are reached: scattered ones wait for memory otherwise
 
+_LINE = 16  # float32 of a cache line
 _ONE = np.uint64(1)
 
 
 @kernel
 def _append(word, base, found, count):
     """Append base + position of every set bit to `found` from `count` on; 64 places from there on may be spoiled."""
-    # four bits without a branch: a loop that ends after none, one or two of them would be mispredicted most times
-    for _ in range(4):
+    # two bits without a branch: a loop that ends after none or one of them would be mispredicted most times
+    for _ in range(2):
         found[count] = base + trailing_zeros(word)
         count += word != 0
         word &= word - _ONE
@@ -51,13 +52,31 @@ def collect(y, above, below, first, found, count):
 
 
 @kernel
-def count_from_zero(y):
-    """How many are >= 0."""
-    zero = y.dtype.type(0)
+def collect_ahead(y, above, below, found, x, r, following):
+    """As `collect` from 0, while the elements of `x` and `r` from `following` on, as many as in `y`, are fetched."""
+    room = found.size - 64
     whole = y.size & ~63
     count = 0
     for i in range(0, whole, 64):
-        count += count_ones(at_least_64(y, i, zero))
+        for line in range(0, 64, _LINE):
+            fetch(x, following + i + line)
+            fetch(r, following + i + line)
+        count = _append(outside_64(y, i, above, below), i, found, count)
+        if count > room:
+            return -1
     for i in range(whole, y.size):
-        count += y[i] >= zero
+        found[count] = i
+        count += (y[i] >= above) | (y[i] <= below)
+    return count if count <= room else -1
+
+
+@kernel
+def count_at_least(y, bound):
+    """How many are >= bound."""
+    whole = y.size & ~63
+    count = 0
+    for i in range(0, whole, 64):
+        count += count_ones(at_least_64(y, i, bound))
+    for i in range(whole, y.size):
+        count += y[i] >= bound
     return count

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import AHEAD, TILE, collect, count_from_zero
+from hvd_compress.kernels.collect import AHEAD, TILE, collect, collect_ahead, count_at_least
 from hvd_compress.kernels.common import bucket_norm, correct, count_from, kth_largest, mix, uniform, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
 
 CHOSEN_ABOVE = np.float32(2.0**-149)  # what is greater than 0 is at least this
 CHOSEN_BELOW = np.float32(-np.inf)
-_FARTHER = np.float32(0.875)
+_SURELY_FINITE = np.float32(1e38)  # a sum of squares
+_CACHED = 2**20  # elements that may still be in a cache
+_WEIGHT = np.float32(0.25)  # of a new group in a running mean
+_FARTHER, _CLOSER = np.float32(0.85), np.float32(1.15)  # next threshold after too few or too many candidates
+_LESS, _MORE = np.float32(0.97), np.float32(1.01)  # and what becomes of the share of the expected one
 
 
 @kernel
@@ -147,14 +151,51 @@ def _means_of_chosen(values):
 
 
 @kernel
+def _correct_and_measure(x, r):
+    """Add `r` to `x` in place (nothing if it is empty): how many are >= 0, squares of these, and of the others."""
+    zero = x.dtype.type(0)
+    upper = zero
+    lower = zero
+    positives = np.int32(0)
+    if r.size == x.size:
+        for i in range(x.size):
+            v = x[i] + r[i]
+            x[i] = v
+            p = max(v, zero)
+            upper += p * p
+            lower += (v - p) * (v - p)
+            positives += np.int32(v >= zero)
+    else:
+        for i in range(x.size):
+            v = x[i]
+            p = max(v, zero)
+            upper += p * p
+            lower += (v - p) * (v - p)
+            positives += np.int32(v >= zero)
+    return np.int64(positives), upper, lower
+
+
+@kernel
+def _followed(ratio, threshold, rms):
+    """The ratio of threshold and root mean square to expect next."""
+    if not (threshold > 0 and rms > 0):
+        return ratio
+    new = threshold / rms
+    return ratio + (new - ratio) * _WEIGHT if ratio > 0 else new
+
+
+@kernel
 def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
     """The ceil(k / pi) largest of the k non-negative, and likewise of the negative, entries of each group.
 
     counts[groups], recon[2 * groups] (means of the sent non-negative and negative entries). Returns the number of
     entries, or -1 if a value is not finite. Zeros are never sent. Candidates come from a guessed threshold (that of
-    the group before, else one from `sample` draws); the selection among them is exact.
+    the group before, in units of the root mean square of a sign, else one from `sample` draws); the selection among
+    them is exact.
     """
     feedback = r.size > 0
+    # memory would be idle while a group is searched; in cache there is nothing to be fetched
+    is_large = x.size > _CACHED
     total = 0
     size = min(group, x.size)
     # room for all entries of a group, and for the two lists of the guess in the tiniest group
@@ -162,48 +203,75 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
     upper = np.empty(size + 64, x.dtype)
     lower = np.empty(size + 64, x.dtype)
     found = np.empty(size + 64, np.int32)
-    last_high = last_low = x.dtype.type(0)
+    zero = x.dtype.type(0)
+    tiny = np.nextafter(zero, x.dtype.type(1))
+    high_of_rms = low_of_rms = zero
     nearness = x.dtype.type(0.85)
-    closer = x.dtype.type(1.002)
-    farther = x.dtype.type(0.95)
     for g in range(counts.size):
         start = g * group
         stop = min(start + group, x.size)
         y = x[start:stop]
-        if np.isnan(correct(y, r[start:stop] if feedback else r)):
+        positives, squares_upper, squares_lower = _correct_and_measure(y, r[start:stop] if feedback else r)
+        # squares of finite values may overflow, but small sums are of finite values only
+        if not squares_upper + squares_lower < _SURELY_FINITE and np.isnan(correct(y, r[:0])):
             return -1
-        positives = count_from_zero(y)
+        negatives = y.size - positives
         k_positive = -(-positives // pi)
-        k_negative = -(-(y.size - positives) // pi)
+        k_negative = -(-negatives // pi)
+        # gradients of neighbouring groups differ by orders of magnitude, but are distributed alike
+        rms_upper = np.sqrt(squares_upper / max(positives, 1))
+        rms_lower = np.sqrt(squares_lower / max(negatives, 1))
 
-        # attempt 0: just below the neighbour's thresholds; 1: farther below; 2: sampled ones; 3: all are candidates
-        for attempt in range(4):
-            if attempt < 2:
-                share = nearness if attempt == 0 else _FARTHER * nearness
-                above = last_high * share
-                below = -last_low * share
-                if not (above > 0 and below < 0):
+        closer = x.dtype.type(_CLOSER)
+        farther = x.dtype.type(_FARTHER)
+        above = high_of_rms * rms_upper * nearness
+        below = -low_of_rms * rms_lower * nearness if negatives > 0 else -tiny
+        want = k_positive
+        if squares_upper == 0:
+            want = min(k_positive, count_at_least(y, tiny))
+            above = tiny if want == 0 else zero
+        # attempts 0 to 4: near the neighbour's thresholds, then off where that was wrong; 5: sampled thresholds;
+        # 6: all are candidates
+        for attempt in range(7):
+            if attempt < 5:
+                if not (0 < above < np.inf and 0 > below > -np.inf):
                     continue
-            elif attempt == 2:
+            elif attempt == 5:
                 draws = min(y.size, sample, max(128, y.size >> 4))
                 # the same places in every step: what is sent does not depend on them
                 key = mix(g, 0, 0)
                 above, below = _guess(y, positives, k_positive, k_negative, draws, key, values)
             else:
-                above = below = x.dtype.type(0)
-            room = min(4 * (k_positive + k_negative) + 64, y.size) if attempt < 2 else y.size
-            candidates = collect(y, above, below, 0, found[: room + 64], 0)
+                above = below = zero
+            room = min(4 * (k_positive + k_negative) + 192, y.size) if attempt < 5 else y.size
+            if attempt == 0 and is_large:
+                candidates = collect_ahead(y, above, below, found[: room + 64], x, r, stop)
+            else:
+                candidates = collect(y, above, below, 0, found[: room + 64], 0)
             if candidates < 0:
+                nearness *= _MORE
+                above *= closer
+                below *= closer
+                closer *= closer
                 continue
             n_upper, n_lower = _split(y, found, candidates, values, upper, lower)
-            high, high_surplus = _exact(upper, n_upper, k_positive)
-            low, low_surplus = _exact(lower, n_lower, k_negative)
-            if n_upper >= k_positive and n_lower >= k_negative:
+            if n_upper < want:
+                # zeros count as positive, but are not sent: there may be fewer others than the proportion allows
+                want = min(k_positive, count_at_least(y, tiny))
+                above = above * farther if want == k_positive else tiny
+            if n_upper >= want and n_lower >= k_negative:
                 break
-        last_high = high
-        last_low = low
+            if n_lower < k_negative:
+                below *= farther
+            farther *= farther
+            nearness *= _LESS
+        high, high_surplus = _exact(upper, n_upper, k_positive)
+        low, low_surplus = _exact(lower, n_lower, k_negative)
+        # of a group with too few of a sign nothing is learnt
+        high_of_rms = _followed(high_of_rms, high, rms_upper)
+        low_of_rms = _followed(low_of_rms, low, rms_lower)
         # groups alike need few spare candidates, groups unlike need more: steer towards one miss in some dozens
-        nearness = nearness * closer if attempt == 0 else nearness * farther
+        nearness *= _MORE if candidates > 2 * (k_positive + k_negative) else x.dtype.type(1.002)
         nearness = min(max(nearness, x.dtype.type(0.5)), x.dtype.type(0.99))
 
         kept = _keep_from(found, values, candidates, high, low)

@@ -9,7 +9,7 @@ import pytest
 from hvd_compress import Key
 from hvd_compress.kernels import cast, common, onebit, qsgd
 from hvd_compress.kernels.checksum import checksum
-from hvd_compress.kernels.collect import TILE, collect, count_from_zero
+from hvd_compress.kernels.collect import TILE, collect, count_at_least
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import (
     at_least_64,
@@ -169,13 +169,13 @@ def test_nan_is_not_collected_nor_counted(n):
     found = np.empty(n + 64, np.int32)
     assert collect(y, np.float32(0), np.float32(0), 0, found, 0) == 2
     assert found[:2].tolist() == [1, 2]
-    assert count_from_zero(y) == 1
+    assert count_at_least(y, np.float32(0)) == 1
 
 
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 200])
 def test_both_zeros_count_as_not_negative(n):
     y = np.random.default_rng(n).integers(-1, 2, n) * np.float32(-0.0 if n % 2 else 1.5)
-    assert count_from_zero(y.astype(np.float32)) == (y >= 0).sum()
+    assert count_at_least(y.astype(np.float32), np.float32(0)) == (y >= 0).sum()
 
 
 # -- words of bits ---------------------------------------------------------------------------------------------------

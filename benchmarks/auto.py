@@ -1,0 +1,244 @@
+"""Does `Auto` find the fastest way, and does `advise` foresee what each way takes?
+
+    python benchmarks/auto.py [--short] [--hosts 2 4] [--rates 100mbit unlimited] [--widths 256 4096]
+
+Networks 784-W-W-W-10 learn MNIST, 10 images a rank and step. When `Auto` has made its choice, it takes turns with the
+step without communication, Horovod's own exchanges and each of its candidates, all in the same ranks. What the steps
+take is predicted beforehand as `hvd-compress advise` does under horovodrun: from the measured link, kernels and step
+without communication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from candidates import style
+from measure import ALONE, AUTO, DENSE, FP16, FP32, Aim, Spread, picture, ratios, table, write
+from places import UNLIMITED, Progress, parser_of, place, rates_to_be_had
+
+FIXED = (*DENSE, "one-bit", "adaptive(64)")
+NAMES = [ALONE, *FIXED, AUTO]
+BATCH = 10
+RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
+WIDTHS = (256, 1024, 4096)
+WITHIN = 0.25  # of what was measured, a prediction is to be
+MOST_STEPS = 400  # until Auto has chosen
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def ranks(task: dict[str, Any]) -> None:
+    import networks
+    import ranks as r
+
+    import hvd_compress.torch as hvd
+
+    hvd.init()
+    batch, features = networks.batches("mlp", BATCH)
+    cells = []
+    foreseen = _Foreseen()
+    for width in task["widths"]:
+        trainings = {n: networks.Training(n, networks.network_of("mlp", width, features), batch) for n in NAMES}
+        steps = _until_chosen(trainings[AUTO])
+        samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"])
+        alone = median(samples[ALONE]["seconds"])
+        shapes = [tuple(p.shape) for p in trainings[ALONE].network.parameters()]
+        cells.append(
+            {
+                "width": width,
+                "features": features,
+                "parameters": sum(p.numel() for p in trainings[ALONE].network.parameters()),
+                "rows": samples,
+                "predicted": foreseen.seconds(shapes, alone),
+                "steps until chosen": steps,
+                "auto": trainings[AUTO].optimizer.compression_stats()["auto"],
+            }
+        )
+        del trainings
+        r.done(f"{task['label']}, {width}")
+    r.deliver(task, cells)
+
+
+def _until_chosen(training: Any) -> int:
+    """Let Auto learn until it has tried what it wants to; how many steps that were."""
+    for number in range(MOST_STEPS):
+        training.step(number)
+        if training.optimizer.compression_stats()["auto"]["committed"]:
+            return number + 1
+    return MOST_STEPS
+
+
+class _Foreseen:
+    """What `advise` says under horovodrun, by the names of the benchmark."""
+
+    def __init__(self) -> None:
+        import horovod.torch as horovod
+        from candidates import COMPRESSORS
+
+        from hvd_compress import FP16 as HALF
+        from hvd_compress import NoCompression
+        from hvd_compress.cli.advise import measured_speeds
+        from hvd_compress.cli.ranks import open_ranks
+        from hvd_compress.cost import Network, measure_link
+
+        self._compressors = {FP32: NoCompression(), FP16: HALF()}
+        self._compressors |= {name: COMPRESSORS[name] for name in FIXED if name not in DENSE}
+        ranks = open_ranks()
+        self._network = Network(horovod.size(), measure_link(ranks))
+        self._speeds = measured_speeds(ranks, [c for name, c in self._compressors.items() if name != FP32])
+
+    def seconds(self, shapes: Sequence[tuple[int, ...]], alone: float) -> dict[str, float]:
+        """Predicted seconds of a step that takes `alone` without communication."""
+        from hvd_compress.cli.advise import predict
+        from hvd_compress.exchange import make_plan
+
+        rows = {(r.compressor, r.exchange): r.seconds for r in predict(shapes, self._network, self._speeds, alone)}
+        largest = max(shapes, key=lambda shape: shape[0] * shape[-1])
+        ranks = self._network.ranks
+        ways = {c: "dense" if c.reducible else make_plan("auto", c, largest, ranks).exchange for c, _ in rows}
+        return {name: rows[c, ways[c]] for name, c in self._compressors.items()}
+
+
+# -- outside --------------------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {"runs": []}
+    rates = rates_to_be_had(options.rates)
+    with Progress("auto", len(options.hosts) * len(rates) * len(options.widths)) as progress:
+        for hosts in options.hosts:
+            with place(hosts, progress) as here:
+                for rate in rates:
+                    task = {
+                        "widths": options.widths,
+                        "seconds": options.seconds,
+                        "least": options.least,
+                        "label": f"{hosts} hosts, {rate}",
+                    }
+                    result["runs"].append({"hosts": hosts, "rate": rate, "cells": here.run(__file__, task, rate)})
+    return result
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__, short="2 hosts, narrow networks, fewer rounds")
+    parser.add_argument("--hosts", type=int, nargs="+")
+    parser.add_argument("--rates", nargs="+", default=RATES)
+    parser.add_argument("--widths", type=int, nargs="+")
+    parser.add_argument("--seconds", type=float, help="for each network; at least --least rounds are made")
+    parser.add_argument("--least", type=int, help="rounds")
+    options = parser.parse_args(given)
+    options.hosts = options.hosts or ([2] if options.short else [2, 4])
+    options.widths = options.widths or (WIDTHS[:2] if options.short else WIDTHS)
+    options.seconds = options.seconds or (5.0 if options.short else 20.0)
+    options.least = options.least or (4 if options.short else 7)
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    if options.task:
+        ranks(json.loads(options.task))
+        return
+    write(Path(__file__).stem, measure(options))
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def section(result: dict[str, Any]) -> str:
+    head = ["", *FIXED, "the fastest", "Auto's choice", "after steps", "Auto, times the fastest"]
+    head += [f"{name}, predicted of measured" for name in FIXED]
+    lines = []
+    for run, cell in _cells(result):
+        rows, least = cell["rows"], fastest(cell)
+        shown = [Spread.of(ratios(rows[name]["seconds"], rows[ALONE]["seconds"])) for name in FIXED]
+        line = [_title(run, cell), *shown, least, cell["auto"]["configuration"], cell["steps until chosen"]]
+        lines.append([*line, loss(cell), *(f"{foresight(cell, name):.2f}" for name in FIXED)])
+    return "\n".join(
+        [
+            "## Auto and advise",
+            "",
+            "784-W-W-W-10 on MNIST, 10 images a rank and step. The first columns are times the step without "
+            "communication, in the same ranks and rounds. `Auto` chose among float32, float16, "
+            f"{' and '.join(FIXED[2:])}; *after steps* is how many it took to try them. The last columns are what "
+            "`hvd-compress advise` predicts of a step, divided by what it took.",
+            "",
+            _plot(result),
+            "",
+            table(head, lines),
+        ]
+    )
+
+
+def fastest(cell: dict[str, Any]) -> str:
+    """The fastest of what Auto could have chosen."""
+    return min(FIXED, key=lambda name: median(cell["rows"][name]["seconds"]))
+
+
+def loss(cell: dict[str, Any]) -> Spread:
+    """How many times as long a step takes with Auto as with the fastest of what it could have chosen."""
+    rows = cell["rows"]
+    return Spread.of(ratios(rows[AUTO]["seconds"], rows[fastest(cell)]["seconds"]))
+
+
+def foresight(cell: dict[str, Any], name: str) -> float:
+    """Predicted over measured seconds of a step."""
+    predicted: float = cell["predicted"][name]
+    return predicted / median(cell["rows"][name]["seconds"])
+
+
+def aims(result: dict[str, Any]) -> list[Aim]:
+    cells = [cell for _, cell in _cells(result)]
+    worst = max((loss(cell) for cell in cells), default=None)
+    if worst is None:
+        return []
+    close = [abs(foresight(cell, name) - 1) <= WITHIN for cell in cells for name in FIXED]
+    share = Spread.of([sum(close) / len(close)])
+    return [
+        Aim(f"Auto, times the fastest of what it can choose, the worst of {len(cells)} cases", "≤", 1.05, worst),
+        Aim(f"advise, share of {len(close)} predictions within {WITHIN:.0%}", "≥", 1.0, share),
+    ]
+
+
+def _cells(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return [(run, cell) for run in result["runs"] for cell in run["cells"]]
+
+
+def _title(run: dict[str, Any], cell: dict[str, Any]) -> str:
+    return f"{run['hosts']} hosts, {run['rate']}, W={cell['width']}"
+
+
+def _plot(result: dict[str, Any]) -> str:
+    import matplotlib.pyplot as plt
+
+    figure, (of_auto, of_advise) = plt.subplots(1, 2, figsize=(12, 5))
+    cells = _cells(result)
+    losses = [loss(cell) for _, cell in cells]
+    middles = [spread.median for spread in losses]
+    lengths = [[s.median - s.low for s in losses], [s.high - s.median for s in losses]]
+    of_auto.errorbar(middles, range(len(cells)), xerr=lengths, fmt="o", color="black", ecolor="0.7")
+    of_auto.set_yticks(range(len(cells)), [_title(run, cell) for run, cell in cells], fontsize=7)
+    of_auto.invert_yaxis()
+    of_auto.axvline(1, color="0.8")
+    of_auto.axvline(1.05, color="tab:red", linestyle=":")
+    of_auto.set(xlabel="step with Auto, times the fastest of what it can choose")
+    for name in FIXED:
+        x = [median(cell["rows"][name]["seconds"]) for _, cell in cells]
+        of_advise.plot(x, [cell["predicted"][name] for _, cell in cells], ".", **{**style(name), "linestyle": ""})
+    ends = [median(cell["rows"][name]["seconds"]) for _, cell in cells for name in FIXED]
+    ends = [min(ends), max(ends)]
+    for factor, dashes in ((1.0, "-"), (1 - WITHIN, ":"), (1 + WITHIN, ":")):
+        of_advise.plot(ends, [factor * end for end in ends], dashes, color="0.7")
+    of_advise.set(xscale="log", yscale="log", xlabel="seconds of a step, measured", ylabel="predicted")
+    of_advise.legend(fontsize=7)
+    return picture(figure, "auto")
+
+
+if __name__ == "__main__":
+    main()
