@@ -28,6 +28,7 @@ RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS = 400  # until Auto has chosen
+TURN_SECONDS, MOST_TURN_STEPS = 0.05, 10  # of the step without communication
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------
@@ -46,7 +47,8 @@ def ranks(task: dict[str, Any]) -> None:
     for width in task["widths"]:
         trainings = {n: networks.Training(n, networks.network_of("mlp", width, features), batch) for n in NAMES}
         steps = _until_chosen(trainings[AUTO])
-        samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"])
+        repeats = _turn_steps(trainings[ALONE])
+        samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], repeats=repeats)
         alone = median(samples[ALONE]["seconds"])
         shapes = [tuple(p.shape) for p in trainings[ALONE].network.parameters()]
         cells.append(
@@ -56,6 +58,7 @@ def ranks(task: dict[str, Any]) -> None:
                 "parameters": sum(p.numel() for p in trainings[ALONE].network.parameters()),
                 "rows": samples,
                 "predicted": foreseen.seconds(shapes, alone),
+                "measured": foreseen.measured,
                 "steps until chosen": steps,
                 "auto": trainings[AUTO].optimizer.compression_stats()["auto"],
             }
@@ -74,24 +77,37 @@ def _until_chosen(training: Any) -> int:
     return MOST_STEPS
 
 
+def _turn_steps(training: Any) -> int:
+    """How many steps a turn takes, the same on all ranks: training makes no pauses."""
+    import ranks as r
+
+    alone = r.rounds({ALONE: training.step}, 0.0, least=5)[ALONE]["seconds"]
+    return max(1, min(MOST_TURN_STEPS, int(TURN_SECONDS / median(alone))))
+
+
 class _Foreseen:
     """What `advise` says under horovodrun, by the names of the benchmark."""
 
     def __init__(self) -> None:
-        import horovod.torch as horovod
         from candidates import COMPRESSORS
 
         from hvd_compress import FP16 as HALF
         from hvd_compress import NoCompression
         from hvd_compress.cli.advise import measured_speeds
         from hvd_compress.cli.ranks import open_ranks
-        from hvd_compress.cost import Network, measure_link
+        from hvd_compress.cost import measure_network
 
         self._compressors = {FP32: NoCompression(), FP16: HALF()}
         self._compressors |= {name: COMPRESSORS[name] for name in FIXED if name not in DENSE}
         ranks = open_ranks()
-        self._network = Network(horovod.size(), measure_link(ranks))
+        self._network = measure_network(ranks)
         self._speeds = measured_speeds(ranks, [c for name, c in self._compressors.items() if name != FP32])
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What the predictions were made from."""
+        speeds = {name: self._speeds[c].numbers() for name, c in self._compressors.items() if c in self._speeds}
+        return {"link": self._network.link.get_config(), "core": dict(self._network.core), "speeds": speeds}
 
     def seconds(self, shapes: Sequence[tuple[int, ...]], alone: float) -> dict[str, float]:
         """Predicted seconds of a step that takes `alone` without communication."""

@@ -20,7 +20,9 @@ __all__ = ["Samples", "counted_operations", "deliver", "done", "rounds", "sample
 Samples = dict[str, dict[str, list[float]]]
 
 
-def rounds(actions: Mapping[str, Callable[[int], object]], seconds: float, least: int = 3, most: int = 100) -> Samples:
+def rounds(
+    actions: Mapping[str, Callable[[int], object]], seconds: float, least: int = 3, most: int = 100, repeats: int = 1
+) -> Samples:
     """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
 
     The order turns by one from round to round, so that nobody always comes after the same other one. The first round
@@ -31,6 +33,8 @@ def rounds(actions: Mapping[str, Callable[[int], object]], seconds: float, least
         seconds: that all rounds may take, the one before them included.
         least: number of rounds, whatever they take.
         most: number of rounds.
+        repeats: how often an action runs in each of its turns, and once more before it is timed if that is more than
+            once: short actions are faster when the others have not just filled the caches.
 
     Returns:
         {name: {"seconds": of the slowest rank in each round, "bytes": that a rank sent, the mean of all ranks}}; bytes
@@ -42,7 +46,7 @@ def rounds(actions: Mapping[str, Callable[[int], object]], seconds: float, least
     number = 0
     while _all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
         turn = number % len(names)
-        samples = {name: sample(actions[name], number) for name in [*names[turn:], *names[:turn]]}
+        samples = {name: sample(actions[name], number, repeats) for name in [*names[turn:], *names[:turn]]}
         if number:
             mine.append([samples[name] for name in names])
         number += 1
@@ -51,15 +55,18 @@ def rounds(actions: Mapping[str, Callable[[int], object]], seconds: float, least
     return {name: {"seconds": slowest[:, i].tolist(), "bytes": sent[:, i].tolist()} for i, name in enumerate(names)}
 
 
-def sample(action: Callable[[int], object], number: int) -> list[float]:
-    """(seconds of this rank, bytes it sent) for one run of an action that all ranks start together."""
+def sample(action: Callable[[int], object], number: int, repeats: int = 1) -> list[float]:
+    """(seconds of this rank, bytes it sent) for a run of an action that all ranks start together, the mean of some."""
+    if repeats > 1:
+        action(number)
     hvd.barrier()
     sent = _sent_bytes()
     begin = time.perf_counter()
-    action(number)
+    for i in range(repeats):
+        action(number + i)
     taken = time.perf_counter() - begin
     hvd.barrier()
-    return [taken, float(_sent_bytes() - sent)]
+    return [taken / repeats, (_sent_bytes() - sent) / repeats]
 
 
 def _all_go_on(go_on: bool) -> bool:

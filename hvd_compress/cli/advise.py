@@ -31,7 +31,7 @@ from hvd_compress.cost import (
     Work,
     break_even_bandwidth,
     dense_work,
-    measure_link,
+    measure_network,
     speed_of,
     stages_of,
     step_seconds,
@@ -49,6 +49,7 @@ _LEAST_GAIN = 1.05
 _BACKWARD_SHARE = 2 / 3
 
 Shape = tuple[int, ...]
+Works = list[Work]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     shapes = _shapes(options)
     if measure:
         ranks = open_ranks()
-        network = Network(ranks.ranks, measure_link(ranks), ranks.ranks_per_host)
+        network = measure_network(ranks, ranks.ranks_per_host)
         speeds = measured_speeds(ranks, CANDIDATES)
         if ranks.rank:
             return 0
@@ -149,16 +150,25 @@ def predict(
     whole = sum(math.prod(shape) for shape in shapes)
     names = backward_buckets({name: t.shape for name, t in tensors.items()}, DEFAULT_BUCKET_BYTES)
     buckets = [[tensors[name] for name in of_bucket] for of_bucket in names]
-    backward = [_BACKWARD_SHARE * step * sum(math.prod(t.shape) for t in bucket) / whole for bucket in buckets]
+    backward = _BACKWARD_SHARE * step
 
-    def seconds(works: Sequence[Work], speed: Speed, of: Network) -> float:
-        jobs = [Job(stages_of(work, speed, of), back) for work, back in zip(works, backward, strict=True)]
-        return step_seconds(jobs, forward=step - sum(backward))
+    def seconds(works: Works, speed: Speed, of: Network) -> float:
+        jobs = [Job(stages_of(work, speed, of), work.numel * backward / whole) for work in works]
+        return step_seconds(jobs, forward=step - backward)
 
-    def works_of(compressor: Compressor, exchange: str, speed: Speed) -> list[Work]:
+    def works_of(compressor: Compressor, exchange: str, speed: Speed) -> Works:
         routing = Routing(None, exchange)
-        made = (bucket_work(bucket, compressor, routing, network, speed) for bucket in buckets)
-        return [work or plain_work for work, plain_work in zip(made, plain, strict=True)]
+        works: list[Work] = []
+        for bucket in buckets:
+            # Horovod starts the allreduce of each tensor when it is there, and fuses those that wait
+            parts = [[tensor] for tensor in bucket] if compressor.reducible else [bucket]
+            for part in parts:
+                work = bucket_work(part, compressor, routing, network, speed)
+                works += [work] if work else plain_works(part)
+        return works
+
+    def plain_works(of: Sequence[Tensor]) -> Works:
+        return [dense_work(math.prod(t.shape), 4, network.ranks) for t in of]
 
     def row(compressor: Compressor, exchange: str, speed: Speed) -> Prediction:
         works = works_of(compressor, exchange, speed)
@@ -169,7 +179,7 @@ def predict(
         )
         return Prediction(compressor, exchange, sum(w.sent_bytes for w in works), seconds(works, speed, network), even)
 
-    plain = [dense_work(sum(math.prod(t.shape) for t in bucket), 4, network.ranks) for bucket in buckets]
+    plain = [work for bucket in buckets for work in plain_works(bucket)]
     first = Prediction(NoCompression(), "dense", sum(w.sent_bytes for w in plain), seconds(plain, Speed(), network))
     kinds = [e for e in EXCHANGES if e in ("two_phase", "allgather", "hierarchical")]
     if network.inside is None or network.between is None:

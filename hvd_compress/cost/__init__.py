@@ -9,7 +9,7 @@ from hvd_compress.cost.choose import Configuration, Corrector, configurations, p
 from hvd_compress.cost.explore import Explorer
 from hvd_compress.cost.line import Line, fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
-from hvd_compress.cost.measure import Collectives, HorovodCollectives, measure_link, sent_bytes
+from hvd_compress.cost.measure import Collectives, HorovodCollectives, measure_link, measure_network, sent_bytes
 from hvd_compress.cost.predict import (
     Stage,
     Work,
@@ -43,6 +43,7 @@ __all__ = [
     "exchange_seconds",
     "fit_line",
     "measure_link",
+    "measure_network",
     "measure_speed",
     "pick",
     "sent_bytes",

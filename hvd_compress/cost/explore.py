@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
@@ -22,6 +22,7 @@ class _Settings:
     within: float
     skip: int
     steps: int
+    seconds: float
     drift: float
     margin: float
 
@@ -38,9 +39,10 @@ class Explorer:
         most: how many are tried at most, not counting `dense`.
         within: those are tried whose prediction, corrected or not, is at most this times the best known seconds.
         skip: steps after a change that do not count: kernels are compiled, Horovod's caches filled.
-        steps: that are measured of each; their median counts.
-        drift: relative change of the median of a window of 4 * `steps` steps after which all are tried again. Each time
-            the windows until the next look double, so that a noisy machine does not keep on trying.
+        steps: that are measured of each, at least; their median counts.
+        seconds: that these take together, unless that would be more than 5 times `steps`: short steps vary more.
+        drift: relative change of three quarters of a window of 4 * `steps` steps after which all are tried again. Each
+            time the windows until the next look double, so that a noisy machine does not keep on trying.
         margin: what another one must gain over `dense`.
 
     Raises:
@@ -68,21 +70,22 @@ class Explorer:
         within: float = 1.5,
         skip: int = 2,
         steps: int = 5,
+        seconds: float = 0.0,
         drift: float = 0.3,
-        margin: float = 0.05,
+        margin: float = 0.02,
     ) -> None:
         names = [c.name for c in configurations]
         if dense not in names or len(set(names)) < len(names):
             raise ValueError(f"configurations {names}: names must differ, and {dense!r} be one of them")
-        if most < 1 or steps < 1 or skip < 0 or within < 1 or drift <= 0:
+        if most < 1 or steps < 1 or skip < 0 or within < 1 or drift <= 0 or seconds < 0:
             raise ValueError(
-                f"most={most!r}, steps={steps!r}, skip={skip!r}, within={within!r}, drift={drift!r}: must be at least "
-                "1, 1, 0, 1 and above 0"
+                f"most={most!r}, steps={steps!r}, skip={skip!r}, within={within!r}, drift={drift!r}, "
+                f"seconds={seconds!r}: must be at least 1, 1, 0, 1, above 0 and at least 0"
             )
         self.configurations = tuple(configurations)
         self.corrector = Corrector()
         self._dense = dense
-        self._settings = _Settings(most, within, skip, steps, drift, margin)
+        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin)
         self._measured: dict[str, float] = {}
         self._seconds: list[float] = []
         self._skipped = 0
@@ -100,6 +103,11 @@ class Explorer:
     def committed(self) -> bool:
         """Whether trying has ended."""
         return self._expected is not None
+
+    @property
+    def expected(self) -> float:
+        """Seconds of a step with `current`: as measured when it was chosen, or predicted."""
+        return self._expected or self.current.seconds
 
     @property
     def measured(self) -> dict[str, float]:
@@ -121,7 +129,7 @@ class Explorer:
         self._seconds.append(seconds)
         if self.committed:
             self._watch()
-        elif len(self._seconds) == self._settings.steps:
+        elif self._is_enough():
             self._end_trial()
         if self._current != before:
             self._skipped = 0
@@ -158,6 +166,10 @@ class Explorer:
         self._patience, self._windows = state["patience"], state["windows"]
         self._expected, self._dense_is_due = state["expected"], state["dense is due"]
         self.corrector.set_state(state["factors"])
+
+    def _is_enough(self) -> bool:
+        taken, least = len(self._seconds), self._settings.steps
+        return taken >= 5 * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
 
     def _end_trial(self) -> None:
         seconds, self._seconds = median(self._seconds), []
@@ -201,10 +213,13 @@ class Explorer:
     def _watch(self) -> None:
         if len(self._seconds) < 4 * self._settings.steps:
             return
-        seconds, self._seconds = median(self._seconds), []
+        low, seconds, high = quantiles(self._seconds, n=4)
+        self._seconds = []
         self._windows += 1
         expected = self._expected or seconds
-        if self._windows >= self._patience and abs(seconds / expected - 1) > self._settings.drift:
+        # most steps must have changed: a burst of other work on the machine is no other link
+        drifted = low > expected * (1 + self._settings.drift) or high < expected * (1 - self._settings.drift)
+        if self._windows >= self._patience and drifted:
             self._patience, self._windows = min(2 * self._patience, _LONGEST_PATIENCE), 0
             self._expected, self._measured = None, {self.current.name: seconds}
             # what was learnt of the others was learnt on another link

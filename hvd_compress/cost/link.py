@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hvd_compress.cost.line import Line, fit_line
@@ -134,6 +134,7 @@ class Network:
         ranks_per_host: how many share a host.
         between: of one rank from each host; None if `link` is that, or if it is not known.
         inside: of the ranks of one host; None if there is one only, or if it is not known.
+        core: the share of each collective's time that is lost to what computes meanwhile; none where it is not known.
 
     Raises:
         ValueError: `ranks` is not a multiple of `ranks_per_host`.
@@ -144,6 +145,7 @@ class Network:
     ranks_per_host: int = 1
     between: Link | None = None
     inside: Link | None = None
+    core: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_host < 1 or self.ranks % self.ranks_per_host:
@@ -164,7 +166,7 @@ class Network:
     def slowed(self, factor: float) -> Network:
         """This network with `factor` times the seconds per byte between hosts."""
         between = None if self.between is None else self.between.slowed(factor)
-        return Network(self.ranks, self.link.slowed(factor), self.ranks_per_host, between, self.inside)
+        return replace(self, link=self.link.slowed(factor), between=between)
 
     @classmethod
     def on_paper(

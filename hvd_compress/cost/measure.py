@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.cost.link import COLLECTIVES, Link
+from hvd_compress.cost.link import COLLECTIVES, Link, Network
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import ring_bytes
+from hvd_compress.kernels.checksum import checksum
 
-__all__ = ["Collectives", "HorovodCollectives", "measure_link", "sent_bytes"]
+__all__ = ["Collectives", "HorovodCollectives", "measure_link", "measure_network", "sent_bytes"]
 
 _SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24))
 _LEAST_SIZES = 3
@@ -24,6 +28,8 @@ _REPEATS = 5
 _SLOW_SECONDS = 0.05  # from here on noise is small against the time itself: fewer repeats do
 _SLOW_REPEATS = 2
 _LONGEST_SECONDS = 0.4
+_LOADED_SECONDS = 0.05
+_COMPUTED_WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 
 
 class Collectives(Protocol):
@@ -129,6 +135,78 @@ def measure_link(collectives: Collectives) -> Link:
             sent = sent_bytes(collective, nbytes, collectives.ranks)
             samples += [(collective, sent, s) for s in seconds]
     return Link.fit(samples)
+
+
+def measure_network(collectives: Collectives, ranks_per_host: int = 1) -> Network:
+    """All that is measured of a network, a few seconds at most; equal on all ranks, a collective call.
+
+    Raises:
+        ValueError: a single rank has no link.
+    """
+    link = measure_link(collectives)
+    return Network(collectives.ranks, link, ranks_per_host, core=measure_core(collectives, link))
+
+
+def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:
+    """How much of each collective's time is lost to what computes meanwhile, from 0 to 1, the same on all ranks.
+
+    0 where every rank has a core to spare, 1 where collectives and computing take turns. The ranks of a host compute at
+    the same time, as they do in training.
+
+    Args:
+        collectives: of all ranks.
+        link: as measured among them.
+    """
+    shares = []
+    for collective in COLLECTIVES:
+        size = next((s for s in reversed(_SIZES) if link.seconds(collective, s) < _LOADED_SECONDS), _SIZES[0])
+        nbytes = size // collectives.ranks if collective == "allgather" else size
+        nbytes -= nbytes % (8 * collectives.ranks)
+        calls = math.ceil(_LOADED_SECONDS / link.seconds(collective, size))
+        run = partial(_run_often, collectives, collective, nbytes, calls)
+        run()
+        collectives.maximum([0.0])  # so that all begin together
+        idle, _ = _computed_during(partial(time.sleep, _LOADED_SECONDS))
+        collectives.maximum([0.0])
+        alone = _elapsed(run)
+        computed, loaded = _computed_during(run)
+        # both may give way: what computes, and the collective
+        shares.append(min(1.0, max(0.0, 1.0 - computed / idle) + max(0.0, 1.0 - alone / loaded)))
+    return dict(zip(COLLECTIVES, collectives.maximum(shares), strict=True))
+
+
+def _run_often(collectives: Collectives, collective: str, nbytes: int, calls: int) -> None:
+    for _ in range(calls):
+        collectives.run(collective, nbytes)
+
+
+def _elapsed(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _computed_during(wait: Callable[[], object]) -> tuple[float, float]:
+    """How often in a second something can be computed, without the GIL, while another call waits; seconds of that."""
+    words = np.zeros(_COMPUTED_WORDS, np.uint64)
+    ended = threading.Event()
+    done = 0
+
+    def compute() -> None:
+        nonlocal done
+        while not ended.is_set():
+            checksum(words, 0)
+            done += 1
+
+    checksum(words, 0)  # compiled before it is timed
+    thread = threading.Thread(target=compute, name="hvd_compress.measure", daemon=True)
+    thread.start()
+    try:
+        seconds = _elapsed(wait)
+        return done / seconds, seconds
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _seconds(collectives: Collectives, collective: str, nbytes: int, repeats: int) -> list[float]:

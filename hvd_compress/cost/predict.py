@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hvd_compress.cost.link import Network
+from hvd_compress.cost.link import Link, Network
 from hvd_compress.cost.speeds import Speed, copy_speed
 from hvd_compress.exchange import Plan, ring_bytes
 
@@ -26,12 +26,14 @@ class Work:
         hop_bytes: what a rank sends in each collective; in those between the hosts of a hierarchical exchange, what all
             ranks of its host send.
         pieces: payloads that hold all elements once; kernels are called for each.
+        groups: of elements, that compressors take together.
     """
 
     exchange: str
     numel: int
     hop_bytes: tuple[float, ...]
     pieces: int = 1
+    groups: int = 0
 
     @property
     def sent_bytes(self) -> float:
@@ -48,12 +50,16 @@ class Stage:
         collective: of Horovod; "" for kernels, which occupy a core.
         fusable_bytes: what Horovod would join with others of the same collective, else 0.
         per_byte: seconds that each of these bytes adds to such a joint collective.
+        joined_per_byte: seconds that each of all its bytes costs besides, to be copied together and apart.
+        core: share of the seconds that is lost to what computes meanwhile, see `Network`.
     """
 
     seconds: float
     collective: str = ""
     fusable_bytes: float = 0.0
     per_byte: float = 0.0
+    joined_per_byte: float = 0.0
+    core: float = 0.0
 
 
 def dense_work(numel: int, itemsize: int, ranks: int, half: bool = False) -> Work:
@@ -82,7 +88,9 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
         inside, between = (ranks_per_host - 1) / ranks_per_host, (hosts - 1) / hosts
         # all ranks of a host share its link to the others
         hops = (inside * 4 * numel, between * nbytes, between * nbytes, inside * nbytes)
-    return Work(first.exchange, numel, hops, sum(len(plan.chunks) for plan in plans))
+    # what travels uncompressed beside compressed ones has no groups
+    groups = sum(-(-plan.numel // plan.group) for plan in plans if plan.group > 1)
+    return Work(first.exchange, numel, hops, sum(len(plan.chunks) for plan in plans), groups)
 
 
 def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
@@ -93,39 +101,49 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
     """
     link, ranks, numel = network.link, network.ranks, work.numel
     one, speed = speed, speed.of_calls(work.pieces)
+
+    def sent(collective: str, nbytes: float, of: Link = link) -> Stage:
+        return Stage(of.seconds(collective, nbytes), collective, core=network.core.get(collective, 0.0))
+
+    def reduction(chunk: float, senders: int) -> Stage:
+        """The owner's part: it decodes and adds what all have sent, and encodes the sum."""
+        calls = one.of_calls(work.pieces / ranks)
+        added = calls.decode(chunk) + (senders - 1) * calls.add(chunk)
+        return Stage(added + calls.encoding(chunk, work.groups / ranks))
+
+    encode = Stage(speed.encoding(numel, work.groups))
     if work.exchange in ("dense", "fp16"):
         collective = "allreduce" if work.exchange == "dense" else "allreduce_half"
         (nbytes,) = work.hop_bytes
-        line = getattr(link, collective)
-        sent = Stage(line(nbytes), collective, nbytes, line.per_unit)
+        # copied into the buffer that Horovod fuses in and out of it; of a ring, 2 (ranks - 1) / ranks of it are sent
+        copied = 2 * copy_speed().per_unit / 4 * ranks / (2 * max(ranks - 1, 1))
+        joined = replace(sent(collective, nbytes), fusable_bytes=nbytes, joined_per_byte=copied,
+                         per_byte=getattr(link, collective).per_unit)  # fmt: skip
         if work.exchange == "dense":
-            return (sent,)
-        return (Stage(speed.encode(numel)), sent, Stage(speed.decode(numel)))
+            return (joined,)
+        return (encode, joined, Stage(speed.decode(numel)))
     if work.exchange == "allgather":
         first, rest = speed.decode(numel), (ranks - 1) * speed.add(numel)
         (nbytes,) = work.hop_bytes
-        return (Stage(speed.encode(numel)), Stage(link.allgather(nbytes), "allgather"), Stage(first + rest))
+        return (encode, sent("allgather", nbytes), Stage(first + rest))
     if work.exchange == "two_phase":
         to_owner, to_all = work.hop_bytes
         return (
-            Stage(speed.encode(numel)),
-            Stage(link.alltoall(to_owner), "alltoall"),
-            _reduction(numel / ranks, ranks, one.of_calls(work.pieces / ranks)),
-            Stage(link.allgather(to_all), "allgather"),
+            encode, sent("alltoall", to_owner), reduction(numel / ranks, ranks), sent("allgather", to_all),
             Stage(speed.decode(numel)),
-        )
+        )  # fmt: skip
     if network.between is None or network.inside is None:
         raise ValueError("a hierarchical exchange needs Network(between=, inside=): the links between and inside hosts")
     cut_up, to_owner, to_all, passed_on = work.hop_bytes
-    shard = numel / network.ranks_per_host
-    summed = (network.ranks_per_host - 1) * shard * copy_speed().per_unit
+    shard, per_host = numel / network.ranks_per_host, network.ranks_per_host
+    summed = (per_host - 1) * shard * copy_speed().per_unit
     return (
-        Stage(network.inside.alltoall(cut_up), "alltoall"),
-        Stage(summed + one.of_calls(work.pieces / network.ranks_per_host).encode(shard)),
-        Stage(network.between.alltoall(to_owner), "alltoall"),
-        _reduction(shard / network.hosts, network.hosts, one.of_calls(work.pieces / ranks)),
-        Stage(network.between.alltoall(to_all), "alltoall"),
-        Stage(network.inside.alltoall(passed_on), "alltoall"),
+        sent("alltoall", cut_up, network.inside),
+        Stage(summed + one.of_calls(work.pieces / per_host).encoding(shard, work.groups / per_host)),
+        sent("alltoall", to_owner, network.between),
+        reduction(shard / network.hosts, network.hosts),
+        sent("alltoall", to_all, network.between),
+        sent("alltoall", passed_on, network.inside),
         Stage(speed.decode(numel)),
     )
 
@@ -166,11 +184,6 @@ def break_even_bandwidth(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return math.sqrt(low * high)
-
-
-def _reduction(chunk: float, senders: int, speed: Speed) -> Stage:
-    """The owner's part: it decodes and adds what all have sent, and encodes the sum."""
-    return Stage(speed.decode(chunk) + (senders - 1) * speed.add(chunk) + speed.encode(chunk))
 
 
 def _expected(plan: Plan, bytes_per_element: float) -> float:

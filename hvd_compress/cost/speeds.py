@@ -20,10 +20,10 @@ __all__ = ["Speed", "copy_speed", "measure_speed", "speed_of"]
 Array = npt.NDArray[Any]
 
 _SMALL, _LARGE = 2**14, 2**21  # the larger one and its residual and result exceed most caches, as gradients do
-_REPEATS = 3
+_REPEATS = 5
 # of a normal distribution 1 in 64 lies beyond it
 _TAIL = 2.42
-_COLUMNS = 2048
+_COLUMNS, _SHORT_COLUMNS = 2048, 512
 _SPREAD = 0.8  # of the logarithm of a row's magnitude, as in fully connected layers that learn MNIST
 _NOTHING = Line()
 
@@ -37,12 +37,18 @@ class Speed:
         decode: into the result.
         add: decode, and add to a sum.
         bytes_per_element: of a large payload; what the slots of payloads of changing size do not say.
+        per_group: seconds that each group of elements adds to encoding.
     """
 
     encode: Line = _NOTHING
     decode: Line = _NOTHING
     add: Line = _NOTHING
     bytes_per_element: float = 4.0
+    per_group: float = 0.0
+
+    def encoding(self, numel: float, groups: float) -> float:
+        """Seconds to encode elements in groups."""
+        return self.encode(numel) + self.per_group * groups
 
     def of_calls(self, calls: float) -> Speed:
         """The speed where so many calls of a kernel share the elements."""
@@ -52,13 +58,13 @@ class Speed:
     def numbers(self) -> list[float]:
         """All numbers in a row, to be compared between ranks; `from_numbers` is the inverse."""
         lines = (self.encode, self.decode, self.add)
-        return [*(n for line in lines for n in (line.fixed, line.per_unit)), self.bytes_per_element]
+        return [*(n for line in lines for n in (line.fixed, line.per_unit)), self.bytes_per_element, self.per_group]
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> Speed:
         """The speed of `numbers`."""
-        a, b, c, d, e, f, size = numbers
-        return cls(Line(a, b), Line(c, d), Line(e, f), size)
+        a, b, c, d, e, f, size, group = numbers
+        return cls(Line(a, b), Line(c, d), Line(e, f), size, group)
 
 
 @cache
@@ -84,21 +90,27 @@ def measure_speed(compressor: Compressor) -> Speed:
         return _cast_speed()
     # a threshold is one for all rows: on equal rows it is known how many values lie beyond it
     values = compressor.tau / _TAIL * _deviates(0.0) if isinstance(compressor, Threshold) else _deviates()
-    cases = [_Case(compressor, values[:numel]) for numel in (_SMALL, _LARGE)]
+    cases = [_Case(compressor, values[:n], columns) for n, columns in ((_SMALL, _COLUMNS), (_LARGE, _COLUMNS),
+                                                                        (_LARGE, _SHORT_COLUMNS))]  # fmt: skip
     for case in cases:
         case.times()  # compiles, and touches the memory
-    best = [np.min([case.times() for _ in range(_REPEATS)], axis=0) for case in cases]
-    encode, decode, add = (_through(small, large) for small, large in zip(*best, strict=True))
-    return Speed(encode, decode, add, cases[1].nbytes / _LARGE)
+    small, large, short = (np.min([case.times() for _ in range(_REPEATS)], axis=0) for case in cases)
+    more = cases[2].groups - cases[1].groups
+    per_group = max(float(short[0] - large[0]), 0.0) / more if more else 0.0
+    small[0] -= per_group * cases[0].groups
+    large[0] -= per_group * cases[1].groups
+    encode, decode, add = (_through(a, b) for a, b in zip(small, large, strict=True))
+    return Speed(encode, decode, add, cases[1].nbytes / _LARGE, per_group)
 
 
 class _Case:
     """The buffers of one size."""
 
-    def __init__(self, compressor: Compressor, gradient: Array) -> None:
+    def __init__(self, compressor: Compressor, gradient: Array, columns: int) -> None:
         self.compressor = compressor
         self.gradient = gradient
-        self.group = compressor.group_numel((gradient.size // _COLUMNS, _COLUMNS))
+        self.group = compressor.group_numel((gradient.size // columns, columns))
+        self.groups = -(-gradient.size // self.group)
         self.x = np.empty_like(gradient)
         self.residual = 0.5 * np.roll(gradient, 12345) if compressor.feedback else None
         self.payload = np.zeros(compressor.capacity(gradient.size, self.group), np.uint8)
@@ -141,7 +153,7 @@ def _line(call_for: Callable[[Array], Callable[[], object]]) -> Line:
 
 def _through(small: float, large: float) -> Line:
     per_element = max(float(large - small), 0.0) / (_LARGE - _SMALL)
-    return Line(max(float(small) - per_element * _SMALL, 0.0), per_element)
+    return Line(max(float(small - per_element * _SMALL), 0.0), per_element)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -34,9 +34,9 @@ class Job:
 def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False) -> float:
     """Seconds of a training step, exchanges overlapping with backward.
 
-    The model: collectives run one after the other, in the order in which they are issued; dense ones that wait are
-    fused; first and middle kernels run as soon as they can, last ones when all collectives have ended, as a step is a
-    transaction.
+    The model: collectives run one after the other, in the order in which they are issued, and slow down what computes
+    meanwhile; dense ones that wait are fused; first and middle kernels run as soon as they can, last ones when all
+    collectives have ended, as a step is a transaction.
 
     Args:
         jobs: in the order in which backward makes their gradients.
@@ -54,6 +54,13 @@ def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False
     return forward + _Simulation(jobs, worker).run()
 
 
+def _gathering(stage: Stage) -> float:
+    """Seconds from the begin of a dense collective in which others may still join it."""
+    # what a collective costs besides its bytes is Horovod's wait for the next cycle, for the most part: half of it,
+    # on average, has passed when a tensor comes
+    return max(0.0, stage.seconds - stage.fusable_bytes * stage.per_byte) / 2
+
+
 class _Simulation:
     """Events in the order of time; one whose core is busy comes again when that is free."""
 
@@ -64,6 +71,7 @@ class _Simulation:
         self._events: list[tuple[float, int, int, int]] = []  # ready, kind, job, stage
         self._waiting: dict[str, list[tuple[int, int]]] = {}  # dense ones of a collective that may be fused
         self._last: list[float] = []
+        self._sending: list[tuple[float, float, float]] = []  # from, to, share of a core
 
     def run(self) -> float:
         if self._jobs:
@@ -101,20 +109,20 @@ class _Simulation:
     def _issue(self, ready: float, job: int, stage: int) -> None:
         its = self._jobs[job].stages[stage]
         if not its.fusable_bytes:
-            self._next(self._occupy("network", ready, its.seconds), job, stage + 1)
+            self._next(self._occupy("network", ready, its.seconds, its.core), job, stage + 1)
             return
         waiting = self._waiting.setdefault(its.collective, [])
         waiting.append((job, stage))
         if len(waiting) == 1:
-            self._push(max(ready, self._free["network"]), _SEND, job, stage)
+            self._push(max(ready, self._free["network"]) + _gathering(its), _SEND, job, stage)
 
     def _send(self, ready: float, job: int, stage: int) -> None:
-        if self._free["network"] > ready:  # another one was issued first
-            self._push(self._free["network"], _SEND, job, stage)
-            return
-        collective = self._jobs[job].stages[stage].collective
-        waiting = self._waiting.pop(collective)
         first = self._jobs[job].stages[stage]
+        earliest = self._free["network"] + _gathering(first)
+        if earliest > ready:  # another one was issued first
+            self._push(earliest, _SEND, job, stage)
+            return
+        waiting = self._waiting.pop(collective := first.collective)
         nbytes, fused = first.fusable_bytes, [(job, stage)]
         for i, other in enumerate(waiting[1:], 1):
             more = self._jobs[other[0]].stages[other[1]].fusable_bytes
@@ -124,13 +132,25 @@ class _Simulation:
                 break
             nbytes, fused = nbytes + more, [*fused, other]
         seconds = first.seconds + (nbytes - first.fusable_bytes) * first.per_byte
-        end = self._occupy("network", ready, seconds)
+        if len(fused) > 1:
+            seconds += nbytes * first.joined_per_byte
+        end = self._occupy("network", ready - _gathering(first), seconds, first.core)
         for other in fused:
             self._next(end, other[0], other[1] + 1)
 
-    def _occupy(self, resource: str, ready: float, seconds: float) -> float:
-        self._free[resource] = max(ready, self._free[resource]) + seconds
-        return self._free[resource]
+    def _occupy(self, resource: str, ready: float, seconds: float, core: float = 0.0) -> float:
+        begin = max(ready, self._free[resource])
+        end = begin + seconds
+        if resource == "network":
+            if core:
+                # what computes already is held up, and what begins before the end will be
+                self._free["main"] += core * max(0.0, min(end, self._free["main"]) - begin)
+                self._sending.append((begin, end, core))
+        else:
+            self._sending = [interval for interval in self._sending if interval[1] > begin]
+            end += sum(share * max(0.0, min(end, to) - max(begin, since)) for since, to, share in self._sending)
+        self._free[resource] = end
+        return end
 
     def _push(self, ready: float, kind: int, job: int, stage: int) -> None:
         heapq.heappush(self._events, (ready, kind, job, stage))

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress.compressors import Compressor
 from hvd_compress.engine.accumulators import Accumulators, refuse_accumulators
 from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.counters import Counters
@@ -138,6 +139,14 @@ class Ledger(Generic[AnyBucket]):
     def owes(self) -> bool:
         """Whether anything may be left of what this rank was to send, or depends on all steps before."""
         return bool(self.buckets) or bool(self.debts) or self.accumulators is not None
+
+    @property
+    def only_way(self) -> Compressor | None:
+        """The compressor of all tensors if all of them go dense in the same way, and nothing is owed; else None."""
+        if self.owes:
+            return None
+        ways = {self.routing.compressor_of(name) for name in self._shapes}
+        return ways.pop() if len(ways) == 1 else None
 
     def exchanges(self, name: str) -> bool:
         """Whether the tensor goes through an exchange rather than through Horovod's allreduce."""

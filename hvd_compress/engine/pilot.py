@@ -16,9 +16,12 @@ from hvd_compress.policy import Assigned, Auto
 __all__ = ["Pilot", "slowest_speeds"]
 
 _DENSE, _HALF = "none", "fp16"
-# seconds of so many steps are compared between ranks at once
+# the ranks compare the seconds of so many steps at once while they try, and when they have chosen
 _TRIAL_STEPS, _WATCHED_STEPS = 9, 20
 _SKIPPED_STEPS = 2
+# and of more where steps are short: a trial lasts as long, and comparing, which costs a collective, is not felt
+_TRIAL_SECONDS, _WATCHED_SECONDS = 0.2, 1.0
+_MOST_WATCHED_STEPS = 500
 
 
 def slowest_speeds(auto: Auto, collectives: Collectives) -> dict[Compressor, Speed]:
@@ -58,7 +61,9 @@ class Pilot:
         self.buckets = backward_buckets(shapes, routing.bucket_bytes)
         stages = [self._stages(names) for names in self.buckets]
         self._predicted = [{way: sum(s.seconds for s in of_way) for way, of_way in b.items()} for b in stages]
-        self.explorer = Explorer(configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS)
+        self.explorer = Explorer(
+            configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS, seconds=_TRIAL_SECONDS
+        )
 
     def routing(self) -> Routing:
         """Which way tensors go from now on."""
@@ -69,7 +74,10 @@ class Pilot:
     @property
     def seconds_wanted(self) -> int:
         """How many steps to time before the ranks compare."""
-        return _WATCHED_STEPS if self.explorer.committed else _SKIPPED_STEPS + _TRIAL_STEPS
+        if not self.explorer.committed:
+            return _SKIPPED_STEPS + _TRIAL_STEPS
+        lasting = math.ceil(_WATCHED_SECONDS / self.explorer.expected) if self.explorer.expected else 0
+        return min(max(lasting, _WATCHED_STEPS), _MOST_WATCHED_STEPS)
 
     def observe(self, seconds: Sequence[float]) -> bool:
         """Take the seconds of steps, the largest of all ranks; whether `routing` is another one now."""

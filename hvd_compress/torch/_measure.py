@@ -7,7 +7,7 @@ from functools import cache
 import horovod.torch as hvd
 import torch
 
-from hvd_compress.cost import HorovodCollectives, Network, measure_link
+from hvd_compress.cost import HorovodCollectives, Network, measure_network
 
 __all__ = ["collectives_of", "network_of"]
 
@@ -24,4 +24,4 @@ def network_of(process_set: hvd.ProcessSet) -> Network:
 
 @cache
 def _network(_: int, process_set: hvd.ProcessSet) -> Network:
-    return Network(process_set.size(), measure_link(collectives_of(process_set)))
+    return measure_network(collectives_of(process_set))

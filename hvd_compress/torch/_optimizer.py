@@ -48,6 +48,8 @@ class _Overrides:
     _alone: Ledger[Bucket] | None = None
     """With AdaGrad, where this rank exchanges nothing."""
     _chooses = False
+    _is_plain = False
+    """Whether all tensors go through Horovod's allreduce in one way, so that its own methods do."""
     _adagrad: AdaGrad | None = None
     _horovods: Any
     _make_engine: Callable[[Routing], Engine]
@@ -76,6 +78,10 @@ class _Overrides:
             return HorovodOptimizer._allreduce_grad_async(self, p)
         name = self._parameter_names[p]
         is_sparse = p.grad.is_sparse
+        if self._is_plain:
+            if not is_sparse or self.sparse_as_dense:
+                self._count_dense(name, p.grad)
+            return HorovodOptimizer._allreduce_grad_async(self, p)
         self._check_dense(name, p.grad)
         if self._engine.exchanges(name):
             if not is_sparse or self.sparse_as_dense:
@@ -98,7 +104,17 @@ class _Overrides:
 
     def _completes_dense(self: Any) -> bool:
         """Whether `_complete` waits for what goes through Horovod's allreduce, and decompresses it."""
-        return self._engine is not None and (self._engine.is_used or self._chooses or self._adagrad is not None)
+        if self._engine is None or self._is_plain:
+            return False
+        return self._engine.is_used or self._chooses or self._adagrad is not None
+
+    def _begin_plain(self: Any) -> None:
+        """Between steps: find out whether the next one is Horovod's own."""
+        # of a group in which a tensor got no gradient, Horovod's own methods would wait for ever
+        way = self._engine.only_way if self._chooses and self._groups is None else None
+        self._is_plain = way is not None
+        if way is not None:
+            self._compression = dense_route(way)
 
     def _check_dense(self: Any, name: str, gradient: torch.Tensor) -> None:
         if self._adagrad is not None and gradient.is_sparse and not self.sparse_as_dense:
@@ -137,10 +153,15 @@ class _Overrides:
         HorovodOptimizer.synchronize(self)
         if self._alone is not None:
             self._precondition_alone(self._alone)
-        if self._steering is not None and self._steering.end():
+        if self._is_plain:
+            self._engine.count_step()
+        changes = self._steering is not None and self._steering.end()
+        if changes:
             followed = self._make_engine(self._steering.routing)
             followed.inherit(self._engine)
             self._engine = followed
+        if self._engine is not None and (changes or not self._is_plain):
+            self._begin_plain()
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
@@ -211,6 +232,8 @@ class _Overrides:
         holder = self._engine or self._alone
         if holder is not None:
             holder.load_state_dict(state)
+            if self._engine is not None:
+                self._begin_plain()
         else:
             refuse_residuals(state)
 
@@ -440,6 +463,7 @@ def DistributedOptimizer(
             wrapped._steering = Steering(ours, described(tensors), routing, process_set)
             routing = wrapped._steering.routing
         wrapped._engine = wrapped._make_engine(routing)
+        wrapped._begin_plain()
     elif adagrad is not None:
         wrapped._alone = Ledger(Routing(None), 1, 0, described(wrapped._by_name.items()), Bucket, adagrad=adagrad)
     return wrapped

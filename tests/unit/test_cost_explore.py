@@ -56,7 +56,16 @@ def test_most_trials_do_not_count_dense() -> None:
 
 def test_a_gain_below_the_margin_stays_dense() -> None:
     it = Explorer(made({"a": 0.98, "none": 1.0}), "none", skip=0, steps=1)
-    assert follow(it, {"a": 0.97, "none": 1.0}, 5) == [("a", 1), ("none", 4)]
+    assert follow(it, {"a": 0.985, "none": 1.0}, 5) == [("a", 1), ("none", 4)]
+
+
+def test_trials_of_short_steps_take_more_of_them() -> None:
+    def trials(level: float) -> list[tuple[str, int]]:
+        return follow(explorer(seconds=1.0), {name: level * s for name, s in PREDICTED.items()}, 200)[:3]
+
+    assert trials(10.0) == [("adaptive", 4), ("onebit", 4), ("fp16", 4)]  # three steps, and one that is skipped
+    assert trials(1.0) == [("adaptive", 12), ("onebit", 10), ("fp16", 9)]  # a second and the skipped one
+    assert trials(0.1) == [("adaptive", 16), ("onebit", 16), ("fp16", 16)]  # not more than 5 times three
 
 
 def test_disturbed_steps_do_not_matter() -> None:

@@ -15,6 +15,7 @@ from hvd_compress.cost import (
     Stage,
     Work,
     break_even_bandwidth,
+    copy_speed,
     dense_work,
     exchange_seconds,
     stages_of,
@@ -33,7 +34,7 @@ def test_work_of_two_phases() -> None:
     # 16 rows of 512: 1024 bytes of bits, 128 of means, a header, in each of 4 slots
     (slot,) = set(plan.slots)
     assert slot > 1024 + 128
-    assert work_of([plan]) == Work("two_phase", 32768, (3 * slot, 3 * slot), pieces=4)
+    assert work_of([plan]) == Work("two_phase", 32768, (3 * slot, 3 * slot), pieces=4, groups=64)
     assert work_of([plan]).sent_bytes == 6 * slot
 
 
@@ -41,12 +42,14 @@ def test_work_of_tensors_that_go_together() -> None:
     plans = plan_together("two_phase", {"a": ((64, 512), OneBit()), "b": ((32, 512), OneBit())}, 4)
     slots = sum(sum(plan.slots) for plan in plans.values())
     # what a rank keeps of both hops is the chunk that it owns, a quarter on average
-    assert work_of(list(plans.values())) == Work("two_phase", 49152, (3 / 4 * slots, 3 / 4 * slots), pieces=5)
+    assert work_of(list(plans.values())) == Work(
+        "two_phase", 49152, (3 / 4 * slots, 3 / 4 * slots), pieces=5, groups=96
+    )
 
 
 def test_work_of_allgather() -> None:
     plan = make_plan("allgather", OneBit(), (64, 512), 4)
-    assert work_of([plan]) == Work("allgather", 32768, (3 * plan.slots[0],))
+    assert work_of([plan]) == Work("allgather", 32768, (3 * plan.slots[0],), groups=64)
 
 
 def test_dense_work() -> None:
@@ -63,13 +66,19 @@ def test_a_payload_of_changing_size_counts_by_what_was_measured() -> None:
     assert work_of([fixed], bytes_per_element=0.001) == work_of([fixed])
 
 
+def joined() -> float:
+    # 4 bytes an element are copied twice; of 4 ranks each sends 6/4 of them
+    return 2 * copy_speed().per_unit / 4 / (6 / 4)
+
+
 def test_dense_stages() -> None:
-    assert stages_of(Work("dense", 100, (600.0,)), SPEED, NETWORK) == (Stage(1.6, "allreduce", 600.0, 1e-3),)
+    sent = Stage(1.6, "allreduce", 600.0, 1e-3, joined())
+    assert stages_of(Work("dense", 100, (600.0,)), SPEED, NETWORK) == (sent,)
 
 
 def test_fp16_stages() -> None:
     stages = stages_of(Work("fp16", 100, (300.0,)), SPEED, NETWORK)
-    assert stages == (Stage(1000.5), Stage(2.6, "allreduce_half", 300.0, 2e-3), Stage(100.25))
+    assert stages == (Stage(1000.5), Stage(2.6, "allreduce_half", 300.0, 2e-3, joined()), Stage(100.25))
 
 
 def test_two_phase_stages() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,8 +55,28 @@ def test_dense_tensors_that_wait_are_fused() -> None:
     # all there at once: one fixed second and three for their bytes
     assert step_seconds([Job(dense(2, 100))] * 3) == 1 + 3
     # the first is sent at once; what becomes ready meanwhile goes together
-    jobs = [Job(dense(2, 100), backward=0.5) for _ in range(3)]
-    assert step_seconds(jobs) == 0.5 + 2 + (1 + 2)
+    jobs = [Job(dense(2, 100), backward=0.6) for _ in range(3)]
+    assert step_seconds(jobs) == pytest.approx(0.6 + 2 + (1 + 2))
+
+
+def test_dense_tensors_join_one_that_waits_for_the_next_cycle() -> None:
+    # half of the fixed second has passed when the second comes, not yet when the third does
+    jobs = [Job(dense(2, 100), backward=1.0), Job(dense(2, 100), backward=0.4), Job(dense(2, 100), backward=0.4)]
+    assert step_seconds(jobs) == pytest.approx(1 + (1 + 2) + 2)
+
+
+def test_joined_tensors_are_copied_together() -> None:
+    stages = (replace(dense(2, 100)[0], joined_per_byte=0.01),)
+    assert step_seconds([Job(stages)]) == 2
+    assert step_seconds([Job(stages)] * 3) == 1 + 3 + 3 * 100 * 0.01
+
+
+def test_collectives_slow_down_what_computes_meanwhile() -> None:
+    # sent from 1 to 5 while backward computes from 1 on: a quarter of these 4 seconds is lost to it
+    first = Job((Stage(0), Stage(4, "allgather", core=0.25), Stage(0)), backward=1)
+    assert step_seconds([first, Job((), backward=10)]) == 1 + 10 + 1
+    # what comes after is not slowed down
+    assert step_seconds([first, Job((), backward=1)]) == max(5, 1 + 1 + 0.25)
 
 
 def test_what_does_not_fit_into_a_fusion_buffer_goes_on_its_own() -> None:
