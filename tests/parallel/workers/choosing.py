@@ -441,7 +441,8 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
 def auto_measures_and_says_why() -> None:
     model = Net()
     optimizer = wrap(model, "auto")
-    train(model, optimizer, range(30), lambda step: None)
+    # a trial takes 45 steps at most, and the ranks compare every 11
+    train(model, optimizer, range(60), lambda step: None)
     stats = optimizer.compression_stats()
     assert stats["compressor"] == repr(Auto())
     report = stats["auto"]
