@@ -16,12 +16,13 @@ import matplotlib
 matplotlib.use("Agg")
 
 import allreduce
+import auto
 import memory
 import minibatch
 import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
-BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, memory)
+BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, memory)
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 

@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     shapes = _shapes(options)
     if measure:
         ranks = open_ranks()
-        network = measure_network(ranks, ranks.ranks_per_host)
+        network = measure_network(ranks, ranks.hosts, ranks.rank)
         speeds = measured_speeds(ranks, CANDIDATES)
         if ranks.rank:
             return 0

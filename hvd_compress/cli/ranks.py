@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from hvd_compress.cost import HorovodCollectives
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import Hosts
 
 __all__ = ["Ranks", "is_launched", "launched", "open_ranks"]
 
@@ -53,10 +54,19 @@ class Ranks(HorovodCollectives):
         hvd.init()
         super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant, hvd.size())
         self.rank: int = hvd.rank()
-        local: int = hvd.local_size()
-        most, least = self.maximum([local, -local])
-        # hosts with different numbers of ranks have no hierarchy to speak of
-        self.ranks_per_host = local if most == -least else 1
+        self.hosts = self._found_hosts()
+        """Which ranks share a host; None where hosts have different numbers of them, so no hierarchy to speak of."""
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many ranks share a host; 1 where their numbers differ."""
+        return 1 if self.hosts is None else self.hosts.per_host
+
+    def _found_hosts(self) -> Hosts | None:
+        try:
+            return Hosts.of_names(self.host_numbers())
+        except UnsupportedError:
+            return None
 
     def allgather(self, array: Array, name: str) -> Array:
         """All ranks' arrays, joined along the first axis."""

@@ -102,7 +102,7 @@ class Compressor(ABC):
         """
         shape = shape if shape is not None else (x.size,)
         at = wire.header_bytes(shape)
-        body = payload[at : at + wire.padded(self.body_bytes(x.size, group))]
+        body = payload[at:]
         done = self._encode(x, _NO_RESIDUAL[x.dtype] if r is None else r, body, group, key) if x.size else (0, 0, 0)
         used, entries, parameter = done if done is not None else (0, 0, 0)
         if used & 7:

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
@@ -15,9 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress.cost.line import fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import ring_bytes
+from hvd_compress.exchange import Hosts, ring_bytes
 from hvd_compress.kernels.checksum import checksum
 
 __all__ = ["Collectives", "HorovodCollectives", "measure_link", "measure_network", "sent_bytes"]
@@ -37,8 +39,8 @@ class Collectives(Protocol):
 
     ranks: int
 
-    def run(self, collective: str, nbytes: int) -> None:
-        """Run one of `COLLECTIVES` with a buffer of `nbytes` on this rank."""
+    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
+        """Run one of `COLLECTIVES` with a buffer of `nbytes` on this rank; an alltoall may send to `peers` only."""
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of all ranks' values, one by one, the same on all ranks."""
@@ -60,9 +62,9 @@ class HorovodCollectives:
         self._settings = settings
         self._buffers: dict[tuple[str, int], Any] = {}
 
-    def run(self, collective: str, nbytes: int) -> None:
-        """Run one of `COLLECTIVES` on a buffer of zeros."""
-        name = f"hvd_compress.measure.{collective}.{nbytes}"
+    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
+        """Run one of `COLLECTIVES` on a buffer of zeros; of an alltoall, only `peers` may get parts."""
+        name = f"hvd_compress.measure.{collective}.{nbytes}" + ("" if peers is None else ".peers")
         buffer = self._buffers.get((collective, nbytes))
         if buffer is None:
             dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
@@ -73,9 +75,15 @@ class HorovodCollectives:
             allreduce = getattr(self._hvd, "allreduce_", self._hvd.allreduce)
             allreduce(buffer, name=name, op=self._hvd.Sum, **self._settings)
         elif collective == "alltoall":
-            self._hvd.alltoall(buffer, name=name, **self._settings)
+            splits = None if peers is None else self._tensor(self._splits(nbytes, peers))
+            self._hvd.alltoall(buffer, splits=splits, name=name, **self._settings)
         else:
             self._hvd.allgather(buffer, name=name, **self._settings)
+
+    def _splits(self, nbytes: int, peers: Sequence[int]) -> npt.NDArray[np.int32]:
+        splits = np.zeros(self.ranks, np.int32)
+        splits[list(peers)] = nbytes // len(peers)
+        return splits
 
     def host_numbers(self) -> list[int]:
         """A number for each rank, the same for those on one host.
@@ -112,6 +120,25 @@ def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
     return (ranks - 1) * nbytes / (ranks if collective == "alltoall" else 1)
 
 
+def measure_hosts(collectives: Collectives, hosts: Hosts, position: int, link: Link) -> tuple[Link, Link]:
+    """What the alltoalls of a hierarchical exchange take inside hosts and between them; a collective call.
+
+    Args:
+        collectives: of all ranks.
+        hosts: of the ranks.
+        position: of this rank.
+        link: of all ranks, of which the other collectives are taken.
+
+    Returns:
+        The links inside hosts, by the bytes that a rank sends, and between them, by those of all ranks of a host.
+    """
+    inside = fit_line(_points(collectives, "alltoall", hosts.inside(position)))
+    between = fit_line(
+        (hosts.per_host * sent, s) for sent, s in _points(collectives, "alltoall", hosts.between(position))
+    )
+    return replace(link, alltoall=inside), replace(link, alltoall=between)
+
+
 def measure_link(collectives: Collectives) -> Link:
     """Fit a link to collectives of growing size; a few seconds at most. Equal on all ranks; a collective call.
 
@@ -120,31 +147,26 @@ def measure_link(collectives: Collectives) -> Link:
     """
     if collectives.ranks < 2:
         raise ValueError("a link has two ends: start two ranks or more")
-    samples = []
-    for collective in COLLECTIVES:
-        slowest = 0.0
-        for i, size in enumerate(_SIZES):
-            # what a rank sends is to be alike for all collectives, so that they take about as long
-            nbytes = size // collectives.ranks if collective == "allgather" else size
-            nbytes -= nbytes % (8 * collectives.ranks)
-            expected = slowest * size / _SIZES[i - 1] if i else 0.0
-            if i >= _LEAST_SIZES and expected > _LONGEST_SECONDS:
-                break
-            seconds = _seconds(collectives, collective, nbytes, _SLOW_REPEATS if expected > _SLOW_SECONDS else _REPEATS)
-            slowest = median(seconds)
-            sent = sent_bytes(collective, nbytes, collectives.ranks)
-            samples += [(collective, sent, s) for s in seconds]
-    return Link.fit(samples)
+    return Link.fit((c, sent, seconds) for c in COLLECTIVES for sent, seconds in _points(collectives, c))
 
 
-def measure_network(collectives: Collectives, ranks_per_host: int = 1) -> Network:
+def measure_network(collectives: Collectives, hosts: Hosts | None = None, position: int = 0) -> Network:
     """All that is measured of a network, a few seconds at most; equal on all ranks, a collective call.
+
+    Args:
+        collectives: of all ranks.
+        hosts: of the ranks; without them, the links inside hosts are not told from those between them.
+        position: of this rank.
 
     Raises:
         ValueError: a single rank has no link.
     """
     link = measure_link(collectives)
-    return Network(collectives.ranks, link, ranks_per_host, core=measure_core(collectives, link))
+    core = measure_core(collectives, link)
+    if hosts is None or hosts.per_host == 1 or hosts.count == 1:
+        return Network(collectives.ranks, link, 1 if hosts is None else hosts.per_host, core=core)
+    inside, between = measure_hosts(collectives, hosts, position, link)
+    return Network(collectives.ranks, link, hosts.per_host, between, inside, core)
 
 
 def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:
@@ -209,11 +231,32 @@ def _computed_during(wait: Callable[[], object]) -> tuple[float, float]:
         thread.join()
 
 
-def _seconds(collectives: Collectives, collective: str, nbytes: int, repeats: int) -> list[float]:
+def _points(collectives: Collectives, collective: str, peers: Sequence[int] | None = None) -> list[tuple[float, float]]:
+    """(bytes that a rank sends, seconds) of growing sizes, until they take too long."""
+    points = []
+    slowest = 0.0
+    senders = collectives.ranks if peers is None else len(peers)
+    for i, size in enumerate(_SIZES):
+        # what a rank sends is to be alike for all collectives, so that they take about as long
+        nbytes = size // senders if collective == "allgather" else size
+        nbytes -= nbytes % (8 * senders)
+        expected = slowest * size / _SIZES[i - 1] if i else 0.0
+        if i >= _LEAST_SIZES and expected > _LONGEST_SECONDS:
+            break
+        repeats = _SLOW_REPEATS if expected > _SLOW_SECONDS else _REPEATS
+        seconds = _seconds(collectives, collective, nbytes, repeats, peers)
+        slowest = median(seconds)
+        points += [(sent_bytes(collective, nbytes, senders), s) for s in seconds]
+    return points
+
+
+def _seconds(
+    collectives: Collectives, collective: str, nbytes: int, repeats: int, peers: Sequence[int] | None = None
+) -> list[float]:
     # one more than counts: Horovod's cache does not know the name yet, and ranks come in at different times
     taken = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
-        collectives.run(collective, nbytes)
+        collectives.run(collective, nbytes, peers)
         taken.append(time.perf_counter() - begin)
     return collectives.maximum(taken[1:])

@@ -28,6 +28,8 @@ class Bucket(exchange.Bucket[Lane]):
         self.lanes = dict(lanes)
         self.pack = pack
         super().__init__({**lanes, **({} if pack is None else {pack.name: pack})})
+        numel = sum(t.plan.numel for t in self.transfers.values()) or 1
+        self._shares = [(t, t.plan.numel / numel) for t in self.transfers.values()]
 
     @property
     def tensors(self) -> list[str]:
@@ -50,6 +52,5 @@ class Bucket(exchange.Bucket[Lane]):
 
     def count_wait(self, seconds: float) -> None:
         """Time waited for collectives, shared among the tensors by their size."""
-        numel = sum(t.plan.numel for t in self.transfers.values())
-        for transfer in self.transfers.values():
-            transfer.counters.exchange_seconds += seconds * transfer.plan.numel / numel
+        for transfer, share in self._shares:
+            transfer.counters.exchange_seconds += seconds * share

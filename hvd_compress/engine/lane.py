@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,27 +53,31 @@ class Lane(Transfer):
     def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
         begin = time.perf_counter()
         used = super().encode(x, slots)
-        self._count_sent(used, slots)
+        self._count_sent(used)
         self.counters.encode_seconds += time.perf_counter() - begin
         return used
 
     def skip(self, slots: Sequence[Bytes]) -> list[int]:
         used = super().skip(slots)
-        self._count_sent(used, slots)
+        self._count_sent(used)
         return used
 
     def reduce(self, payloads: Sequence[Bytes], slot: Bytes) -> int:
         begin = time.perf_counter()
         self._count_received(payloads)
-        with self._naming_errors():
+        try:
             used = super().reduce(payloads, slot)
+        except WireError as error:
+            raise self._named(error) from error
         sent = slot.size if self.plan.fixed_size else used
         self.counters.bytes_sent += (len(payloads) - 1) * sent
         self.counters.encode_seconds += time.perf_counter() - begin
         return used
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
-        if self.plan.exchange == "allgather":
+        if self.hosts is None and self.plan.fixed_size:
+            self.counters.bytes_received += self._full_hop
+        elif self.plan.exchange == "allgather":
             self._count_received(payloads)
         else:
             others = {chunk for chunk, _ in self.sent_chunks} - {self.chunk}
@@ -81,13 +85,17 @@ class Lane(Transfer):
             sizes = [p.size for chunk, p in zip(numbers, payloads, strict=True) if chunk in others]
             self.counters.bytes_received += sum(sizes)
             self._count_inside(numbers, payloads)
-        with self._naming_errors():
+        try:
             return super().arrive(payloads)
+        except WireError as error:
+            raise self._named(error) from error
 
     def finish(self, keep: bool, scale: float) -> Array | None:
         begin = time.perf_counter()
-        with self._naming_errors():
+        try:
             result = super().finish(keep, scale)
+        except WireError as error:
+            raise self._named(error) from error
         if result is not None:
             self._count_step(begin)
         return result
@@ -161,14 +169,20 @@ class Lane(Transfer):
 
     # -- counting ------------------------------------------------------------------------------------------------
 
-    def _count_sent(self, used: Sequence[int], slots: Sequence[Bytes]) -> None:
-        sizes = [slot.size for slot in slots] if self.plan.fixed_size else used
+    def _count_sent(self, used: Sequence[int]) -> None:
+        self.counters.bytes_sent += self._full_hop if self.plan.fixed_size else self._hop(used)
+
+    def _hop(self, sizes: Sequence[int]) -> int:
+        """Bytes of the payloads that other ranks get, from those of all that this rank encodes."""
         if self.plan.exchange == "allgather":
-            sent = (self.plan.ranks - 1) * sum(sizes)
-        else:
-            numbers = [chunk for chunk, _ in self.sent_chunks]
-            sent = sum(size for chunk, size in zip(numbers, sizes, strict=True) if chunk != self.chunk)
-        self.counters.bytes_sent += sent
+            return (self.plan.ranks - 1) * sum(sizes)
+        numbers = [chunk for chunk, _ in self.sent_chunks]
+        return sum(size for chunk, size in zip(numbers, sizes, strict=True) if chunk != self.chunk)
+
+    @cached_property
+    def _full_hop(self) -> int:
+        """The same where every payload fills its slot; without hosts it is what this rank gets, too."""
+        return self._hop([self.plan.slots[chunk] for chunk, _ in self.sent_chunks])
 
     def _count_received(self, of_ranks: Sequence[Bytes]) -> None:
         sizes = [payload.size for payload in of_ranks]
@@ -190,9 +204,5 @@ class Lane(Transfer):
         self.counters.dense_bytes += self._dense_bytes
         self.counters.decode_seconds += time.perf_counter() - begin
 
-    @contextmanager
-    def _naming_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except WireError as error:
-            raise WireError(f"exchange of {self.name!r}, received by rank {self.position}: {error}") from error
+    def _named(self, error: WireError) -> WireError:
+        return WireError(f"exchange of {self.name!r}, received by rank {self.position}: {error}")

@@ -110,9 +110,10 @@ class Pilot:
     def _stages(self, names: Sequence[str]) -> dict[str, tuple[Stage, ...]]:
         """What each way of exchanging the tensors of a bucket consists of."""
         tensors = [self._tensors[name] for name in names]
-        # the links inside hosts are not measured: the trials tell what a hierarchy gains
-        hierarchical = self._routing.exchange == "hierarchical"
-        routing = replace(self._routing, exchange="two_phase") if hierarchical else self._routing
+        routing = self._routing
+        if routing.exchange == "hierarchical" and self._network.inside is None:
+            # one host, or one rank on each
+            routing = replace(routing, exchange="two_phase")
         stages = {}
         for way, compressor in self._ways.items():
             speed = self._speeds.get(compressor, Speed())

@@ -1,8 +1,4 @@
-"""The payloads of several tensors in one exchange: where each lies in the messages, and when a message is complete.
-
-A message to an owner, or from one, holds the payloads of its chunks in the order of the tensors. Where all of them have
-a fixed size they lie at fixed places; else they follow one another, and state their own lengths.
-"""
+"""The stages of several tensors in one exchange: what each collective sends, and when a message is complete."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress import wire
 from hvd_compress.errors import WireError
 from hvd_compress.exchange.hosts import Hosts
+from hvd_compress.exchange.layout import Layout
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.transfer import Transfer
 
@@ -68,10 +64,7 @@ class Bucket(Generic[AnyTransfer]):
         self.ranks = first.plan.ranks
         self.position = first.position
         self.hosts = first.hosts
-        self.fixed_size = all(t.plan.fixed_size for t in self.transfers.values())
-        self._contents = self._laid_out()
-        self._places = self._placed()
-        self._arrivals = self._last_messages()
+        self._layout = Layout(self.transfers)
         self._send = np.empty(0, np.uint8)
         self._slots: dict[str, list[Bytes]] = {}
         self._result = np.empty(0, np.uint8)
@@ -124,11 +117,11 @@ class Bucket(Generic[AnyTransfer]):
     def _payloads(self) -> Parcel:
         sizes: dict[int, int] = {}
         at = start = 0
-        for chunk, contents in self._contents.items():
+        for chunk, contents in self._layout.sent.items():
             begin = at
             for name, index, slot in contents:
                 used = self._used[name][index]
-                if self.fixed_size:
+                if self._layout.fixed_size:
                     # what a payload leaves of its slot travels too: it must not be what this memory held before
                     self._send[at + used : at + slot] = 0
                     at += slot
@@ -140,7 +133,7 @@ class Bucket(Generic[AnyTransfer]):
         if self.exchange == "allgather":
             return Parcel(self._send[:at])
         # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
-        return Parcel(self._send, self._by_rank(sizes))
+        return Parcel(self._send, self._layout.by_rank(sizes))
 
     # -- the stages between collectives ------------------------------------------------------------------------------
 
@@ -163,15 +156,15 @@ class Bucket(Generic[AnyTransfer]):
             WireError: a payload is truncated, corrupted or foreign.
         """
         first = next(iter(self.transfers.values()))
-        contents = self._contents[first.chunk]
+        contents = self._layout.sent[first.chunk]
         senders = self.ranks if self.hosts is None else self.hosts.count
         if self._result.size == 0:
             self._result = aligned_empty(sum(slot for _, _, slot in contents), np.uint8)
-        payloads = self._cut(received, [contents] * senders)
+        payloads = self._layout.cut(received, [contents] * senders)
         at = 0
         for i, (name, _, slot) in enumerate(contents):
             used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
-            end = at + (slot if self.fixed_size else used)
+            end = at + (slot if self._layout.fixed_size else used)
             self._result[at + used : end] = 0
             at = end
         result = self._result[:at]
@@ -185,13 +178,8 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: truncated or foreign.
         """
-        payloads = self._cut(received, [contents for _, contents in self._arrivals])
-        places = [(part, name) for part, contents in self._arrivals for name, _, _ in contents]
-        of_tensor: dict[str, list[Bytes]] = {name: [] for name in self.transfers}
-        # in the order of the chunks, or of the ranks
-        for (_, name), payload in sorted(zip(places, payloads, strict=True), key=lambda item: item[0][0]):
-            of_tensor[name].append(payload)
-        finite = [self.transfers[name].arrive(payloads) for name, payloads in of_tensor.items()]
+        payloads = self._layout.cut(received, [contents for _, contents in self._layout.last])
+        finite = [t.arrive([payloads[i] for i in self._layout.arriving[name]]) for name, t in self.transfers.items()]
         return all(finite)
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
@@ -250,6 +238,15 @@ class Bucket(Generic[AnyTransfer]):
         sizes = tuple(message.size if rank in receivers else 0 for rank in range(self.ranks))
         return Parcel(np.tile(message, len(receivers)), sizes)
 
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def _slots_of(self, name: str) -> list[Bytes]:
+        if not self._slots:
+            nbytes, places = self._layout.places()
+            self._send = aligned_empty(nbytes, np.uint8)
+            self._slots = {n: [self._send[place] for place in of_tensor] for n, of_tensor in places.items()}
+        return self._slots[name]
+
     def _held(self) -> list[AnyTransfer]:
         return [transfer for name, transfer in self.transfers.items() if name in self._given]
 
@@ -257,74 +254,3 @@ class Bucket(Generic[AnyTransfer]):
         if self.hosts is None:
             raise RuntimeError(f"exchange {self.exchange!r} knows no hosts")
         return self.hosts
-
-    # -- places --------------------------------------------------------------------------------------------------
-
-    def _laid_out(self) -> dict[int, list[tuple[str, int, int]]]:
-        """{chunk: [(tensor, number of its payload, bytes of its slot)]} of what this rank sends, by owner."""
-        if self.exchange == "allgather":
-            return {0: self._contents_of(0)}
-        return {chunk: self._contents_of(chunk) for chunk in self._chunks_by_rank()}
-
-    def _last_messages(self) -> list[tuple[int, list[tuple[str, int, int]]]]:
-        """The same of what the last collective brings, with the chunk, or rank, that each part is of."""
-        if self.exchange == "allgather":
-            return [(rank, self._contents_of(0)) for rank in range(self.ranks)]
-        if self.hosts is None:
-            return [(chunk, self._contents_of(chunk, sent=False)) for chunk in range(self.ranks)]
-        order = [
-            self.hosts.chunk_of(owner)
-            for peer in sorted(self.hosts.inside(self.position))
-            for owner in sorted(self.hosts.between(peer))
-        ]
-        return [(chunk, self._contents_of(chunk, sent=False)) for chunk in order]
-
-    def _contents_of(self, chunk: int, sent: bool = True) -> list[tuple[str, int, int]]:
-        contents = []
-        for name, transfer in self.transfers.items():
-            chunks = [number for number, _ in (transfer.sent_chunks if sent else transfer.plan.chunks)]
-            if chunk in chunks:
-                contents.append((name, chunks.index(chunk), transfer.plan.slots[chunk]))
-        return contents
-
-    def _chunks_by_rank(self) -> list[int]:
-        return [rank if self.hosts is None else self.hosts.chunk_of(rank) for rank in range(self.ranks)]
-
-    def _by_rank(self, sizes: Mapping[int, int]) -> tuple[int, ...] | None:
-        """Bytes for each rank, from the bytes for each owner of a chunk; None if equal."""
-        of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
-        return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
-
-    def _placed(self) -> dict[str, list[slice]]:
-        """Where the payloads of each tensor, in the order of its chunks, lie in the buffer that is sent."""
-        places: dict[str, dict[int, slice]] = {name: {} for name in self.transfers}
-        at = 0
-        # messages are in the order of the ranks, which need not be that of the chunks that they own
-        for chunk, contents in self._contents.items():
-            for name, _, slot in contents:
-                places[name][chunk] = slice(at, at + slot)
-                at += slot
-        return {name: [of_tensor[chunk] for chunk in sorted(of_tensor)] for name, of_tensor in places.items()}
-
-    def _slots_of(self, name: str) -> list[Bytes]:
-        if not self._slots:
-            self._send = aligned_empty(sum(slot for c in self._contents.values() for _, _, slot in c), np.uint8)
-            self._slots = {n: [self._send[place] for place in places] for n, places in self._places.items()}
-        return self._slots[name]
-
-    def _cut(self, received: Bytes, messages: Sequence[Sequence[tuple[str, int, int]]]) -> list[Bytes]:
-        """The payloads in the bytes of a collective."""
-        slots = [slot for contents in messages for _, _, slot in contents]
-        if not self.fixed_size:
-            payloads = wire.frames(received, len(slots))
-            if (there := sum(payload.size for payload in payloads)) != received.size:
-                raise WireError(f"received {received.size} bytes, {len(slots)} payloads take {there} of them")
-            return payloads
-        if received.size != sum(slots):
-            raise WireError(f"received {received.size} bytes, expected {sum(slots)} in {len(slots)} payloads")
-        payloads = []
-        at = 0
-        for slot in slots:
-            payloads.append(received[at : at + slot])
-            at += slot
-        return payloads

@@ -133,9 +133,9 @@ class Transfer:
         if self.keeps_residual and self.residual is None:
             self.residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
             self.residual[...] = 0
-        if self.residual is not None:
+        if self.residual is not None and self.residual.dtype != x.dtype:
             # of a model that was converted since
-            self.residual = self.residual.astype(x.dtype, copy=False)
+            self.residual = self.residual.astype(x.dtype)
         self._gradient = x
         plan, r, start = self.plan, self.residual, self.shard.start
         return [
@@ -179,8 +179,8 @@ class Transfer:
             self._sum = aligned_empty(numel, dtype)
         if self.keeps_residual and self.owner_residual is None:
             self.owner_residual = np.zeros(numel, dtype)
-        if self.owner_residual is not None:
-            self.owner_residual = self.owner_residual.astype(dtype, copy=False)
+        if self.owner_residual is not None and self.owner_residual.dtype != dtype:
+            self.owner_residual = self.owner_residual.astype(dtype)
         for sender, payload in enumerate(payloads):
             compressor.decode_into(payload, self._sum, add=sender > 0)
         if self.accumulator is not None and not self.accumulator.precondition(self._sum):

@@ -327,7 +327,8 @@ class GradientExchange(Ledger[Bucket]):
         if isinstance(ours, Auto):
             # graphs are fixed, so predictions decide; measured at once, even while tracing
             with tf.init_scope(), tf.device("CPU:0"):
-                network, collectives = network_of(settings.process_set), collectives_of(settings.process_set)
+                network = network_of(settings.process_set, with_hosts=settings.exchange == "hierarchical")
+                collectives = collectives_of(settings.process_set)
                 self._pilot = Pilot(ours, tensors, routing, network, slowest_speeds(ours, collectives))
             routing = self._pilot.routing()
         return routing

@@ -82,7 +82,8 @@ class _Overrides:
             if not is_sparse or self.sparse_as_dense:
                 self._count_dense(name, p.grad)
             return HorovodOptimizer._allreduce_grad_async(self, p)
-        self._check_dense(name, p.grad)
+        if self._adagrad is not None:
+            self._check_dense(name, p.grad)
         if self._engine.exchanges(name):
             if not is_sparse or self.sparse_as_dense:
                 self._engine.start(name, p.grad.to_dense() if is_sparse else p.grad)
@@ -117,7 +118,7 @@ class _Overrides:
             self._compression = dense_route(way)
 
     def _check_dense(self: Any, name: str, gradient: torch.Tensor) -> None:
-        if self._adagrad is not None and gradient.is_sparse and not self.sparse_as_dense:
+        if gradient.is_sparse and not self.sparse_as_dense:
             raise UnsupportedError(
                 f"{self._adagrad!r} with a sparse gradient of {name!r}: its elements would need accumulators of their "
                 "own on all ranks. Use sparse_as_dense=True"

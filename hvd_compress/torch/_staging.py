@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Staged:
+class Staged(NamedTuple):
     """A gradient as a flat, contiguous CPU tensor of float32 or float64, and how to bring a result back.
 
     `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64, not a part of a larger

@@ -28,7 +28,8 @@ class Steering:
     """
 
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
-        network, self._collectives = network_of(process_set), collectives_of(process_set)
+        network = network_of(process_set, with_hosts=routing.exchange == "hierarchical")
+        self._collectives = collectives_of(process_set)
         self._pilot = Pilot(auto, tensors, routing, network, slowest_speeds(auto, self._collectives))
         self._began: float | None = None
         self._seconds: list[float] = []

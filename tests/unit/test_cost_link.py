@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from hvd_compress.cost import COLLECTIVES, Line, Link, Network, measure, measure_link, sent_bytes
+from hvd_compress.cost import COLLECTIVES, Line, Link, Network, measure, measure_link, measure_network, sent_bytes
+from hvd_compress.exchange import Hosts
 
 TRUTH = {
     "allreduce": Line(1e-3, 1e-8),
@@ -32,9 +34,10 @@ class Fake:
         self.lines, self.ranks, self.clock = lines, ranks, clock
         self.calls: list[tuple[str, int]] = []
 
-    def run(self, collective: str, nbytes: int) -> None:
+    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
         self.calls.append((collective, nbytes))
-        seconds = self.lines[collective](sent_bytes(collective, nbytes, self.ranks))
+        senders = self.ranks if peers is None else len(peers)
+        seconds = self.lines[collective](sent_bytes(collective, nbytes, senders))
         # the first call of a size, which does not count, and one of the repeats
         disturbed = self.calls.count((collective, nbytes)) in (1, 4)
         self.clock.now += seconds * (10 if disturbed else 1)
@@ -78,6 +81,69 @@ def test_buffers_divide_by_the_ranks(clock: Clock) -> None:
 def test_one_rank_has_no_link(clock: Clock) -> None:
     with pytest.raises(ValueError, match="two ranks"):
         measure_link(Fake(TRUTH, 1, clock))
+
+
+class TwoHosts(Fake):
+    """Four ranks on two hosts, whose alltoalls are ten times as fast inside a host."""
+
+    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
+        # position 0 shares its host with 1, and its index with 2
+        assert peers in (None, (0, 1), (0, 2))
+        begin = self.clock.now
+        super().run(collective, nbytes, peers)
+        if peers == (0, 1):
+            self.clock.now = begin + (self.clock.now - begin) / 10
+
+
+def test_links_inside_and_between_hosts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure_core", lambda *_: {"alltoall": 0.5})
+    network = measure_network(TwoHosts(TRUTH, 4, clock), Hosts.of_names(["a", "a", "b", "b"]), 0)
+    assert (network.ranks, network.ranks_per_host, network.hosts, network.core) == (4, 2, 2, {"alltoall": 0.5})
+    assert network.inside is not None
+    assert network.between is not None
+    whole, inside, between = network.link.alltoall, network.inside.alltoall, network.between.alltoall
+    assert inside.per_unit == pytest.approx(whole.per_unit / 10, rel=1e-3)
+    # both ranks of a host send at once: their bytes together are counted
+    assert between.per_unit == pytest.approx(whole.per_unit / 2, rel=1e-3)
+    assert network.between.allgather == network.link.allgather
+
+
+@pytest.mark.parametrize("names", [["a", "a", "a"], ["a", "b", "c"]])
+def test_a_hierarchy_needs_two_hosts_with_two_ranks(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    monkeypatch.setattr(measure, "measure_core", lambda *_: {})
+    network = measure_network(Fake(TRUTH, 3, clock), Hosts.of_names(names), 0)
+    assert (network.inside, network.between) == (None, None)
+    assert network.ranks_per_host == names.count("a")
+
+
+@pytest.mark.parametrize(
+    ("computed", "slower", "expected"),
+    [(100, 1.0, 0.0), (75, 1.0, 0.25), (100, 2.0, 0.5), (50, 2.0, 1.0), (120, 0.9, 0.0), (10, 9.0, 1.0)],
+)
+def test_what_collectives_and_computing_take_from_each_other(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, computed: float, slower: float, expected: float
+) -> None:
+    """100 computations a second alone, fewer during a collective, which takes longer than alone."""
+    sleeps = []
+    clock.sleep = sleeps.append  # type: ignore[attr-defined]
+
+    def computed_during(wait: Callable[[], object]) -> tuple[float, float]:
+        begin, before = clock.now, len(sleeps)
+        wait()
+        return (100, sleeps[-1]) if len(sleeps) > before else (computed, slower * (clock.now - begin))
+
+    class Alone(Fake):
+        def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
+            self.clock.now += self.lines[collective](sent_bytes(collective, nbytes, self.ranks))
+
+        def maximum(self, values: list[float]) -> list[float]:
+            return values
+
+    monkeypatch.setattr(measure, "_computed_during", computed_during)
+    found = measure.measure_core(Alone(TRUTH, 2, clock), Link(**TRUTH))
+    assert found == pytest.approx(dict.fromkeys(COLLECTIVES, expected), abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""Where each payload lies in the messages of an exchange, computed once; the same on all ranks but for who owns what.
+
+A message to an owner, or from one, holds the payloads of its chunks in the order of the tensors. Where all of them have
+a fixed size they lie at fixed places; else they follow one another, and state their own lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress import wire
+from hvd_compress.errors import WireError
+from hvd_compress.exchange.transfer import Transfer
+
+__all__ = ["Layout", "Part"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Part(NamedTuple):
+    """A payload of a message: its tensor, its number among what that tensor's `encode` makes, and its slot's bytes."""
+
+    tensor: str
+    number: int
+    slot: int
+
+
+class Layout:
+    """What the messages of one rank contain.
+
+    Args:
+        transfers: of the tensors by name, with plans that were made together; the same order on all ranks.
+    """
+
+    def __init__(self, transfers: Mapping[str, Transfer]) -> None:
+        self._transfers = transfers
+        first: Any = next(iter(transfers.values()))
+        self._exchange = first.plan.exchange
+        self._ranks, self._position, self._hosts = first.plan.ranks, first.position, first.hosts
+        self.fixed_size = all(t.plan.fixed_size for t in transfers.values())
+        """Whether every message has the same size in every step."""
+        self.sent = self._sent()
+        """{chunk: its parts} of what this rank sends first, in the order of the receivers."""
+        self.last = self._last()
+        """The parts of each message that the last collective brings, with the chunk, or rank, that it is of."""
+        self.arriving = self._numbered()
+        """Which of the last payloads are those of each tensor, in the order of the chunks, or of the ranks."""
+
+    def places(self) -> tuple[int, dict[str, list[slice]]]:
+        """Bytes of the first message, and where in it the payloads of each tensor lie, in the order of their chunks."""
+        places: dict[str, dict[int, slice]] = {name: {} for name in self._transfers}
+        at = 0
+        # messages are in the order of the ranks, which need not be that of the chunks that they own
+        for chunk, parts in self.sent.items():
+            for name, _, slot in parts:
+                places[name][chunk] = slice(at, at + slot)
+                at += slot
+        return at, {name: [of_tensor[chunk] for chunk in sorted(of_tensor)] for name, of_tensor in places.items()}
+
+    def by_rank(self, sizes: Mapping[int, int]) -> tuple[int, ...] | None:
+        """Bytes for each rank, from the bytes for each owner of a chunk; None if equal."""
+        of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
+        return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
+
+    def cut(self, received: Bytes, messages: Sequence[Sequence[Part]]) -> list[Bytes]:
+        """The payloads in the bytes of a collective.
+
+        Raises:
+            WireError: fewer or more bytes than these messages have.
+        """
+        slots = [slot for parts in messages for _, _, slot in parts]
+        if not self.fixed_size:
+            payloads = wire.frames(received, len(slots))
+            if (there := sum(payload.size for payload in payloads)) != received.size:
+                raise WireError(f"received {received.size} bytes, {len(slots)} payloads take {there} of them")
+            return payloads
+        if received.size != sum(slots):
+            raise WireError(f"received {received.size} bytes, expected {sum(slots)} in {len(slots)} payloads")
+        payloads = []
+        at = 0
+        for slot in slots:
+            payloads.append(received[at : at + slot])
+            at += slot
+        return payloads
+
+    def _sent(self) -> dict[int, list[Part]]:
+        if self._exchange == "allgather":
+            return {0: self._parts_of(0)}
+        return {chunk: self._parts_of(chunk) for chunk in self._chunks_by_rank()}
+
+    def _last(self) -> list[tuple[int, list[Part]]]:
+        if self._exchange == "allgather":
+            return [(rank, self._parts_of(0)) for rank in range(self._ranks)]
+        if self._hosts is None:
+            return [(chunk, self._parts_of(chunk, sent=False)) for chunk in range(self._ranks)]
+        order = [
+            self._hosts.chunk_of(owner)
+            for peer in sorted(self._hosts.inside(self._position))
+            for owner in sorted(self._hosts.between(peer))
+        ]
+        return [(chunk, self._parts_of(chunk, sent=False)) for chunk in order]
+
+    def _numbered(self) -> dict[str, list[int]]:
+        places = [(of, name) for of, parts in self.last for name, _, _ in parts]
+        numbers: dict[str, list[int]] = {name: [] for name in self._transfers}
+        for number, (_, name) in sorted(enumerate(places), key=lambda item: item[1][0]):
+            numbers[name].append(number)
+        return numbers
+
+    def _parts_of(self, chunk: int, sent: bool = True) -> list[Part]:
+        parts = []
+        for name, transfer in self._transfers.items():
+            chunks = [number for number, _ in (transfer.sent_chunks if sent else transfer.plan.chunks)]
+            if chunk in chunks:
+                parts.append(Part(name, chunks.index(chunk), transfer.plan.slots[chunk]))
+        return parts
+
+    def _chunks_by_rank(self) -> list[int]:
+        return [rank if self._hosts is None else self._hosts.chunk_of(rank) for rank in range(self._ranks)]
