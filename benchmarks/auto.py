@@ -151,8 +151,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     options.hosts = options.hosts or ([2] if options.short else [2, 4])
     options.widths = options.widths or (WIDTHS[:2] if options.short else WIDTHS)
-    options.seconds = options.seconds or (5.0 if options.short else 20.0)
-    options.least = options.least or (4 if options.short else 7)
+    options.seconds = options.seconds or (4.0 if options.short else 15.0)
+    options.least = options.least or (3 if options.short else 5)
     return options
 
 

@@ -25,6 +25,7 @@ DONE = "unit done:"  # what a rank writes when a unit of the progress bar is com
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 1800.0  # until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
+STALL_SECONDS = "120"  # after which ranks that wait for each other end the run
 
 
 def parser_of(description: str | None, short: str) -> argparse.ArgumentParser:
@@ -145,7 +146,11 @@ def rates_to_be_had(rates: Sequence[str]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     path = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]), "OMP_NUM_THREADS": "1"}
+    return {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([path] if path else [])]),
+        "OMP_NUM_THREADS": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": STALL_SECONDS,
+    }
 
 
 def _run_here(ranks: int, command: Sequence[str], progress: Progress) -> None:

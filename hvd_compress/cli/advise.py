@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, TopK
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
@@ -30,6 +30,7 @@ from hvd_compress.cost import (
     Speed,
     Work,
     break_even_bandwidth,
+    copy_speed,
     dense_work,
     measure_network,
     speed_of,
@@ -116,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         bandwidth = parse_bandwidth(options.bandwidth)
         network = Network.on_paper(bandwidth, parse_seconds(options.latency), options.ranks, options.ranks_per_host)
+        network = replace(network, copying=copy_speed().per_unit / 4)
         speeds = {c: speed_of(c) for c in CANDIDATES}
         link = f"on paper, {show_bandwidth(bandwidth)} and {options.latency} between hosts: collectives at their best"
     rows = predict(shapes, network, speeds, step)

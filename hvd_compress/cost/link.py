@@ -134,6 +134,7 @@ class Network:
         ranks_per_host: how many share a host.
         between: of one rank from each host; None if `link` is that, or if it is not known.
         inside: of the ranks of one host; None if there is one only, or if it is not known.
+        copying: seconds to copy a byte in memory; the same on all ranks, who predict alike.
         core: the share of each collective's time that is lost to what computes meanwhile; none where it is not known.
 
     Raises:
@@ -146,6 +147,7 @@ class Network:
     between: Link | None = None
     inside: Link | None = None
     core: Mapping[str, float] = field(default_factory=dict)
+    copying: float = 0.0
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_host < 1 or self.ranks % self.ranks_per_host:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from hvd_compress.cost.line import fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
+from hvd_compress.cost.speeds import copy_speed
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Hosts, ring_bytes
 from hvd_compress.kernels.checksum import checksum
@@ -163,10 +164,13 @@ def measure_network(collectives: Collectives, hosts: Hosts | None = None, positi
     """
     link = measure_link(collectives)
     core = measure_core(collectives, link)
+    (copying,) = collectives.maximum([copy_speed().per_unit / 4])
+    per_host = 1 if hosts is None else hosts.per_host
+    network = Network(collectives.ranks, link, per_host, core=core, copying=copying)
     if hosts is None or hosts.per_host == 1 or hosts.count == 1:
-        return Network(collectives.ranks, link, 1 if hosts is None else hosts.per_host, core=core)
+        return network
     inside, between = measure_hosts(collectives, hosts, position, link)
-    return Network(collectives.ranks, link, hosts.per_host, between, inside, core)
+    return replace(network, inside=inside, between=between)
 
 
 def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hvd_compress.cost.link import Link, Network
-from hvd_compress.cost.speeds import Speed, copy_speed
+from hvd_compress.cost.speeds import Speed
 from hvd_compress.exchange import Plan, ring_bytes
 
 __all__ = ["Stage", "Work", "break_even_bandwidth", "dense_work", "exchange_seconds", "stages_of", "work_of"]
@@ -116,7 +116,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         collective = "allreduce" if work.exchange == "dense" else "allreduce_half"
         (nbytes,) = work.hop_bytes
         # copied into the buffer that Horovod fuses in and out of it; of a ring, 2 (ranks - 1) / ranks of it are sent
-        copied = 2 * copy_speed().per_unit / 4 * ranks / (2 * max(ranks - 1, 1))
+        copied = 2 * network.copying * ranks / (2 * max(ranks - 1, 1))
         joined = replace(sent(collective, nbytes), fusable_bytes=nbytes, joined_per_byte=copied,
                          per_byte=getattr(link, collective).per_unit)  # fmt: skip
         if work.exchange == "dense":
@@ -136,7 +136,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         raise ValueError("a hierarchical exchange needs Network(between=, inside=): the links between and inside hosts")
     cut_up, to_owner, to_all, passed_on = work.hop_bytes
     shard, per_host = numel / network.ranks_per_host, network.ranks_per_host
-    summed = (per_host - 1) * shard * copy_speed().per_unit
+    summed = (per_host - 1) * 4 * shard * network.copying
     return (
         sent("alltoall", cut_up, network.inside),
         Stage(summed + one.of_calls(work.pieces / per_host).encoding(shard, work.groups / per_host)),

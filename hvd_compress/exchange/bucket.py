@@ -123,7 +123,8 @@ class Bucket(Generic[AnyTransfer]):
                 used = self._used[name][index]
                 if self._layout.fixed_size:
                     # what a payload leaves of its slot travels too: it must not be what this memory held before
-                    self._send[at + used : at + slot] = 0
+                    if used < slot:
+                        self._send[at + used : at + slot] = 0
                     at += slot
                 else:
                     self._send[at : at + used] = self._send[start : start + used]
@@ -165,7 +166,8 @@ class Bucket(Generic[AnyTransfer]):
         for i, (name, _, slot) in enumerate(contents):
             used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
             end = at + (slot if self._layout.fixed_size else used)
-            self._result[at + used : end] = 0
+            if at + used < end:
+                self._result[at + used : end] = 0
             at = end
         result = self._result[:at]
         if self.hosts is None:

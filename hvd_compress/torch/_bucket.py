@@ -48,7 +48,7 @@ class Bucket(engine.Bucket):
             begin = time.perf_counter()
             self._staged[name] = staged = stage(gradient, name=name)
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
-            complete = self.give(name, staged.flat.numpy())
+            complete = self.encode(name, staged.flat.numpy())
         else:
             self._small[name] = gradient.detach()
             complete = self.give(name, self._small[name].reshape(-1).cpu().numpy())
@@ -57,7 +57,7 @@ class Bucket(engine.Bucket):
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self._is_between() and hvd.poll(self._handle):
+        if self._waiting_for and self._is_between() and hvd.poll(self._handle):
             self.wait_next()
 
     # -- when backward has ended ---------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from hvd_compress.cost import (
     Stage,
     Work,
     break_even_bandwidth,
-    copy_speed,
     dense_work,
     exchange_seconds,
     stages_of,
@@ -26,7 +25,7 @@ from hvd_compress.exchange import make_plan, plan_together
 # 1 s fixed and 1 ms per byte and so on: sums are easy to read
 LINK = Link(Line(1, 1e-3), Line(2, 2e-3), Line(3, 3e-3), Line(4, 4e-3))
 SPEED = Speed(encode=Line(0.5, 10), decode=Line(0.25, 1), add=Line(0.125, 2))
-NETWORK = Network(4, LINK)
+NETWORK = Network(4, LINK, copying=1e-5)
 
 
 def test_work_of_two_phases() -> None:
@@ -68,7 +67,7 @@ def test_a_payload_of_changing_size_counts_by_what_was_measured() -> None:
 
 def joined() -> float:
     # 4 bytes an element are copied twice; of 4 ranks each sends 6/4 of them
-    return 2 * copy_speed().per_unit / 4 / (6 / 4)
+    return 2 * NETWORK.copying / (6 / 4)
 
 
 def test_dense_stages() -> None:
@@ -106,7 +105,7 @@ def test_allgather_stages() -> None:
 
 def test_hierarchical_stages() -> None:
     between = LINK.slowed(10)
-    network = Network(8, LINK, ranks_per_host=4, between=between, inside=LINK)
+    network = Network(8, LINK, ranks_per_host=4, between=between, inside=LINK, copying=1e-5)
     plan = make_plan("hierarchical", OneBit(), (64, 512), 8)
     work = work_of([plan], ranks_per_host=4)
     slots = sum(plan.slots)
@@ -114,7 +113,8 @@ def test_hierarchical_stages() -> None:
     assert work.hop_bytes == (3 / 4 * 32768 * 4, slots / 2, slots / 2, 3 / 4 * slots)
     cut_up, encode, to_owner, reduce, to_all, passed_on, decode = stages_of(work, SPEED, network)
     assert cut_up == Stage(3 + 3e-3 * work.hop_bytes[0], "alltoall")
-    assert encode.seconds > 2 * 0.5 + 10 * 8192  # and a little for the sum
+    # the shards of the host's three other ranks are added to this one's
+    assert encode.seconds == pytest.approx(3 * 4 * 8192 * 1e-5 + 2 * 0.5 + 10 * 8192)
     assert to_owner == to_all == Stage(3 + 3e-2 * slots / 2, "alltoall")
     assert reduce == Stage((0.25 + 4096) + (0.125 + 2 * 4096) + (0.5 + 10 * 4096))
     assert passed_on == Stage(3 + 3e-3 * 3 / 4 * slots, "alltoall")

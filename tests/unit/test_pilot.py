@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import FP16, Adaptive, Auto, NoCompression, OneBit
-from hvd_compress.cost import Line, Link, Network, Speed
+from hvd_compress.cost import Line, Link, Network, Speed, speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.policy import Assigned
 
@@ -34,9 +34,13 @@ def pilot(
     exchange: str = "auto",
     speed: Speed = Speed(),  # noqa: B008
     bucket_bytes: int = 4 * 64 * 520,
+    hosts: int = 0,
 ) -> Pilot:
     line = Line(FIXED, per_byte)
-    network = Network(RANKS, Link(allreduce=line, allreduce_half=line, alltoall=line, allgather=line))
+    link = Link(allreduce=line, allreduce_half=line, alltoall=line, allgather=line)
+    network = Network(RANKS, link)
+    if hosts:
+        network = Network(RANKS, link, RANKS // hosts, inside=link, between=link)
     routing = Routing(None, exchange, min_numel, bucket_bytes)
     return Pilot(auto, tensors, routing, network, dict.fromkeys((FP16(), *auto.candidates), speed))
 
@@ -103,6 +107,18 @@ def test_a_hierarchy_is_predicted_as_two_phases() -> None:
     flat, deep = pilot(exchange="two_phase"), pilot(exchange="hierarchical")
     assert flat.report()["predicted_seconds"] == deep.report()["predicted_seconds"]
     assert deep.routing().exchange == "hierarchical"
+
+
+def test_a_pilot_measures_nothing_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank measures alone another would not know, and they would choose differently."""
+
+    def measured(*_: object) -> float:
+        raise AssertionError("measured on this rank")
+
+    monkeypatch.setattr(speeds, "_seconds", measured)
+    speeds.copy_speed.cache_clear()
+    for exchange in ("two_phase", "hierarchical"):
+        pilot(exchange=exchange, hosts=2).report()
 
 
 def follow(it: Pilot, truth: dict[str, float], rounds: int, noise: np.random.Generator | None = None) -> list[str]:
