@@ -10,14 +10,12 @@ in the same ranks. "torch ..." is the same arithmetic in torch expressions, exch
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from candidates import COMPRESSORS, compression_of, style
-from measure import DENSE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict, write
-from places import Progress, parser_of, place, rates_to_be_had
+from measure import DENSE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict
+from places import Progress, parsed, parser_of, place, rates_to_be_had, start
 
 BASELINES = {"torch, one-bit": "OneBit", "torch, top-k 1 %": "TopK"}
 NAMES = [*DENSE, *(name for name in COMPRESSORS if name != "threshold(0.001)"), *BASELINES]
@@ -89,10 +87,13 @@ def gathered(method: Any, gradient: Any, name: str) -> Any:
 # -- outside --------------------------------------------------------------------------------------------------------
 
 
-def measure(cases: Iterable[tuple[int, Sequence[str], int]], sizes: Sequence[int], options: argparse.Namespace) -> dict:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
-    cases = [(hosts, rates_to_be_had(rates), most) for hosts, rates, most in cases]
+    sizes = options.sizes
+    asked = [(hosts, options.rates, max(sizes)) for hosts in options.hosts or []]
+    asked = asked or (SHORT if options.short else LONG)
+    cases = [(hosts, rates_to_be_had(rates), most) for hosts, rates, most in asked]
     result: dict[str, Any] = {"compressors": {n: repr(c) for n, c in COMPRESSORS.items()}, "runs": [], "left_out": []}
     units = sum(len(rates) * sum(size <= most for size in sizes) for _, rates, most in cases)
     with Progress("allreduce", units) as progress:
@@ -118,29 +119,16 @@ def measure(cases: Iterable[tuple[int, Sequence[str], int]], sizes: Sequence[int
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="some minutes")
+    parser = parser_of(__doc__, short="some minutes", each="size")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--seconds", type=float, help="for each size; at least --least rounds are made")
-    parser.add_argument("--least", type=int, help="rounds")
-    options = parser.parse_args(given)
-    options.seconds = options.seconds or (4.0 if options.short else 30.0)
-    options.least = options.least or (3 if options.short else 5)
-    return options
+    return parsed(parser, given, seconds=(4.0, 30.0), least=(3, 5), sizes=(SHORT_SIZES, SIZES))
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
-    if options.task:
-        ranks(json.loads(options.task))
-        return
-    sizes = options.sizes or (SHORT_SIZES if options.short else SIZES)
-    cases = SHORT if options.short else LONG
-    if options.hosts:
-        cases = [(hosts, options.rates, max(sizes)) for hosts in options.hosts]
-    write(Path(__file__).stem, measure(cases, sizes, options))
+    start(__file__, arguments(given), ranks, measure)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

@@ -11,15 +11,13 @@ without communication.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from candidates import style
-from measure import ALONE, AUTO, DENSE, FP16, FP32, Aim, Spread, picture, ratios, table, write
-from places import UNLIMITED, Progress, parser_of, place, rates_to_be_had
+from measure import ALONE, AUTO, DENSE, FP16, FP32, Aim, Spread, picture, ratios, table
+from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
 
 FIXED = (*DENSE, "one-bit", "adaptive(64)")
 NAMES = [ALONE, *FIXED, AUTO]
@@ -142,26 +140,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="2 hosts, narrow networks, fewer rounds")
+    parser = parser_of(__doc__, short="2 hosts, narrow networks, fewer rounds", each="network")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--widths", type=int, nargs="+")
-    parser.add_argument("--seconds", type=float, help="for each network; at least --least rounds are made")
-    parser.add_argument("--least", type=int, help="rounds")
-    options = parser.parse_args(given)
-    options.hosts = options.hosts or ([2] if options.short else [2, 4])
-    options.widths = options.widths or (WIDTHS[:2] if options.short else WIDTHS)
-    options.seconds = options.seconds or (4.0 if options.short else 15.0)
-    options.least = options.least or (3 if options.short else 5)
-    return options
+    return parsed(parser, given, hosts=([2], [2, 4]), widths=(WIDTHS[:2], WIDTHS), seconds=(4.0, 15.0), least=(3, 5))
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
-    if options.task:
-        ranks(json.loads(options.task))
-        return
-    write(Path(__file__).stem, measure(options))
+    start(__file__, arguments(given), ranks, measure)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import ALONE, FP16, FP32, Aim, Spread, picture, table, write
-from places import Progress, local, parser_of
+from measure import ALONE, FP16, FP32, Aim, Spread, picture, table
+from places import Progress, local, parsed, parser_of, start
 
 PEAK_NAMES = [FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits"]
 SHORT_PEAK_NAMES = [FP32, "one-bit", "adaptive(64)"]
@@ -137,25 +137,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="fewer candidates and rounds")
+    parser = parser_of(__doc__, short="fewer candidates and rounds", each="point of the cost")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6, help="of 16.8 million parameters each")
     parser.add_argument("--repeats", type=int, help="of each peak")
-    parser.add_argument("--seconds", type=float, help="for each point of the cost; at least --least rounds are made")
-    parser.add_argument("--least", type=int, help="rounds")
-    options = parser.parse_args(given)
-    options.seconds = options.seconds or (2.0 if options.short else 20.0)
-    options.least = options.least or (3 if options.short else 7)
-    options.repeats = options.repeats or (2 if options.short else 3)
-    return options
+    return parsed(parser, given, seconds=(2.0, 20.0), least=(3, 7), repeats=(2, 3))
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
-    if options.task:
-        ranks(json.loads(options.task))
-        return
-    write(Path(__file__).stem, measure(options))
+    start(__file__, arguments(given), ranks, measure)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

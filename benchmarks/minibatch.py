@@ -9,14 +9,12 @@ turns, batch for batch. Bytes and seconds of a layer are the differences of `com
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from candidates import style
-from measure import ALONE, FP16, FP32, Spread, picture, table, write
-from places import Progress, parser_of, place, rates_to_be_had
+from measure import ALONE, FP16, FP32, Spread, picture, table
+from places import Progress, parsed, parser_of, place, rates_to_be_had, start
 
 NAMES = [ALONE, FP32, FP16, "one-bit", "threshold(0.001)", "adaptive(64)"]
 BATCH = 10
@@ -103,18 +101,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--candidates", nargs="+", default=NAMES)
-    options = parser.parse_args(given)
-    options.width = options.width or (1024 if options.short else 2048)
-    options.steps = options.steps or (40 if options.short else 400)
-    return options
+    return parsed(parser, given, width=(1024, 2048), steps=(40, 400))
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
-    if options.task:
-        ranks(json.loads(options.task))
-        return
-    write(Path(__file__).stem, measure(options))
+    start(__file__, arguments(given), ranks, measure)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

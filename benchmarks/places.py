@@ -11,29 +11,70 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, ClusterError, RunError, unavailable
+from measure import write
 from tqdm import tqdm
 
-__all__ = ["UNLIMITED", "Place", "Progress", "local", "parser_of", "place", "rates_to_be_had"]
+__all__ = [
+    "UNLIMITED",
+    "Place",
+    "Progress",
+    "local",
+    "parsed",
+    "parser_of",
+    "place",
+    "rates_to_be_had",
+    "start",
+]
 
 UNLIMITED = "unlimited"
 DONE = "unit done:"  # what a rank writes when a unit of the progress bar is complete
+Rank = Callable[[dict[str, Any]], None]
+Measure = Callable[[argparse.Namespace], dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 1800.0  # until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
 STALL_SECONDS = "120"  # after which ranks that wait for each other end the run
 
 
-def parser_of(description: str | None, short: str) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks with ranks have: `--short`, and `--task` for the ranks that they start."""
+def parser_of(description: str | None, short: str, each: str | None = None) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks with ranks have: `--short`, and `--task` for the ranks that they start.
+
+    Args:
+        description: of the benchmark.
+        short: what the short form does.
+        each: what is measured in rounds, whose `--seconds` and least number `parsed` fills in.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help=short)
     parser.add_argument("--task", help=argparse.SUPPRESS)
+    if each:
+        parser.add_argument("--seconds", type=float, help=f"for each {each}; at least --least rounds are made")
+        parser.add_argument("--least", type=int, help="rounds")
     return parser
+
+
+def parsed(
+    parser: argparse.ArgumentParser, given: Sequence[str] | None, **defaults: tuple[Any, Any]
+) -> argparse.Namespace:
+    """The options; those that are not given are taken from (short form, long form)."""
+    options = parser.parse_args(given)
+    for name, (short, long) in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, short if options.short else long)
+    return options
+
+
+def start(script: str, options: argparse.Namespace, ranks: Rank, measure: Measure) -> None:
+    """What a benchmark is started for: its ranks' part, or all of it, whose result is written down."""
+    if options.task:
+        ranks(json.loads(options.task))
+    else:
+        write(Path(script).stem, measure(options))
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):

@@ -10,14 +10,12 @@ convolutional one is ResNet-50 with 44 channels in place of 64, on random images
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from candidates import style
-from measure import ALONE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict, write
-from places import Progress, parser_of, place, rates_to_be_had
+from measure import ALONE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict
+from places import Progress, parsed, parser_of, place, rates_to_be_had, start
 
 NAMES = [ALONE, FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %"]
 MNIST_IMAGES = 60_000
@@ -92,7 +90,11 @@ def _totals(stats: dict[str, Any]) -> dict[str, float]:
 # -- outside --------------------------------------------------------------------------------------------------------
 
 
-def measure(cases: dict[int, list[Any]], options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    cases: dict[int, list[Any]] = SHORT if options.short else LONG
+    if options.hosts:
+        networks = [("mlp", width, BATCH) for width in options.widths]
+        cases = {hosts: [*networks, *([RESNET] if options.resnet else [])] for hosts in options.hosts}
     result: dict[str, Any] = {"runs": []}
     rates = rates_to_be_had([options.rate]) or ["unlimited"]
     with Progress("scaling", sum(map(len, cases.values()))) as progress:
@@ -110,30 +112,17 @@ def measure(cases: dict[int, list[Any]], options: argparse.Namespace) -> dict[st
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="fewer networks and rounds")
+    parser = parser_of(__doc__, short="fewer networks and rounds", each="network")
     parser.add_argument("--hosts", type=int, nargs="+", help="with the networks that are given")
     parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="of the fully connected network")
     parser.add_argument("--resnet", action="store_true", help="the convolutional network too")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--candidates", nargs="+", default=NAMES)
-    parser.add_argument("--seconds", type=float, help="for each network; at least --least rounds are made")
-    parser.add_argument("--least", type=int, help="rounds")
-    options = parser.parse_args(given)
-    options.seconds = options.seconds or (8.0 if options.short else 60.0)
-    options.least = options.least or (4 if options.short else 8)
-    return options
+    return parsed(parser, given, seconds=(8.0, 60.0), least=(4, 8))
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    options = arguments(given)
-    if options.task:
-        ranks(json.loads(options.task))
-        return
-    cases: dict[int, list[Any]] = SHORT if options.short else LONG
-    if options.hosts:
-        networks = [("mlp", width, BATCH) for width in options.widths]
-        cases = {hosts: [*networks, *([RESNET] if options.resnet else [])] for hosts in options.hosts}
-    write(Path(__file__).stem, measure(cases, options))
+    start(__file__, arguments(given), ranks, measure)
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
