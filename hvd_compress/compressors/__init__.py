@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors.adaptive import Adaptive
-from hvd_compress.compressors.base import Array, Compressor, as_bytes
+from hvd_compress.compressors.base import Array, Compressor, Many, as_bytes
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.onebit import OneBit
@@ -25,6 +25,7 @@ __all__ = [
     "Adaptive",
     "Compressor",
     "Key",
+    "Many",
     "NoCompression",
     "OneBit",
     "Threshold",

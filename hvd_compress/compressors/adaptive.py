@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
+from hvd_compress.compressors.base import Array, Bytes, Compressor, Many, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_group, check_int
+from hvd_compress.kernels import many
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Adaptive"]
@@ -84,6 +86,10 @@ class Adaptive(Compressor):
         tables = wire.padded(groups * count_type.itemsize) + 8 * groups
         return tables + entry_type.itemsize * self._most_entries(numel, group)
 
+    def many(self, group: int) -> Many | None:
+        is_plain = type(self) is Adaptive and self.coding is None
+        return _many(self) if is_plain and group <= _LONGEST_ROW else None
+
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
         groups = count_groups(x.size, group)
         count_type, entry_type = _types(group)
@@ -127,3 +133,10 @@ def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
     """Types of a group's count and of an entry `index << 1 | sign`."""
     short = group <= _LONGEST_ROW
     return (_SHORT, _SHORT) if short else (_LONG, _LONG)
+
+
+@cache
+def _many(compressor: Adaptive) -> Many:
+    sample = compressor.sample or _LONGEST_ROW
+    encode = partial(many.encode_adaptive, wire.VERSION, compressor.codec, compressor.pi, sample)
+    return Many(compressor.codec, encode, many.decode_adaptive)

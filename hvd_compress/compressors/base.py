@@ -6,7 +6,8 @@ import dataclasses
 import math
 import sys
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,27 @@ from hvd_compress import wire
 from hvd_compress.compressors.key import Key
 from hvd_compress.errors import UnsupportedError, WireError
 
-__all__ = ["Compressor"]
+__all__ = ["Compressor", "Many"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_UNBACKED = 2**28  # elements that a payload of any size may claim: 1 GiB of float32
 _NO_RESIDUAL = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
+
+
+class Many(NamedTuple):
+    """Kernels of `kernels.many` for one setting of a compressor.
+
+    Args:
+        codec: that their payloads state.
+        encode: (x_at, r_at, numels, groups, slots_at, used).
+        decode: (at, flags, outs_at, numels, scale, adds); the number of the first payload that is damaged, or -1.
+    """
+
+    codec: int
+    encode: Callable[..., None]
+    decode: Callable[..., int]
 
 
 class Compressor(ABC):
@@ -53,6 +68,10 @@ class Compressor(ABC):
     def get_config(self) -> dict[str, Any]:
         """The settings as a JSON-able dict; `hvd_compress.from_config` is its inverse."""
         return {"id": self.id, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    def many(self, group: int) -> Many | None:
+        """Kernels for many flat float32 tensors with groups of so many elements; None where there are none."""
+        return None
 
     # -- what a subclass defines ---------------------------------------------------------------------------------
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
+from hvd_compress.compressors.base import Array, Bytes, Compressor, Many, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag, check_group, check_int
+from hvd_compress.kernels import many
 from hvd_compress.kernels import onebit as kernels
 
 __all__ = ["OneBit"]
@@ -61,6 +63,9 @@ class OneBit(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * count_groups(numel, group) + (numel + 7) // 8
 
+    def many(self, group: int) -> Many | None:
+        return _many(self) if type(self) is OneBit and self.sample is None else None
+
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         means = sections.blank(2 * count_groups(x.size, group), np.float32)
@@ -75,3 +80,8 @@ class OneBit(Compressor):
         bits = body.take((out.size + 7) // 8, np.uint8)
         kernels.decode(means, bits, header.group, scale, out, add)
         return True
+
+
+@cache
+def _many(compressor: OneBit) -> Many:
+    return Many(compressor.codec, partial(many.encode_onebit, wire.VERSION, compressor.codec), many.decode_onebit)

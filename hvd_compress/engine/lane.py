@@ -53,8 +53,7 @@ class Lane(Transfer):
     def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
         begin = time.perf_counter()
         used = super().encode(x, slots)
-        self._count_sent(used)
-        self.counters.encode_seconds += time.perf_counter() - begin
+        self.note_encoded(used, time.perf_counter() - begin)
         return used
 
     def skip(self, slots: Sequence[Bytes]) -> list[int]:
@@ -76,7 +75,7 @@ class Lane(Transfer):
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
         if self.hosts is None and self.plan.fixed_size:
-            self.counters.bytes_received += self._full_hop
+            self.note_arrived()
         elif self.plan.exchange == "allgather":
             self._count_received(payloads)
         else:
@@ -97,8 +96,20 @@ class Lane(Transfer):
         except WireError as error:
             raise self._named(error) from error
         if result is not None:
-            self._count_step(begin)
+            self.note_finished(time.perf_counter() - begin)
         return result
+
+    def note_encoded(self, used: Sequence[int], seconds: float) -> None:
+        self._count_sent(used)
+        self.counters.encode_seconds += seconds
+
+    def note_arrived(self) -> None:
+        self.counters.bytes_received += self._full_hop
+
+    def note_finished(self, seconds: float) -> None:
+        self.counters.steps += 1
+        self.counters.dense_bytes += self._dense_bytes
+        self.counters.decode_seconds += seconds
 
     # -- what is owed --------------------------------------------------------------------------------------------
 
@@ -198,11 +209,6 @@ class Lane(Transfer):
         passed_on = sum(p.size for chunk, p in zip(numbers, payloads, strict=True) if chunk in shard)
         uncompressed = self._gradient.nbytes - self._gradient[self.shard].nbytes
         self.counters.bytes_sent_inside += uncompressed + others * passed_on
-
-    def _count_step(self, begin: float) -> None:
-        self.counters.steps += 1
-        self.counters.dense_bytes += self._dense_bytes
-        self.counters.decode_seconds += time.perf_counter() - begin
 
     def _named(self, error: WireError) -> WireError:
         return WireError(f"exchange of {self.name!r}, received by rank {self.position}: {error}")

@@ -105,7 +105,7 @@ class Pack(Lane):
         if accumulator is not None:
             accumulator.settle(keep)
         self.abandon()
-        self._count_step(begin)
+        self.note_finished(time.perf_counter() - begin)
         return self.buffer
 
     def abandon(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.errors import WireError
+from hvd_compress.exchange.batch import batches_of
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.layout import Layout
 from hvd_compress.exchange.memory import aligned_empty
@@ -65,6 +66,8 @@ class Bucket(Generic[AnyTransfer]):
         self.position = first.position
         self.hosts = first.hosts
         self._layout = Layout(self.transfers)
+        self._batches = batches_of(self.transfers, self._layout)
+        self._batch_of = {name: batch for batch in self._batches for name in batch.transfers}
         self._send = np.empty(0, np.uint8)
         self._slots: dict[str, list[Bytes]] = {}
         self._result = np.empty(0, np.uint8)
@@ -88,7 +91,10 @@ class Bucket(Generic[AnyTransfer]):
     def encode(self, name: str, flat: Array) -> bool:
         """Take a gradient, in any order; whether that was the last one, so that `parcel` is to be sent."""
         transfer = self.transfers[name]
-        if self.hosts is None:
+        batch = self._batch_of.get(name)
+        if batch is not None and flat.dtype == np.float32:
+            batch.hold(name, flat)
+        elif self.hosts is None:
             self._used[name] = transfer.encode(flat, self._slots_of(name))
         else:
             transfer.hold(flat)
@@ -108,6 +114,8 @@ class Bucket(Generic[AnyTransfer]):
             return False
         for name in skipped:
             self._used[name] = self.transfers[name].skip(self._slots_of(name))
+        for batch in self._batches:
+            self._used |= batch.encode(self._buffer())
         return True
 
     def parcel(self) -> Parcel:
@@ -181,8 +189,13 @@ class Bucket(Generic[AnyTransfer]):
             WireError: truncated or foreign.
         """
         payloads = self._layout.cut(received, [contents for _, contents in self._layout.last])
-        finite = [t.arrive([payloads[i] for i in self._layout.arriving[name]]) for name, t in self.transfers.items()]
-        return all(finite)
+        together = [batch.arrive(received) for batch in self._batches if batch.held]
+        finite = [
+            transfer.arrive([payloads[i] for i in self._layout.arriving[name]])
+            for name, transfer in self.transfers.items()
+            if not self._is_batched(name)
+        ]
+        return all(finite) and all(together)
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
         """Decode all tensors; see `Transfer.finish`.
@@ -190,7 +203,10 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: a payload is corrupted.
         """
-        results = {name: transfer.finish(keep, scale) for name, transfer in self.transfers.items() if transfer.busy}
+        results: dict[str, Array | None] = {}
+        for batch in self._batches:
+            results |= batch.finish(keep, scale)
+        results |= {name: transfer.finish(keep, scale) for name, transfer in self.transfers.items() if transfer.busy}
         self._used, self._given = {}, set()
         return results
 
@@ -198,6 +214,8 @@ class Bucket(Generic[AnyTransfer]):
         """Forget a step in flight; residuals stay as before it."""
         for transfer in self.transfers.values():
             transfer.abandon()
+        for batch in self._batches:
+            batch.forget()
         self._used, self._given, self._skipped = {}, set(), []
 
     # -- inside a host and between hosts -----------------------------------------------------------------------------
@@ -242,12 +260,22 @@ class Bucket(Generic[AnyTransfer]):
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
+    def _is_batched(self, name: str) -> bool:
+        """Whether a batch has checked the payloads of a tensor, and will decode them."""
+        batch = self._batch_of.get(name)
+        return batch is not None and batch.has_arrived and name in batch.held
+
     def _slots_of(self, name: str) -> list[Bytes]:
+        self._buffer()
+        return self._slots[name]
+
+    def _buffer(self) -> Bytes:
+        """What the first collective sends."""
         if not self._slots:
             nbytes, places = self._layout.places()
             self._send = aligned_empty(nbytes, np.uint8)
             self._slots = {n: [self._send[place] for place in of_tensor] for n, of_tensor in places.items()}
-        return self._slots[name]
+        return self._send
 
     def _held(self) -> list[AnyTransfer]:
         return [transfer for name, transfer in self.transfers.items() if name in self._given]

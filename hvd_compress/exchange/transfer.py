@@ -120,6 +120,16 @@ class Transfer:
             shard += sent.view(shard.dtype)
         return self._gradient
 
+    def prepare(self, x: Array) -> None:
+        """Take a gradient, see `encode`, and see to it that there is a residual for it."""
+        if self.keeps_residual and self.residual is None:
+            self.residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
+            self.residual[...] = 0
+        if self.residual is not None and self.residual.dtype != x.dtype:
+            # of a model that was converted since
+            self.residual = self.residual.astype(x.dtype)
+        self._gradient = x
+
     def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
         """Stage 1, every rank: a gradient becomes the payloads of its chunks.
 
@@ -130,13 +140,7 @@ class Transfer:
         Returns:
             The bytes of each payload.
         """
-        if self.keeps_residual and self.residual is None:
-            self.residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
-            self.residual[...] = 0
-        if self.residual is not None and self.residual.dtype != x.dtype:
-            # of a model that was converted since
-            self.residual = self.residual.astype(x.dtype)
-        self._gradient = x
+        self.prepare(x)
         plan, r, start = self.plan, self.residual, self.shard.start
         return [
             plan.chunk_compressors[chunk].encode_into(
@@ -226,9 +230,22 @@ class Transfer:
             raise RuntimeError(f"finish() of {self.name!r} without encode()")
         out = self._gradient
         if out is not None:
-            if keep and self.residual is not None:
-                out = self._moved_on(out, self.residual)
+            out = self.open_result(keep, out)
             self._decode(out, scale if self.accumulator is None else self.accumulator.loss_scale)
+        self.close(keep)
+        return out
+
+    # -- parts of stages, for who calls the kernels of several transfers at once -----------------------------------
+
+    def open_result(self, keep: bool, gradient: Array) -> Array:
+        """Memory for the result of the step; with `keep` the new residual, in the gradient's memory, is final."""
+        if not keep or self.residual is None:
+            return gradient
+        return self._moved_on(gradient, self.residual)
+
+    def close(self, keep: bool) -> None:
+        """The result is decoded: settle what the owner keeps, and be ready for the next step."""
+        if self._gradient is not None:
             if keep:
                 self.pending = None
             if keep and self.owner_residual is not None:
@@ -237,7 +254,15 @@ class Transfer:
                 self.accumulator.settle(keep)
         self.abandon()
         self.step += 1
-        return out
+
+    def note_encoded(self, used: Sequence[int], seconds: float) -> None:
+        """The gradient has become payloads of `used` bytes, in so many seconds."""
+
+    def note_arrived(self) -> None:
+        """The last payloads are here, in full slots."""
+
+    def note_finished(self, seconds: float) -> None:
+        """The result was decoded in so many seconds."""
 
     def abandon(self) -> None:
         """Forget a step in flight; residuals and accumulator stay what they were before it."""

@@ -1,0 +1,224 @@
+"""Transfers of one compressor whose kernels are called for all of them at once: a call for each would cost more than
+its work, where tensors are small.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress import wire
+from hvd_compress.compressors import Compressor, Many
+from hvd_compress.errors import WireError
+from hvd_compress.exchange.layout import Layout
+from hvd_compress.exchange.transfer import Transfer
+from hvd_compress.kernels import many as kernels
+
+__all__ = ["Batch", "batches_of"]
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+
+_LARGE = 2**18  # elements that are worth a call of their own, as soon as they are there
+
+
+def batches_of(transfers: Mapping[str, Transfer], layout: Layout) -> list[Batch]:
+    """The transfers that are better handled together, by compressor.
+
+    Args:
+        transfers: of a bucket.
+        layout: of its messages.
+    """
+    if not layout.fixed_size:
+        return []
+    alike: dict[tuple[Compressor, Many], list[str]] = {}
+    for name, transfer in transfers.items():
+        of = transfer.plan.chunk_compressors[0]
+        many = of.many(transfer.plan.group) if transfer.hosts is None and transfer.accumulator is None else None
+        if many is not None and 0 < transfer.plan.numel < _LARGE:
+            alike.setdefault((of, many), []).append(name)
+    return [
+        Batch({name: transfers[name] for name in names}, many, layout)
+        for (_, many), names in alike.items()
+        if len(names) > 1
+    ]
+
+
+class Batch:
+    """Encodes and decodes several transfers in one call each; one that fails is left to its own methods to explain.
+
+    Args:
+        transfers: by name, in the order of the bucket.
+        many: kernels of their compressor.
+        layout: of the bucket's messages.
+    """
+
+    def __init__(self, transfers: dict[str, Transfer], many: Many, layout: Layout) -> None:
+        self.transfers = transfers
+        self.held: dict[str, Array] = {}
+        """The gradients of this step, float32."""
+        self._many = many
+        self._sent = _Table.of_sent(transfers, layout)
+        self._last = _Table.of_last(transfers, layout)
+        self._received = np.empty(0, np.uint8)
+        self._arrived: tuple[_Rows, Numbers, npt.NDArray[np.uint8]] | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `arrive` has found all payloads in order."""
+        return self._arrived is not None
+
+    def hold(self, name: str, flat: Array) -> None:
+        """Take a gradient, which will be encoded with the others."""
+        self.transfers[name].prepare(flat)
+        self.held[name] = flat
+
+    def encode(self, send: Bytes) -> dict[str, list[int]]:
+        """Write the payloads of what is held into the bucket's buffer; their bytes by tensor."""
+        if not self.held:
+            return {}
+        begin = time.perf_counter()
+        sent = self._sent.of(self.held)
+        names = [name for name in self.transfers if name in self.held]
+        x_at = np.array([_address(self.held[name]) for name in names], np.int64)
+        residuals = [self.transfers[name].residual for name in names]
+        r_at = np.array([0 if r is None else _address(r) for r in residuals], np.int64)
+        used = np.empty(sent.owner.size, np.int64)
+        starts = 4 * sent.start
+        r_of = r_at[sent.owner]
+        self._many.encode(
+            x_at[sent.owner] + starts, np.where(r_of, r_of + starts, 0), sent.numel, sent.group,
+            _address(send) + sent.offset, used,
+        )  # fmt: skip
+        seconds = (time.perf_counter() - begin) / len(names)
+        bytes_of: dict[str, list[int]] = {name: [] for name in names}
+        for owner, nbytes in zip(sent.owner.tolist(), used.tolist(), strict=True):
+            bytes_of[names[owner]].append(nbytes)
+        for name in names:
+            self.transfers[name].note_encoded(bytes_of[name], seconds)
+        return bytes_of
+
+    def arrive(self, received: Bytes) -> bool:
+        """Check the last payloads; whether all are finite. Afterwards `has_arrived`, unless one is damaged."""
+        last = self._last.of(self.held)
+        at = _address(received) + last.offset
+        flags = np.empty(at.size, np.uint8)
+        if kernels.check(at, last.slot, wire.VERSION, self._many.codec, last.numel, flags) >= 0:
+            return True
+        for name in self.held:
+            self.transfers[name].note_arrived()
+        self._received, self._arrived = received, (last, at, flags)
+        return not (flags == kernels.NONFINITE).any()
+
+    def finish(self, keep: bool, scale: float) -> dict[str, Array]:
+        """Decode what has arrived; see `Transfer.finish`.
+
+        Raises:
+            WireError: a payload is corrupted.
+        """
+        if self._arrived is None:
+            return {}
+        begin = time.perf_counter()
+        last, at, flags = self._arrived
+        names = [name for name in self.transfers if name in self.held]
+        outs = [self.transfers[name].open_result(keep, self.held[name]) for name in names]
+        outs_at = np.array([_address(out) for out in outs], np.int64)
+        bad = self._many.decode(
+            at, flags, outs_at[last.owner] + 4 * last.start, last.numel, np.float32(scale), last.adds
+        )
+        if bad >= 0:
+            name = names[last.owner[bad]]
+            position = self.transfers[name].position
+            raise WireError(
+                f"exchange of {name!r}, received by rank {position}: an index or count lies outside of its group"
+            )
+        seconds = (time.perf_counter() - begin) / len(names)
+        for name in names:
+            self.transfers[name].note_finished(seconds)
+            self.transfers[name].close(keep)
+        self.forget()
+        return dict(zip(names, outs, strict=True))
+
+    def forget(self) -> None:
+        """The step has ended."""
+        self.held, self._arrived, self._received = {}, None, np.empty(0, np.uint8)
+
+
+class _Rows(NamedTuple):
+    """Numbers of payloads, one of each for every payload.
+
+    Args:
+        owner: number of its tensor.
+        start: of its elements in the tensor.
+        numel: its elements.
+        offset: of its slot in the message.
+        slot: bytes.
+        group: elements per group.
+        adds: whether it is added to the one before.
+    """
+
+    owner: Numbers
+    start: Numbers
+    numel: Numbers
+    offset: Numbers
+    slot: Numbers
+    group: Numbers
+    adds: Numbers
+
+
+class _Table:
+    """The payloads of some tensors in one message."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> None:
+        self._names = names
+        self._values = np.array(rows, np.int64)
+        self._all = _columns(self._values)
+
+    @classmethod
+    def of_sent(cls, transfers: Mapping[str, Transfer], layout: Layout) -> _Table:
+        """Those that this rank sends first."""
+        _, places = layout.places()
+        return cls(list(transfers), [
+            (i, part.start, part.stop - part.start, place.start, place.stop - place.start, t.plan.group, 0)
+            for i, (name, t) in enumerate(transfers.items())
+            for (_, part), place in zip(t.sent_chunks, places[name], strict=True)
+        ])  # fmt: skip
+
+    @classmethod
+    def of_last(cls, transfers: Mapping[str, Transfer], layout: Layout) -> _Table:
+        """Those that the last collective brings."""
+        slots = [slot for _, parts in layout.last for _, _, slot in parts]
+        offsets = np.cumsum([0, *slots]).tolist()
+        rows = []
+        for i, (name, transfer) in enumerate(transfers.items()):
+            gathered = transfer.plan.exchange == "allgather"
+            parts = [slice(0, transfer.plan.numel)] * transfer.plan.ranks
+            parts = parts if gathered else [part for _, part in transfer.plan.chunks]
+            for sender, (number, part) in enumerate(zip(layout.arriving[name], parts, strict=True)):
+                numel, adds = part.stop - part.start, int(gathered and sender > 0)
+                rows.append((i, part.start, numel, offsets[number], slots[number], transfer.plan.group, adds))
+        return cls(list(transfers), rows)
+
+    def of(self, held: Mapping[str, Array]) -> _Rows:
+        """The rows of the tensors that are held; their owners are numbered among these."""
+        if len(held) == len(self._names):
+            return self._all
+        is_held = np.array([name in held for name in self._names])
+        values = self._values[is_held[self._values[:, 0]]]
+        values[:, 0] = (np.cumsum(is_held) - 1)[values[:, 0]]
+        return _columns(values)
+
+
+def _columns(values: Numbers) -> _Rows:
+    return _Rows(*(np.ascontiguousarray(column) for column in values.T))
+
+
+def _address(array: Array) -> int:
+    # a fraction of what `array.ctypes.data` takes
+    address: int = array.__array_interface__["data"][0]
+    return address

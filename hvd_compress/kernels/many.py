@@ -1,0 +1,198 @@
+"""Payloads of many tensors in one call: sealed, checked, encoded and decoded by the kernels for one, without Python.
+
+Arrays of addresses say where gradients, residuals and payloads lie; who makes them answers for the memory. The layout
+is that of `hvd_compress.wire`, for flat float32 tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from hvd_compress.kernels import onebit, signs
+from hvd_compress.kernels.checksum import checksum
+from hvd_compress.kernels.jit import kernel
+
+HEADER = 40
+NONFINITE, ABSENT = 1, 4
+_CHECKSUM_WORD = 4
+_MAGIC = np.uint64(int.from_bytes(b"hvdc", "little"))
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    """The pointer to an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@kernel
+def _floats(address, count):
+    return carray(_pointer(address), (count,), np.float32)
+
+
+@kernel
+def _bytes(address, count):
+    return carray(_pointer(address), (count,), np.uint8)
+
+
+@kernel
+def _shorts(address, count):
+    return carray(_pointer(address), (count,), np.uint16)
+
+
+@kernel
+def _words(address, count):
+    return carray(_pointer(address), (count,), np.uint64)
+
+
+@kernel
+def _padded(nbytes):
+    return (nbytes + 7) & ~7
+
+
+@kernel
+def _groups(numel, group):
+    return (numel + group - 1) // group
+
+
+@kernel
+def _seal(at, version, codec, numel, group, parameter, entries, body, is_finite):
+    """Write the header of a payload whose body is complete; the bytes of all of it."""
+    flags = 0 if is_finite else NONFINITE
+    nbytes = HEADER + _padded(body)
+    words = _words(at, nbytes >> 3)
+    _bytes(at + HEADER + body, _padded(body) - body)[:] = 0
+    kinds = np.uint64(version) | np.uint64(codec) << np.uint64(8) | np.uint64(flags) << np.uint64(16)
+    words[0] = _MAGIC | (kinds | np.uint64(1) << np.uint64(24)) << np.uint64(32)
+    words[1] = np.uint64(numel)
+    words[2] = np.uint64(nbytes)
+    words[3] = np.uint64(group) | np.uint64(parameter) << np.uint64(32)
+    words[4] = np.uint64(entries)
+    words[4] |= np.uint64(checksum(words, _CHECKSUM_WORD)) << np.uint64(32)
+    return nbytes
+
+
+@kernel
+def check(at, sizes, version, codec, numels, flags):
+    """Fill flags[payloads]; the number of the first payload that is not what was expected, or -1.
+
+    Those that end before their slot does are all right; what was not expected is left to who can say why.
+    """
+    for i in range(at.size):
+        if sizes[i] < HEADER or at[i] & 7:
+            return i
+        words = _words(at[i], sizes[i] >> 3)
+        kinds = words[0] >> np.uint64(32)
+        nbytes = np.int64(words[2])
+        flags[i] = (kinds >> np.uint64(16)) & np.uint64(255)
+        expected = np.uint64(version) | np.uint64(codec) << np.uint64(8) | np.uint64(1) << np.uint64(24)
+        if words[0] & _LOW != _MAGIC or kinds & ~(np.uint64(255) << np.uint64(16)) != expected:
+            return i
+        if flags[i] not in (0, NONFINITE, ABSENT) or np.int64(words[1]) != numels[i]:
+            return i
+        if not HEADER <= nbytes <= sizes[i] or nbytes & 7 or words[3] & _LOW == 0:
+            return i
+        if checksum(words[: nbytes >> 3], _CHECKSUM_WORD) != np.uint32(words[4] >> np.uint64(32)):
+            return i
+    return -1
+
+
+@kernel
+def _blank(out, flag, add):
+    """What a payload without a body stands for."""
+    if flag == NONFINITE:
+        out[:] = np.nan
+    elif not add:
+        out[:] = 0
+
+
+# -- one-bit ---------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_onebit(version, codec, x_at, r_at, numels, groups, slots_at, used):
+    """used[payloads]: bytes of each; r_at is 0 where nothing is kept."""
+    zero = np.uint32(0)
+    for i in range(x_at.size):
+        x = _floats(x_at[i], numels[i])
+        r = _floats(r_at[i], numels[i] if r_at[i] else 0)
+        count = _groups(numels[i], groups[i])
+        means = _floats(slots_at[i] + HEADER, 2 * count)
+        size = (numels[i] + 7) >> 3
+        bits = _bytes(slots_at[i] + HEADER + 8 * count, size)
+        bits[:] = 0
+        is_finite = onebit.encode(x, r, groups[i], 0, zero, zero, means, bits)
+        body, entries = (8 * count + size, numels[i]) if is_finite else (0, 0)
+        used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], 0, entries, body, is_finite)
+
+
+@kernel
+def decode_onebit(at, flags, outs_at, numels, scale, adds):
+    """Decode payloads that `check` has passed; the number of the first whose body does not fit, or -1."""
+    for i in range(at.size):
+        out = _floats(outs_at[i], numels[i])
+        if flags[i]:
+            _blank(out, flags[i], adds[i])
+            continue
+        words = _words(at[i], HEADER >> 3)
+        group = np.int64(words[3] & _LOW)
+        count = _groups(numels[i], group)
+        size = (numels[i] + 7) >> 3
+        if HEADER + 8 * count + _padded(size) != np.int64(words[2]):
+            return i
+        means = _floats(at[i] + HEADER, 2 * count)
+        onebit.decode(means, _bytes(at[i] + HEADER + 8 * count, size), group, scale, out, adds[i])
+    return -1
+
+
+# -- adaptive --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_adaptive(version, codec, pi, sample, x_at, r_at, numels, groups, slots_at, used):
+    """As `encode_onebit`, for groups whose entries fit into 16 bits."""
+    for i in range(x_at.size):
+        x = _floats(x_at[i], numels[i])
+        r = _floats(r_at[i], numels[i] if r_at[i] else 0)
+        count = _groups(numels[i], groups[i])
+        table = _padded(2 * count)
+        counts = _shorts(slots_at[i] + HEADER, count)
+        _bytes(slots_at[i] + HEADER + 2 * count, table - 2 * count)[:] = 0
+        recon = _floats(slots_at[i] + HEADER + table, 2 * count)
+        entries = _shorts(slots_at[i] + HEADER + table + 8 * count, numels[i])
+        drawn = min(sample, groups[i])
+        found = signs.encode_adaptive(x, r, groups[i], pi, drawn, counts, recon, entries)
+        body, number, width = (table + 8 * count + 2 * found, found, 2) if found >= 0 else (0, 0, 0)
+        used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], width, number, body, found >= 0)
+
+
+@kernel
+def decode_adaptive(at, flags, outs_at, numels, scale, adds):
+    """As `decode_onebit`."""
+    for i in range(at.size):
+        out = _floats(outs_at[i], numels[i])
+        if flags[i]:
+            _blank(out, flags[i], adds[i])
+            continue
+        words = _words(at[i], HEADER >> 3)
+        group = np.int64(words[3] & _LOW)
+        number = np.int64(words[4] & _LOW)
+        count = _groups(numels[i], group)
+        table = _padded(2 * count)
+        if HEADER + _padded(table + 8 * count + 2 * number) != np.int64(words[2]):
+            return i
+        counts = _shorts(at[i] + HEADER, count)
+        recon = _floats(at[i] + HEADER + table, 2 * count)
+        entries = _shorts(at[i] + HEADER + table + 8 * count, number)
+        if not signs.decode(counts, recon, 2, entries, group, scale, out, adds[i]):
+            return i
+    return -1

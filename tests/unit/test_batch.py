@@ -1,0 +1,183 @@
+"""Kernels called for many tensors at once: the bytes, sums and residuals of one by one, and the same refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_compress import Adaptive, OneBit, Threshold, TopK
+from hvd_compress.compressors import Compressor
+from hvd_compress.errors import WireError
+from hvd_compress.exchange import AdaGrad, Bucket, Hosts, Transfer, bucket, plan_together
+from hvd_compress.exchange.adagrad import Accumulator
+from hvd_compress.exchange.batch import batches_of
+from hvd_compress.exchange.layout import Layout
+
+SHAPES = {"a": (64, 512), "b": (300,), "c": (7, 1000), "d": (1,), "e": (33, 31), "f": (128, 784), "g": (9, 5000)}
+COMPRESSORS = [
+    OneBit(),
+    OneBit(group=64),
+    OneBit(error_feedback=False),
+    Adaptive(pi=16),
+    Adaptive(pi=4, sample=None, error_feedback=False),
+]
+
+
+def buckets(compressor: Compressor, ranks: int, exchange: str) -> list[Bucket[Transfer]]:
+    plans = plan_together(exchange, {name: (shape, compressor) for name, shape in SHAPES.items()}, ranks)
+    return [Bucket({n: Transfer(n, p, compressor, rank) for n, p in plans.items()}) for rank in range(ranks)]
+
+
+def encode(of_ranks: Sequence[Bucket[Transfer]], step: int, rng: np.random.Generator) -> list[Any]:
+    """Gradients with all that is not ordinary: one is left out, one is NaN, one is float64."""
+    parcels = []
+    for rank, of_rank in enumerate(of_ranks):
+        for name, shape in SHAPES.items():
+            x = rng.standard_normal(int(np.prod(shape))).astype(np.float32)
+            if step == 1 and rank == 0 and name == "c":
+                x[5] = np.nan
+            if step == 2 and name == "b":
+                of_rank.skip(name)
+            else:
+                of_rank.encode(name, x.astype(np.float64) if step == 3 and name == "a" else x)
+        parcels.append(of_rank.parcel())
+    return parcels
+
+
+def last_message(of_ranks: Sequence[Bucket[Transfer]], parcels: Sequence[Any]) -> np.ndarray:
+    """What the allgather brings."""
+    if of_ranks[0].exchange == "two_phase":
+        ranks = len(of_ranks)
+        sizes = [p.sizes or (p.buffer.size // ranks,) * ranks for p in parcels]
+        ends = [np.cumsum([0, *s]) for s in sizes]
+        parts = [[p.buffer[a:b] for a, b in pairwise(e)] for p, e in zip(parcels, ends, strict=True)]
+        parcels = [b.reduce(np.concatenate([of[rank] for of in parts])) for rank, b in enumerate(of_ranks)]
+    return np.concatenate([p.buffer for p in parcels])
+
+
+def run(compressor: Compressor, ranks: int, exchange: str) -> list[Any]:
+    """All bytes, results and residuals of some steps."""
+    rng = np.random.default_rng(3)
+    of_ranks = buckets(compressor, ranks, exchange)
+    seen: list[Any] = []
+    for step in range(5):
+        message = last_message(of_ranks, encode(of_ranks, step, rng))
+        finite = [b.arrive(message) for b in of_ranks]
+        assert finite == [step != 1] * ranks
+        seen.append(message.tobytes())
+        for b in of_ranks:
+            results = b.finish(finite[0], 0.5)
+            seen += [(name, None if r is None else (r.dtype, r.tobytes())) for name, r in sorted(results.items())]
+            for t in b.transfers.values():
+                seen += [t.step, *(None if r is None else r.tobytes() for r in (t.residual, t.owner_residual))]
+    return seen
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "two_phase"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_all_at_once_is_one_by_one(
+    compressor: Compressor, ranks: int, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = run(compressor, ranks, exchange)
+    monkeypatch.setattr(bucket, "batches_of", lambda *_: [])
+    assert together == run(compressor, ranks, exchange)
+
+
+def test_which_tensors_go_together() -> None:
+    def names(exchange: str = "allgather", **compressors: Compressor) -> list[list[str]]:
+        shapes = {"large": (1024, 1024), **{name: (64, 512) for name in compressors}}
+        plans = plan_together(exchange, {n: (s, compressors.get(n, OneBit())) for n, s in shapes.items()}, 4)
+        hosts = Hosts.of_names("aabb") if exchange == "hierarchical" else None
+        transfers = {n: Transfer(n, p, p.chunk_compressors[0], 0, hosts) for n, p in plans.items()}
+        return [list(batch.transfers) for batch in batches_of(transfers, Layout(transfers))]
+
+    assert names(a=OneBit(), b=OneBit(), c=Adaptive(), d=Adaptive(), e=TopK()) == [["a", "b"], ["c", "d"]]
+    assert names(a=OneBit(), b=OneBit(group=512)) == []  # alone, a call for all is no gain
+    assert names(a=OneBit(sample=64), b=OneBit(sample=64)) == []
+    assert names(a=Adaptive(coding="golomb"), b=Adaptive(coding="golomb")) == []
+    assert names(a=OneBit(), b=OneBit(), c=Threshold(tau=1.0)) == []  # payloads have no fixed places
+    assert names("hierarchical", a=OneBit(), b=OneBit()) == []
+
+
+def test_who_accumulates_goes_alone() -> None:
+    plans = plan_together("two_phase", {n: ((64, 512), OneBit()) for n in "ab"}, 2)
+    transfers = {
+        n: Transfer(n, p, OneBit(), 0, accumulator=Accumulator(AdaGrad(), 1.0)) for n, p in plans.items()
+    }  # fmt: skip
+    assert batches_of(transfers, Layout(transfers)) == []
+
+
+def test_a_class_made_from_a_compressor_keeps_its_own_methods() -> None:
+    class Mine(OneBit):
+        pass
+
+    class AlsoMine(Adaptive):
+        pass
+
+    assert OneBit().many(512) is not None
+    assert Adaptive().many(512) is not None
+    assert Adaptive(group="tensor").many(10**6) is None  # entries of 32 bits
+    assert Mine().many(512) is None
+    assert AlsoMine().many(512) is None
+
+
+@pytest.mark.parametrize("compressor", [OneBit(), Adaptive(pi=16)], ids=repr)
+def test_every_damage_is_a_wire_error_and_costs_no_residual(compressor: Compressor) -> None:
+    rng = np.random.default_rng(5)
+    of_ranks = buckets(compressor, 2, "allgather")
+    message = last_message(of_ranks, encode(of_ranks, 0, rng))
+    for b in of_ranks:
+        b.arrive(message)
+        b.finish(True, 1.0)
+    before = {name: t.residual.copy() for name, t in of_ranks[0].transfers.items() if t.residual is not None}
+    message = last_message(of_ranks, encode(of_ranks, 4, rng))
+    used = [b for slot in slots_of(of_ranks[0], message.size) for b in slot]
+    for at in [*used[:80], *rng.choice(used, 300)]:
+        damaged = message.copy()
+        damaged[at] ^= 1 << rng.integers(8)
+        with pytest.raises(WireError):
+            of_ranks[0].arrive(damaged)
+    of_ranks[0].abandon()
+    for name, residual in before.items():
+        np.testing.assert_array_equal(of_ranks[0].transfers[name].residual, residual)
+
+
+def slots_of(of_rank: Bucket[Transfer], size: int) -> list[range]:
+    """The bytes of all payloads in the last message, without what they leave of their slots."""
+    found = []
+    at = 0
+    for transfer in [*of_rank.transfers.values()] * 2:
+        payload = transfer.plan.slots[0]
+        found.append(range(at, at + 40 + (payload - 40) // 2))
+        at += payload
+    assert at == size
+    return found
+
+
+@pytest.mark.parametrize("kind", ["count", "index", "length"])
+def test_a_forged_body_with_the_right_checksum_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvd_compress import wire
+    from hvd_compress.kernels.checksum import checksum
+
+    del monkeypatch
+    (of_rank,) = buckets(Adaptive(pi=16), 1, "allgather")
+    message = last_message([of_rank], encode([of_rank], 0, np.random.default_rng(0))).copy()
+    payload = message[: of_rank.transfers["a"].plan.slots[0]]
+    nbytes = int(payload[16:24].view(np.uint64)[0])
+    body = payload[wire.HEADER_BYTES : nbytes].view(np.uint16)
+    if kind == "count":
+        body[3] += 1000
+    elif kind == "index":
+        body[64 + 64 * 4 :][5] = 2 * 512 + 1  # 64 counts, 64 pairs of float32, then entries of 512 columns
+    else:
+        payload[32:36].view(np.uint32)[0] += 8
+    words = payload[:nbytes].view(np.uint64)
+    payload[36:40].view(np.uint32)[0] = checksum(words, 4)
+    assert of_rank.arrive(message)
+    with pytest.raises(WireError, match=r"'a'.*rank 0"):
+        of_rank.finish(True, 1.0)
