@@ -103,6 +103,11 @@ class Lane(Transfer):
         self._count_sent(used)
         self.counters.encode_seconds += seconds
 
+    def note_reduced(self, senders: int, slot: int, seconds: float) -> None:
+        self.counters.bytes_received += (senders - 1) * slot
+        self.counters.bytes_sent += (senders - 1) * slot
+        self.counters.encode_seconds += seconds
+
     def note_arrived(self) -> None:
         self.counters.bytes_received += self._full_hop
 

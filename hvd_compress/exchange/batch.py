@@ -64,6 +64,7 @@ class Batch:
         """The gradients of this step, float32."""
         self._many = many
         self._sent = _Table.of_sent(transfers, layout)
+        self._to_owner, self._of_owner = _Table.of_owned(transfers, layout)
         self._last = _Table.of_last(transfers, layout)
         self._received = np.empty(0, np.uint8)
         self._arrived: tuple[_Rows, Numbers, npt.NDArray[np.uint8]] | None = None
@@ -91,10 +92,10 @@ class Batch:
         used = np.empty(sent.owner.size, np.int64)
         starts = 4 * sent.start
         r_of = r_at[sent.owner]
+        residuals_at = np.where(r_of, r_of + starts, 0)
         self._many.encode(
-            x_at[sent.owner] + starts, np.where(r_of, r_of + starts, 0), sent.numel, sent.group,
-            _address(send) + sent.offset, used,
-        )  # fmt: skip
+            x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, _address(send) + sent.offset, used
+        )
         seconds = (time.perf_counter() - begin) / len(names)
         bytes_of: dict[str, list[int]] = {name: [] for name in names}
         for owner, nbytes in zip(sent.owner.tolist(), used.tolist(), strict=True):
@@ -103,12 +104,37 @@ class Batch:
             self.transfers[name].note_encoded(bytes_of[name], seconds)
         return bytes_of
 
+    def reduce(self, received: Bytes, result: Bytes) -> dict[str, int]:
+        """The owner's part: write the payloads of the sums into `result`; their bytes by tensor.
+
+        Nothing of it is done if a payload is damaged.
+        """
+        owned = {name: gradient for name, gradient in self.held.items() if self.transfers[name].owned is not None}
+        if not owned:
+            return {}
+        begin = time.perf_counter()
+        rows, made = self._to_owner.of(owned), self._of_owner.of(owned)
+        at, flags = self._checked(received, rows)
+        if flags is None:
+            return {}
+        transfers = [transfer for name, transfer in self.transfers.items() if name in owned]
+        sums_at = np.array([_address(transfer.prepare_sum()) for transfer in transfers], np.int64)
+        residuals = [transfer.owner_residual for transfer in transfers]
+        r_at = np.array([0 if r is None else _address(r) for r in residuals], np.int64)
+        if self._many.decode(at, flags, sums_at[rows.owner], rows.numel, np.float32(1), rows.adds) >= 0:
+            return {}
+        used = np.empty(len(transfers), np.int64)
+        self._many.encode(sums_at, r_at, made.numel, made.group, _address(result) + made.offset, used)
+        seconds = (time.perf_counter() - begin) / len(transfers)
+        for transfer, slot in zip(transfers, made.slot.tolist(), strict=True):
+            transfer.note_reduced(transfer.plan.ranks, slot, seconds)
+        return dict(zip((transfer.name for transfer in transfers), used.tolist(), strict=True))
+
     def arrive(self, received: Bytes) -> bool:
         """Check the last payloads; whether all are finite. Afterwards `has_arrived`, unless one is damaged."""
         last = self._last.of(self.held)
-        at = _address(received) + last.offset
-        flags = np.empty(at.size, np.uint8)
-        if kernels.check(at, last.slot, wire.VERSION, self._many.codec, last.numel, flags) >= 0:
+        at, flags = self._checked(received, last)
+        if flags is None:
             return True
         for name in self.held:
             self.transfers[name].note_arrived()
@@ -144,6 +170,13 @@ class Batch:
         self.forget()
         return dict(zip(names, outs, strict=True))
 
+    def _checked(self, received: Bytes, rows: _Rows) -> tuple[Numbers, npt.NDArray[np.uint8] | None]:
+        """Addresses of payloads, and what they say of themselves; None if one is damaged."""
+        at = _address(received) + rows.offset
+        flags = np.empty(at.size, np.uint8)
+        bad = kernels.check(at, rows.slot, wire.VERSION, self._many.codec, rows.numel, flags)
+        return at, flags if bad < 0 else None
+
     def forget(self) -> None:
         """The step has ended."""
         self.held, self._arrived, self._received = {}, None, np.empty(0, np.uint8)
@@ -176,7 +209,7 @@ class _Table:
 
     def __init__(self, names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> None:
         self._names = names
-        self._values = np.array(rows, np.int64)
+        self._values = np.array(rows, np.int64).reshape(len(rows), len(_Rows._fields))
         self._all = _columns(self._values)
 
     @classmethod
@@ -188,6 +221,26 @@ class _Table:
             for i, (name, t) in enumerate(transfers.items())
             for (_, part), place in zip(t.sent_chunks, places[name], strict=True)
         ])  # fmt: skip
+
+    @classmethod
+    def of_owned(cls, transfers: Mapping[str, Transfer], layout: Layout) -> tuple[_Table, _Table]:
+        """Those that the owner of a chunk gets, and those that it makes of them."""
+        first = next(iter(transfers.values()))
+        parts = layout.sent[first.chunk] if first.plan.exchange == "two_phase" else []
+        offsets = np.cumsum([0, *(slot for _, _, slot in parts)]).tolist()
+        got, made = [], []
+        names = [name for name, _, _ in parts if name in transfers]
+        for (name, _, slot), offset in zip(parts, offsets, strict=False):
+            transfer = transfers.get(name)
+            if transfer is None or transfer.owned is None:
+                continue
+            owner, numel, group = names.index(name), transfer.owned.stop - transfer.owned.start, transfer.plan.group
+            made.append((owner, 0, numel, offset, slot, group, 0))
+            got += [
+                (owner, 0, numel, sender * offsets[-1] + offset, slot, group, int(sender > 0))
+                for sender in range(transfer.plan.ranks)
+            ]
+        return cls(names, got), cls(names, made)
 
     @classmethod
     def of_last(cls, transfers: Mapping[str, Transfer], layout: Layout) -> _Table:

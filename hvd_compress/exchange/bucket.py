@@ -170,9 +170,14 @@ class Bucket(Generic[AnyTransfer]):
         if self._result.size == 0:
             self._result = aligned_empty(sum(slot for _, _, slot in contents), np.uint8)
         payloads = self._layout.cut(received, [contents] * senders)
+        together: dict[str, int] = {}
+        for batch in self._batches:
+            together |= batch.reduce(received, self._result)
         at = 0
         for i, (name, _, slot) in enumerate(contents):
-            used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
+            used = together.get(name, 0)
+            if not used:
+                used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
             end = at + (slot if self._layout.fixed_size else used)
             if at + used < end:
                 self._result[at + used : end] = 0

@@ -178,13 +178,7 @@ class Transfer:
         numel = part.stop - part.start
         if self._skipped:
             return compressor.say_absent(slot, numel, plan.group)
-        dtype = np.float32 if self._gradient is None else self._gradient.dtype
-        if self._sum.size != numel or self._sum.dtype != dtype:
-            self._sum = aligned_empty(numel, dtype)
-        if self.keeps_residual and self.owner_residual is None:
-            self.owner_residual = np.zeros(numel, dtype)
-        if self.owner_residual is not None and self.owner_residual.dtype != dtype:
-            self.owner_residual = self.owner_residual.astype(dtype)
+        self.prepare_sum()
         for sender, payload in enumerate(payloads):
             compressor.decode_into(payload, self._sum, add=sender > 0)
         if self.accumulator is not None and not self.accumulator.precondition(self._sum):
@@ -255,8 +249,25 @@ class Transfer:
         self.abandon()
         self.step += 1
 
+    def prepare_sum(self) -> Array:
+        """Memory for the sum of what this rank owns, and a residual for it where one is kept."""
+        if self.owned is None:
+            raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
+        numel = self.owned.stop - self.owned.start
+        dtype = np.float32 if self._gradient is None else self._gradient.dtype
+        if self._sum.size != numel or self._sum.dtype != dtype:
+            self._sum = aligned_empty(numel, dtype)
+        if self.keeps_residual and self.owner_residual is None:
+            self.owner_residual = np.zeros(numel, dtype)
+        if self.owner_residual is not None and self.owner_residual.dtype != dtype:
+            self.owner_residual = self.owner_residual.astype(dtype)
+        return self._sum
+
     def note_encoded(self, used: Sequence[int], seconds: float) -> None:
         """The gradient has become payloads of `used` bytes, in so many seconds."""
+
+    def note_reduced(self, senders: int, slot: int, seconds: float) -> None:
+        """The payloads of all senders, in full slots, have become that of their sum."""
 
     def note_arrived(self) -> None:
         """The last payloads are here, in full slots."""

@@ -10,6 +10,7 @@ __all__ = ["Staged", "stage"]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
+_KNOWN = _IN_PLACE + _WIDENED
 
 
 class Staged(NamedTuple):
@@ -60,17 +61,12 @@ def stage(gradient: torch.Tensor, *, name: str) -> Staged:
         TypeError: the gradient is not of a floating type that can be compressed.
     """
     gradient = gradient.detach()
-    if gradient.dtype not in _IN_PLACE + _WIDENED:
+    if gradient.dtype not in _KNOWN:
         raise TypeError(
             f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
             "Give such parameters an optimizer of their own without compression."
         )
-    if (
-        gradient.device.type == "cpu"
-        and gradient.is_contiguous()
-        and gradient.dtype in _IN_PLACE
-        and _is_alone(gradient)
-    ):
+    if gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE and _is_alone(gradient):
         return Staged(gradient.view(-1), gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")
