@@ -25,6 +25,8 @@ class _Settings:
     seconds: float
     drift: float
     margin: float
+    doubt: float
+    trials: int
 
 
 class Explorer:
@@ -44,6 +46,8 @@ class Explorer:
         drift: relative change of three quarters of a window of 4 * `steps` steps after which all are tried again. Each
             time the windows until the next look double, so that a noisy machine does not keep on trying.
         margin: what another one must gain over `dense`.
+        doubt: those that take at most this share longer than the fastest are tried again, in turns with it.
+        trials: of each of them; the median counts.
 
     Raises:
         ValueError: `dense` is not among the configurations, names repeat, or a setting is out of its range.
@@ -73,6 +77,8 @@ class Explorer:
         seconds: float = 0.0,
         drift: float = 0.3,
         margin: float = 0.02,
+        doubt: float = 0.25,
+        trials: int = 3,
     ) -> None:
         names = [c.name for c in configurations]
         if dense not in names or len(set(names)) < len(names):
@@ -85,8 +91,9 @@ class Explorer:
         self.configurations = tuple(configurations)
         self.corrector = Corrector()
         self._dense = dense
-        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin)
+        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, doubt, trials)
         self._measured: dict[str, float] = {}
+        self._trials: dict[str, list[float]] = {}
         self._seconds: list[float] = []
         self._skipped = 0
         self._patience, self._windows = 1, 0
@@ -140,6 +147,7 @@ class Explorer:
         return {
             "current": self.current.name,
             "measured": dict(self._measured),
+            "trials": {name: list(seconds) for name, seconds in self._trials.items()},
             "seconds": list(self._seconds),
             "skipped": self._skipped,
             "patience": self._patience,
@@ -161,6 +169,7 @@ class Explorer:
             raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(names)}; begin anew")
         self._current = names.index(state["current"])
         self._measured = dict(state["measured"])
+        self._trials = {name: list(seconds) for name, seconds in state["trials"].items()}
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
         self._patience, self._windows = state["patience"], state["windows"]
@@ -173,12 +182,17 @@ class Explorer:
 
     def _end_trial(self) -> None:
         seconds, self._seconds = median(self._seconds), []
-        self._measured[self.current.name] = seconds
+        name = self.current.name
+        self._trials.setdefault(name, []).append(seconds)
+        self._measured[name] = median(self._trials[name])
         self._learn(seconds)
         following = self._worth_a_trial()
+        if following is None:
+            following = self._in_doubt()
         if following is not None:
             self._current = following
             return
+        self._trials = {}
         chosen = pick(self._known(), self._dense, margin=self._settings.margin)
         self._current = next(i for i, c in enumerate(self.configurations) if c.name == chosen)
         self._expected = self._known()[chosen]
@@ -207,6 +221,16 @@ class Explorer:
                 left[i] = self._corrected(c)
         return min(left, key=left.__getitem__, default=None)
 
+    def _in_doubt(self) -> int | None:
+        """One that is to be tried again: those that are about as fast as the fastest, in turns."""
+        limit = (1 + self._settings.doubt) * min(self._measured.values())
+        close = [n for n, seconds in self._measured.items() if seconds <= limit and n in self._trials]
+        tried = {name: len(self._trials[name]) for name in close}
+        if len(close) < 2 or min(tried.values()) >= self._settings.trials:
+            return None
+        name = min(tried, key=tried.__getitem__)
+        return next(i for i, c in enumerate(self.configurations) if c.name == name)
+
     def _corrected(self, configuration: Configuration) -> float:
         return configuration.seconds * self.corrector.factor(configuration.name)
 
@@ -222,6 +246,7 @@ class Explorer:
         if self._windows >= self._patience and drifted:
             self._patience, self._windows = min(2 * self._patience, _LONGEST_PATIENCE), 0
             self._expected, self._measured = None, {self.current.name: seconds}
+            self._trials = {self.current.name: [seconds]}
             # what was learnt of the others was learnt on another link
             self.corrector = Corrector()
             self._learn(seconds)
