@@ -25,7 +25,7 @@ from hvd_compress.kernels.checksum import checksum
 
 __all__ = ["Collectives", "HorovodCollectives", "measure_link", "measure_network", "sent_bytes"]
 
-_SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24))
+_SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24, 26))
 _LEAST_SIZES = 3
 _REPEATS = 5
 _SLOW_SECONDS = 0.05  # from here on noise is small against the time itself: fewer repeats do
