@@ -61,16 +61,18 @@ class HorovodCollectives:
         self._hvd = hvd
         self._tensor = tensor
         self._settings = settings
-        self._buffers: dict[tuple[str, int], Any] = {}
+        self._kind: tuple[str, int] | None = None
+        self._buffer: Any = None
 
     def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
         """Run one of `COLLECTIVES` on a buffer of zeros; of an alltoall, only `peers` may get parts."""
         name = f"hvd_compress.measure.{collective}.{nbytes}" + ("" if peers is None else ".peers")
-        buffer = self._buffers.get((collective, nbytes))
-        if buffer is None:
+        if self._kind != (collective, nbytes):
             dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
-            buffer = self._tensor(np.zeros(nbytes // np.dtype(dtype).itemsize, dtype))
-            self._buffers[collective, nbytes] = buffer
+            # the last one is given up: training may want the memory of all of them
+            self._kind, self._buffer = (collective, nbytes), None
+            self._buffer = self._tensor(np.zeros(nbytes // np.dtype(dtype).itemsize, dtype))
+        buffer = self._buffer
         if collective.startswith("allreduce"):
             # in place where the framework can, as its optimizers do
             allreduce = getattr(self._hvd, "allreduce_", self._hvd.allreduce)
