@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 __all__ = ["Key"]
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True)
+class Key:
     """Names one encode call, so that its random choices can be repeated and differ from all others.
 
     Args:
