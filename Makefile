@@ -18,7 +18,7 @@ setup-keras2:        ## .venv-keras2 with TensorFlow 2.15, whose Keras is Keras 
 demo: setup          ## train MNIST on 2 ranks, compressed and dense, and compare (below 5 minutes)
 	@$(WITH_VENV) $(PYTHON_VENV) examples/demo.py
 
-test: setup          ## all tests, those with several processes too, and the coverage (about 20 minutes on 2 cores)
+test: setup          ## all tests, those with several processes too, and the coverage (about 40 minutes on 2 cores)
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest --cov --cov-report=term $(ARGS)
 
 test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the core, with TensorFlow 2.15 and Keras 2
