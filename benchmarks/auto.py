@@ -91,15 +91,14 @@ class _Foreseen:
 
         from hvd_compress import FP16 as HALF
         from hvd_compress import NoCompression
-        from hvd_compress.cli.advise import measured_speeds
         from hvd_compress.cli.ranks import open_ranks
-        from hvd_compress.cost import measure_network
+        from hvd_compress.cost import measure_network, slowest_speeds
 
         self._compressors = {FP32: NoCompression(), FP16: HALF()}
         self._compressors |= {name: COMPRESSORS[name] for name in FIXED if name not in DENSE}
         ranks = open_ranks()
         self._network = measure_network(ranks)
-        self._speeds = measured_speeds(ranks, [c for name, c in self._compressors.items() if name != FP32])
+        self._speeds = slowest_speeds([c for name, c in self._compressors.items() if name != FP32], ranks)
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -102,9 +102,15 @@ class Auto:
 
 @dataclass(frozen=True)
 class Assigned:
-    """A compressor for each tensor by its exact name; what `Auto` makes of its choices."""
+    """A compressor for each tensor by its exact name; what `Auto` makes of its choices.
+
+    Args:
+        compressors: by name; those without one stay uncompressed.
+        exchanges: by name, where the exchange is chosen by time; "allgather" or "two_phase".
+    """
 
     compressors: Mapping[str, Compressor]
+    exchanges: Mapping[str, str] = field(default_factory=dict)
 
     def for_tensor(self, name: str) -> Compressor:
         """The compressor of a tensor."""
@@ -112,4 +118,5 @@ class Assigned:
 
     def get_config(self) -> dict[str, Any]:
         """The assignment as a JSON-able dict."""
-        return {"id": "assigned", "compressors": {name: c.get_config() for name, c in self.compressors.items()}}
+        compressors = {name: c.get_config() for name, c in self.compressors.items()}
+        return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, TopK
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
-from hvd_compress.cli.ranks import Ranks, is_launched, open_ranks
+from hvd_compress.cli.ranks import is_launched, open_ranks
 from hvd_compress.cli.table import short, table
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
 from hvd_compress.compressors import Compressor
@@ -33,6 +33,7 @@ from hvd_compress.cost import (
     copy_speed,
     dense_work,
     measure_network,
+    slowest_speeds,
     speed_of,
     stages_of,
     step_seconds,
@@ -40,7 +41,7 @@ from hvd_compress.cost import (
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work
 from hvd_compress.exchange import EXCHANGES
 
-__all__ = ["HELP", "add_arguments", "advice", "measured_speeds", "predict", "run"]
+__all__ = ["HELP", "add_arguments", "advice", "predict", "run"]
 
 HELP = "does compression pay for a model, and which"
 
@@ -60,7 +61,7 @@ class Prediction:
     Args:
         compressor: of the tensors that are large enough.
         exchange: "dense" for Horovod's allreduce.
-        sent_bytes: by each rank, in each step.
+        sent_bytes: by each rank, in each step; of a hierarchical exchange to other hosts only.
         seconds: of a step.
         break_even: bandwidth below which it is faster than dense float32, bits per second.
     """
@@ -109,9 +110,9 @@ def run(options: argparse.Namespace) -> int:
     shapes = _shapes(options)
     if measure:
         ranks = open_ranks()
-        network = measure_network(ranks, ranks.hosts, ranks.rank)
-        speeds = measured_speeds(ranks, CANDIDATES)
-        if ranks.rank:
+        network = measure_network(ranks, ranks.hosts, ranks.position)
+        speeds = slowest_speeds(CANDIDATES, ranks)
+        if ranks.position:
             return 0
         link = "measured just now"
     else:
@@ -213,17 +214,6 @@ def _shapes(options: argparse.Namespace) -> list[Shape]:
     if options.model:
         return shapes_of_model(options.model)
     return parse_shapes(options.shapes) if options.shapes else read_shapes(options.shapes_file)
-
-
-def measured_speeds(ranks: Ranks, compressors: Sequence[Compressor]) -> dict[Compressor, Speed]:
-    """Of the slowest rank, as all of them wait for it; a collective call."""
-    speeds = {}
-    for compressor in compressors:
-        speed_of(compressor)  # compiled once before all measure at the same time
-        ranks.maximum([0.0])
-        speed_of.cache_clear()
-        speeds[compressor] = Speed.from_numbers(ranks.maximum(speed_of(compressor).numbers()))
-    return speeds
 
 
 def _report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], link: str, step: float) -> str:

@@ -160,11 +160,13 @@ def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
     """The two collectives of an exchange, with values that can only be right."""
     yield Finding("ranks", f"{ranks.ranks}, {ranks.ranks_per_host} per host, horovod.{ranks.framework}", OK)
     # rank r sends to rank i i + 1 bytes of value 16 r + i
-    sent = np.concatenate([np.full(i + 1, (16 * ranks.rank + i) % 251, np.uint8) for i in range(ranks.ranks)])
+    sent = np.concatenate([np.full(i + 1, (16 * ranks.position + i) % 251, np.uint8) for i in range(ranks.ranks)])
     received = ranks.alltoall(sent, [i + 1 for i in range(ranks.ranks)], "check.alltoall")
-    expected = [(16 * sender + ranks.rank) % 251 for sender in range(ranks.ranks) for _ in range(ranks.rank + 1)]
+    expected = [
+        (16 * sender + ranks.position) % 251 for sender in range(ranks.ranks) for _ in range(ranks.position + 1)
+    ]
     yield _verdict("alltoall", received.tolist() == expected)
-    gathered = ranks.allgather(np.full(ranks.rank + 1, ranks.rank % 251, np.uint8), "check.allgather")
+    gathered = ranks.allgather(np.full(ranks.position + 1, ranks.position % 251, np.uint8), "check.allgather")
     yield _verdict("allgather", gathered.tolist() == [r % 251 for r in range(ranks.ranks) for _ in range(r + 1)])
 
 

@@ -52,8 +52,7 @@ class Ranks(HorovodCollectives):
         hvd: Any = importlib.import_module(f"horovod.{framework}")
         module: Any = importlib.import_module(framework)
         hvd.init()
-        super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant, hvd.size())
-        self.rank: int = hvd.rank()
+        super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant)
         self.hosts = self._found_hosts()
         """Which ranks share a host; None where hosts have different numbers of them, so no hierarchy to speak of."""
 

@@ -6,10 +6,11 @@ Pure numbers: no ranks, no frameworks, no Horovod.
 from __future__ import annotations
 
 from hvd_compress.cost.choose import Configuration, Corrector, configurations, pick
+from hvd_compress.cost.collectives import Collectives, HorovodCollectives
 from hvd_compress.cost.explore import Explorer
 from hvd_compress.cost.line import Line, fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
-from hvd_compress.cost.measure import Collectives, HorovodCollectives, measure_link, measure_network, sent_bytes
+from hvd_compress.cost.measure import measure_link, measure_network, network_of, sent_bytes, slowest_speeds
 from hvd_compress.cost.predict import (
     Stage,
     Work,
@@ -45,8 +46,10 @@ __all__ = [
     "measure_link",
     "measure_network",
     "measure_speed",
+    "network_of",
     "pick",
     "sent_bytes",
+    "slowest_speeds",
     "speed_of",
     "stages_of",
     "step_seconds",

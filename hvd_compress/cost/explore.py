@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
@@ -12,6 +12,7 @@ from hvd_compress.cost.choose import Configuration, Corrector, pick
 __all__ = ["Explorer"]
 
 _LONGEST_PATIENCE = 64
+_ONCE_MORE = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Explorer:
             time the windows until the next look double, so that a noisy machine does not keep on trying.
         margin: what another one must gain over `dense`.
         doubt: those that take at most this share longer than the fastest are tried again, in turns with it.
-        trials: of each of them; the median counts.
+        trials: of each of them; the median counts. Those that take at most twice as long are tried once more, and the
+            better of two counts: all may have been disturbed once.
 
     Raises:
         ValueError: `dense` is not among the configurations, names repeat, or a setting is out of its range.
@@ -78,7 +80,7 @@ class Explorer:
         drift: float = 0.3,
         margin: float = 0.02,
         doubt: float = 0.25,
-        trials: int = 3,
+        trials: int = 5,
     ) -> None:
         names = [c.name for c in configurations]
         if dense not in names or len(set(names)) < len(names):
@@ -184,7 +186,7 @@ class Explorer:
         seconds, self._seconds = median(self._seconds), []
         name = self.current.name
         self._trials.setdefault(name, []).append(seconds)
-        self._measured[name] = median(self._trials[name])
+        self._measured[name] = median_low(self._trials[name])
         self._learn(seconds)
         following = self._worth_a_trial()
         if following is None:
@@ -223,13 +225,13 @@ class Explorer:
 
     def _in_doubt(self) -> int | None:
         """One that is to be tried again: those that are about as fast as the fastest, in turns."""
-        limit = (1 + self._settings.doubt) * min(self._measured.values())
-        close = [n for n, seconds in self._measured.items() if seconds <= limit and n in self._trials]
-        tried = {name: len(self._trials[name]) for name in close}
-        if len(close) < 2 or min(tried.values()) >= self._settings.trials:
-            return None
-        name = min(tried, key=tried.__getitem__)
-        return next(i for i, c in enumerate(self.configurations) if c.name == name)
+        for limit, trials in ((_ONCE_MORE, 2), (1 + self._settings.doubt, self._settings.trials)):
+            least = min(self._measured.values())
+            close = [n for n, seconds in self._measured.items() if seconds <= limit * least and n in self._trials]
+            name = min(close, key=lambda name: len(self._trials[name]))
+            if len(close) > 1 and len(self._trials[name]) < min(trials, self._settings.trials):
+                return next(i for i, c in enumerate(self.configurations) if c.name == name)
+        return None
 
     def _corrected(self, configuration: Configuration) -> float:
         return configuration.seconds * self.corrector.factor(configuration.name)

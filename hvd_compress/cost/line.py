@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 __all__ = ["Line", "fit_line"]
 
@@ -48,8 +48,9 @@ class Line:
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     """The line of least squared *relative* errors through (size, seconds), with neither part negative.
 
-    Repeats of a size count by their median, so that a few disturbed ones do not matter; relative errors, so that the
-    smallest and the largest size matter alike.
+    Repeats of a size count by the mean of those that took at most twice their median, so that a few disturbed ones do
+    not matter, but those of a link that is now faster, now slower do; relative errors, so that the smallest and the
+    largest size matter alike.
 
     Raises:
         ValueError: fewer than two different sizes, or seconds that are not above 0.
@@ -68,7 +69,8 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     if len(repeats) < 2:
         raise ValueError(f"a line through sizes {sorted(repeats)}: measure at least two different ones")
     # (fixed + per_unit * size) / seconds = 1 for each size
-    rows = [(1 / median(s), size / median(s)) for size, s in repeats.items()]
+    typical = {size: fmean(s for s in of_size if s <= 2 * median(of_size)) for size, of_size in repeats.items()}
+    rows = [(1 / seconds, size / seconds) for size, seconds in typical.items()]
     aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = sum(r[0] for r in rows), sum(r[1] for r in rows)
     determinant = aa * bb - ab * ab

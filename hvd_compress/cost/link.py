@@ -134,8 +134,8 @@ class Network:
         ranks_per_host: how many share a host.
         between: of one rank from each host; None if `link` is that, or if it is not known.
         inside: of the ranks of one host; None if there is one only, or if it is not known.
-        copying: seconds to copy a byte in memory; the same on all ranks, who predict alike.
         core: the share of each collective's time that is lost to what computes meanwhile; none where it is not known.
+        copying: seconds to copy a byte in memory; the same on all ranks, who predict alike.
 
     Raises:
         ValueError: `ranks` is not a multiple of `ranks_per_host`.

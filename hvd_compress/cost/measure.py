@@ -1,119 +1,37 @@
-"""Measures a link by a few collectives; whose they are is the caller's business."""
+"""Measures links and kernels as all ranks feel them, by a few collectives; whose they are is the caller's business."""
 
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from hvd_compress.compressors import Compressor
+from hvd_compress.cost.collectives import Collectives, HorovodCollectives
 from hvd_compress.cost.line import fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
-from hvd_compress.cost.speeds import copy_speed
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.exchange import Hosts, ring_bytes
 from hvd_compress.kernels.checksum import checksum
 
-__all__ = ["Collectives", "HorovodCollectives", "measure_link", "measure_network", "sent_bytes"]
+__all__ = ["measure_link", "measure_network", "network_of", "sent_bytes", "slowest_speeds"]
 
 _SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24, 26))
 _LEAST_SIZES = 3
 _REPEATS = 5
 _SLOW_SECONDS = 0.05  # from here on noise is small against the time itself: fewer repeats do
-_SLOW_REPEATS = 2
+_SLOW_REPEATS = 3
 _LONGEST_SECONDS = 0.4
 _LOADED_SECONDS = 0.05
 _COMPUTED_WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 
-
-class Collectives(Protocol):
-    """What an edge provides: blocking collectives over all ranks, called in the same order on each of them."""
-
-    ranks: int
-
-    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
-        """Run one of `COLLECTIVES` with a buffer of `nbytes` on this rank; an alltoall may send to `peers` only."""
-
-    def maximum(self, values: list[float]) -> list[float]:
-        """The largest of all ranks' values, one by one, the same on all ranks."""
-
-
-class HorovodCollectives:
-    """`Collectives` through a Horovod module; frameworks differ in how a NumPy array becomes a tensor only.
-
-    Args:
-        hvd: horovod.torch or horovod.tensorflow.
-        tensor: from a NumPy array.
-        settings: of every collective, such as a process set.
-    """
-
-    def __init__(self, hvd: Any, tensor: Callable[[npt.NDArray[Any]], Any], ranks: int, **settings: Any) -> None:
-        self.ranks = ranks
-        self._hvd = hvd
-        self._tensor = tensor
-        self._settings = settings
-        self._kind: tuple[str, int] | None = None
-        self._buffer: Any = None
-
-    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
-        """Run one of `COLLECTIVES` on a buffer of zeros; of an alltoall, only `peers` may get parts."""
-        name = f"hvd_compress.measure.{collective}.{nbytes}" + ("" if peers is None else ".peers")
-        if self._kind != (collective, nbytes):
-            dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
-            # the last one is given up: training may want the memory of all of them
-            self._kind, self._buffer = (collective, nbytes), None
-            self._buffer = self._tensor(np.zeros(nbytes // np.dtype(dtype).itemsize, dtype))
-        buffer = self._buffer
-        if collective.startswith("allreduce"):
-            # in place where the framework can, as its optimizers do
-            allreduce = getattr(self._hvd, "allreduce_", self._hvd.allreduce)
-            allreduce(buffer, name=name, op=self._hvd.Sum, **self._settings)
-        elif collective == "alltoall":
-            splits = None if peers is None else self._tensor(self._splits(nbytes, peers))
-            self._hvd.alltoall(buffer, splits=splits, name=name, **self._settings)
-        else:
-            self._hvd.allgather(buffer, name=name, **self._settings)
-
-    def _splits(self, nbytes: int, peers: Sequence[int]) -> npt.NDArray[np.int32]:
-        splits = np.zeros(self.ranks, np.int32)
-        splits[list(peers)] = nbytes // len(peers)
-        return splits
-
-    def host_numbers(self) -> list[int]:
-        """A number for each rank, the same for those on one host.
-
-        Raises:
-            UnsupportedError: hosts of one name with different numbers of ranks, which Horovod does not tell apart.
-        """
-        hvd, name = self._hvd, zlib.crc32(socket.gethostname().encode())
-        mine = self._tensor(np.array([[name, hvd.local_rank(), hvd.cross_rank(), hvd.local_size()]], np.int64))
-        everyone = hvd.allgather(mine, name="hvd_compress.hosts", **self._settings).numpy()
-        names, local_ranks, numbers, sizes = everyone.T.tolist()
-        if len(set(zip(names, local_ranks, strict=True))) == len(names):
-            return list(names)
-        # Several hosts of one name, such as containers. Horovod counts hosts for each local rank on its own: a host has
-        # one number only if all have equally many ranks, and were started in one order.
-        if len(set(sizes)) > 1:
-            raise UnsupportedError(
-                f"exchange='hierarchical' where ranks share hosts with {sorted(set(sizes))} ranks: start equally many "
-                "on all hosts, or use exchange='two_phase'"
-            )
-        return list(numbers)
-
-    def maximum(self, values: list[float]) -> list[float]:
-        """The largest of all ranks' values, one by one."""
-        mine = self._tensor(np.array([values], np.float64))
-        everyone = self._hvd.allgather(mine, name=f"hvd_compress.maximum.{len(values)}", **self._settings).numpy()
-        return [float(v) for v in everyone.max(axis=0)]
+_known: dict[tuple[str, int, bool], Network] = {}
 
 
 def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
@@ -175,6 +93,33 @@ def measure_network(collectives: Collectives, hosts: Hosts | None = None, positi
     return replace(network, inside=inside, between=between)
 
 
+def network_of(collectives: HorovodCollectives, with_hosts: bool) -> Network:
+    """`measure_network`, once in a process as long as the ranks stay the same; a collective call.
+
+    Args:
+        collectives: of the ranks.
+        with_hosts: tell the links inside hosts from those between them.
+    """
+    key = (collectives.name, collectives.ranks, with_hosts)
+    mine = _known[key].link.alltoall.per_unit if key in _known else -1.0
+    # ranks that joined since know nothing, and others may remember another set of the same number
+    most, least = collectives.maximum([mine, -mine])
+    if most != -least or most < 0:
+        hosts = Hosts.of_names(collectives.host_numbers()) if with_hosts else None
+        _known[key] = measure_network(collectives, hosts, collectives.position)
+    return _known[key]
+
+
+def slowest_speeds(compressors: Iterable[Compressor], collectives: Collectives) -> dict[Compressor, Speed]:
+    """What kernels take on the slowest rank, which all wait for, while all measure them; a collective call."""
+    speeds = {}
+    for compressor in compressors:
+        speed_of(compressor)  # compiled once before all measure at the same time
+        collectives.maximum([0.0])
+        speeds[compressor] = Speed.from_numbers(collectives.maximum(measure_speed(compressor).numbers()))
+    return speeds
+
+
 def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:
     """How much of each collective's time is lost to what computes meanwhile, from 0 to 1, the same on all ranks.
 
@@ -188,8 +133,7 @@ def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:
     shares = []
     for collective in COLLECTIVES:
         size = next((s for s in reversed(_SIZES) if link.seconds(collective, s) < _LOADED_SECONDS), _SIZES[0])
-        nbytes = size // collectives.ranks if collective == "allgather" else size
-        nbytes -= nbytes % (8 * collectives.ranks)
+        nbytes = _buffer_bytes(collective, size, collectives.ranks)
         calls = math.ceil(_LOADED_SECONDS / link.seconds(collective, size))
         run = partial(_run_often, collectives, collective, nbytes, calls)
         run()
@@ -237,15 +181,19 @@ def _computed_during(wait: Callable[[], object]) -> tuple[float, float]:
         thread.join()
 
 
+def _buffer_bytes(collective: str, size: int, senders: int) -> int:
+    # what a rank sends is to be alike for all collectives, so that they take about as long
+    nbytes = size // senders if collective == "allgather" else size
+    return nbytes - nbytes % (8 * senders)
+
+
 def _points(collectives: Collectives, collective: str, peers: Sequence[int] | None = None) -> list[tuple[float, float]]:
     """(bytes that a rank sends, seconds) of growing sizes, until they take too long."""
     points = []
     slowest = 0.0
     senders = collectives.ranks if peers is None else len(peers)
     for i, size in enumerate(_SIZES):
-        # what a rank sends is to be alike for all collectives, so that they take about as long
-        nbytes = size // senders if collective == "allgather" else size
-        nbytes -= nbytes % (8 * senders)
+        nbytes = _buffer_bytes(collective, size, senders)
         expected = slowest * size / _SIZES[i - 1] if i else 0.0
         if i >= _LEAST_SIZES and expected > _LONGEST_SECONDS:
             break

@@ -27,6 +27,7 @@ class Work:
             ranks of its host send.
         pieces: payloads that hold all elements once; kernels are called for each.
         groups: of elements, that compressors take together.
+        sharing: the ranks of a host, in a hierarchical exchange.
     """
 
     exchange: str
@@ -34,10 +35,14 @@ class Work:
     hop_bytes: tuple[float, ...]
     pieces: int = 1
     groups: int = 0
+    sharing: int = 1
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends in all."""
+        """What a rank sends in all; in a hierarchical exchange to other hosts only, as `compression_stats` counts."""
+        if self.exchange == "hierarchical":
+            _, to_owner, to_all, _ = self.hop_bytes
+            return (to_owner + to_all) / self.sharing
         return sum(self.hop_bytes)
 
 
@@ -90,7 +95,7 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
         hops = (inside * 4 * numel, between * nbytes, between * nbytes, inside * nbytes)
     # what travels uncompressed beside compressed ones has no groups
     groups = sum(-(-plan.numel // plan.group) for plan in plans if plan.group > 1)
-    return Work(first.exchange, numel, hops, sum(len(plan.chunks) for plan in plans), groups)
+    return Work(first.exchange, numel, hops, sum(len(plan.chunks) for plan in plans), groups, ranks_per_host)
 
 
 def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
@@ -121,7 +126,12 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
                          per_byte=getattr(link, collective).per_unit)  # fmt: skip
         if work.exchange == "dense":
             return (joined,)
-        return (encode, joined, Stage(speed.decode(numel)))
+        # Horovod casts into new tensors in both directions
+        return (
+            Stage(encode.seconds + speed.of_new_memory(2 * numel)),
+            joined,
+            Stage(speed.decode(numel) + speed.of_new_memory(4 * numel)),
+        )
     if work.exchange == "allgather":
         first, rest = speed.decode(numel), (ranks - 1) * speed.add(numel)
         (nbytes,) = work.hop_bytes

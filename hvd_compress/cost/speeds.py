@@ -20,12 +20,16 @@ __all__ = ["Speed", "copy_speed", "measure_speed", "speed_of"]
 Array = npt.NDArray[Any]
 
 _SMALL, _LARGE = 2**14, 2**21  # the larger one and its residual and result exceed most caches, as gradients do
-_REPEATS = 5
+# means of some blocks, each longer than a turn that the system gives to a process: where ranks share cores, they share
+# them while they train, too; and their median, as other programs come and go
+_BLOCKS, _BLOCK_SECONDS, _MOST_CALLS = 5, 4e-3, 100
 # of a normal distribution 1 in 64 lies beyond it
 _TAIL = 2.42
 _COLUMNS, _SHORT_COLUMNS = 2048, 512
 _SPREAD = 0.8  # of the logarithm of a row's magnitude, as in fully connected layers that learn MNIST
 _NOTHING = Line()
+_PAGE = 4096
+_MAPPED = 2**25  # bytes from which on the C library gives memory back at once, and asks for it anew each time
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Speed:
         add: decode, and add to a sum.
         bytes_per_element: of a large payload; what the slots of payloads of changing size do not say.
         per_group: seconds that each group of elements adds to encoding.
+        per_new_byte: seconds that each byte of a large result adds which is not written over an older one.
     """
 
     encode: Line = _NOTHING
@@ -45,6 +50,11 @@ class Speed:
     add: Line = _NOTHING
     bytes_per_element: float = 4.0
     per_group: float = 0.0
+    per_new_byte: float = 0.0
+
+    def of_new_memory(self, nbytes: float) -> float:
+        """Seconds that a new result of so many bytes costs besides."""
+        return self.per_new_byte * nbytes if nbytes >= _MAPPED else 0.0
 
     def encoding(self, numel: float, groups: float) -> float:
         """Seconds to encode elements in groups."""
@@ -58,13 +68,14 @@ class Speed:
     def numbers(self) -> list[float]:
         """All numbers in a row, to be compared between ranks; `from_numbers` is the inverse."""
         lines = (self.encode, self.decode, self.add)
-        return [*(n for line in lines for n in (line.fixed, line.per_unit)), self.bytes_per_element, self.per_group]
+        others = (self.bytes_per_element, self.per_group, self.per_new_byte)
+        return [*(n for line in lines for n in (line.fixed, line.per_unit)), *others]
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> Speed:
         """The speed of `numbers`."""
-        a, b, c, d, e, f, size, group = numbers
-        return cls(Line(a, b), Line(c, d), Line(e, f), size, group)
+        a, b, c, d, e, f, *others = numbers
+        return cls(Line(a, b), Line(c, d), Line(e, f), *others)
 
 
 @cache
@@ -80,9 +91,9 @@ def copy_speed() -> Line:
 
 
 def measure_speed(compressor: Compressor) -> Speed:
-    """Time the kernels on normal deviates of two sizes; below 100 ms, but for the first call, which compiles.
+    """Time the kernels on normal deviates of two sizes; some 100 ms, but for the first call, which compiles.
 
-    FP16 and NoCompression are those of Horovod: casts alone, and nothing.
+    FP16 and NoCompression are those of Horovod: casts into new tensors, and nothing.
     """
     if isinstance(compressor, NoCompression):
         return Speed()
@@ -94,7 +105,7 @@ def measure_speed(compressor: Compressor) -> Speed:
                                                                         (_LARGE, _SHORT_COLUMNS))]  # fmt: skip
     for case in cases:
         case.times()  # compiles, and touches the memory
-    small, large, short = (np.min([case.times() for _ in range(_REPEATS)], axis=0) for case in cases)
+    small, large, short = (_typical(case.times) for case in cases)
     more = cases[2].groups - cases[1].groups
     per_group = max(float(short[0] - large[0]), 0.0) / more if more else 0.0
     small[0] -= per_group * cases[0].groups
@@ -139,21 +150,47 @@ def _cast_speed() -> Speed:
         halves, out = np.zeros(x.size, np.uint16), np.zeros_like(x)
         return lambda: cast.from_fp16(halves, np.float32(1), out, add)
 
-    return Speed(_line(encode), _line(lambda x: decode(x, False)), _line(lambda x: decode(x, True)), 2.0)
+    lines = (_line(encode), _line(lambda x: decode(x, False)), _line(lambda x: decode(x, True)))
+    return Speed(*lines, bytes_per_element=2.0, per_new_byte=_seconds_per_new_byte())
+
+
+def _seconds_per_new_byte() -> float:
+    def touch() -> None:
+        # not np.zeros, which asks for pages of another size than frameworks do
+        np.frombuffer(bytearray(_MAPPED), np.uint8)[::_PAGE] = 1
+
+    touch()
+    return _typical_seconds(touch) / _MAPPED
 
 
 def _line(call_for: Callable[[Array], Callable[[], object]]) -> Line:
-    best = []
+    taken = []
     for numel in (_SMALL, _LARGE):
         call = call_for(_deviates()[:numel])
         call()
-        best.append(min(_seconds(call) for _ in range(_REPEATS)))
-    return _through(*best)
+        taken.append(_typical_seconds(call))
+    return _through(*taken)
 
 
 def _through(small: float, large: float) -> Line:
     per_element = max(float(large - small), 0.0) / (_LARGE - _SMALL)
     return Line(max(float(small - per_element * _SMALL), 0.0), per_element)
+
+
+def _typical(times: Callable[[], tuple[float, ...]]) -> npt.NDArray[np.float64]:
+    """What calls take that say how long each of their parts took."""
+    blocks = []
+    for _ in range(_BLOCKS):
+        calls = [np.array(times())]
+        while len(calls) < _MOST_CALLS and sum(map(np.sum, calls)) < _BLOCK_SECONDS:
+            calls.append(np.array(times()))
+        blocks.append(np.mean(calls, axis=0))
+    typical: npt.NDArray[np.float64] = np.median(blocks, axis=0)
+    return typical
+
+
+def _typical_seconds(call: Callable[[], object]) -> float:
+    return float(_typical(lambda: (_seconds(call),))[0])
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -28,7 +28,7 @@ from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.lane import Lane
 from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
 from hvd_compress.engine.pack import Pack
-from hvd_compress.engine.pilot import Pilot, slowest_speeds
+from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 
 __all__ = [
@@ -59,5 +59,4 @@ __all__ = [
     "refuse_other_ops",
     "refuse_residuals",
     "resolved",
-    "slowest_speeds",
 ]

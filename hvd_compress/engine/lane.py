@@ -68,8 +68,7 @@ class Lane(Transfer):
             used = super().reduce(payloads, slot)
         except WireError as error:
             raise self._named(error) from error
-        sent = slot.size if self.plan.fixed_size else used
-        self.counters.bytes_sent += (len(payloads) - 1) * sent
+        self.counters.bytes_sent += (len(payloads) - 1) * (slot.size if self.plan.fixed_size else used)
         self.counters.encode_seconds += time.perf_counter() - begin
         return used
 

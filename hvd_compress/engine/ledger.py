@@ -112,7 +112,7 @@ class Ledger(Generic[AnyBucket]):
         packed_as = f"{compressed[0].name} and small"
         if small:
             together[packed_as] = (Pack.shape_of(small), Pack.compressor)
-        plans = plan_together(routing.exchange, together, self._ranks)
+        plans = plan_together(routing.exchange_of(compressed[0].name), together, self._ranks)
         lanes = {
             t.name: Lane(
                 t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize,

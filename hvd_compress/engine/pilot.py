@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_compress.compressors import FP16, Compressor, NoCompression
-from hvd_compress.cost import Collectives, Explorer, Network, Speed, Stage, configurations, speed_of, stages_of
+from hvd_compress.cost import Explorer, Network, Speed, Stage, configurations, stages_of
 from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.policy import Assigned, Auto
 
-__all__ = ["Pilot", "slowest_speeds"]
+__all__ = ["Pilot"]
 
 _DENSE, _HALF = "none", "fp16"
 # the ranks compare the seconds of so many steps at once while they try, and when they have chosen
@@ -22,11 +22,8 @@ _SKIPPED_STEPS = 2
 # and of more where steps are short: a trial lasts as long, and comparing, which costs a collective, is not felt
 _TRIAL_SECONDS, _WATCHED_SECONDS = 0.2, 1.0
 _MOST_WATCHED_STEPS = 500
-
-
-def slowest_speeds(auto: Auto, collectives: Collectives) -> dict[Compressor, Speed]:
-    """What the kernels of all candidates take on the slowest rank, while all measure them; a collective call."""
-    return {c: Speed.from_numbers(collectives.maximum(speed_of(c).numbers())) for c in (FP16(), *auto.candidates)}
+# what another exchange than that of fewest bytes must gain by prediction, which is not exact
+_EXCHANGE_GAIN = 1.1
 
 
 class Pilot:
@@ -39,7 +36,7 @@ class Pilot:
         tensors: all that may come, in the order of the forward pass.
         routing: exchange and sizes; its compressor is not looked at.
         network: as measured, equal on all ranks.
-        speeds: of the candidates and FP16, equal on all ranks.
+        speeds: of FP16 and the candidates, equal on all ranks.
     """
 
     def __init__(
@@ -59,17 +56,22 @@ class Pilot:
         self._tensors = {t.name: t for t in tensors}
         shapes = {t.name: t.shape for t in tensors if math.prod(t.shape)}
         self.buckets = backward_buckets(shapes, routing.bucket_bytes)
+        self._exchanges: list[dict[str, str]] = []
         stages = [self._stages(names) for names in self.buckets]
-        self._predicted = [{way: sum(s.seconds for s in of_way) for way, of_way in b.items()} for b in stages]
+        self._predicted = [{way: _seconds(of_way) for way, of_way in b.items()} for b in stages]
         self.explorer = Explorer(
             configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS, seconds=_TRIAL_SECONDS
         )
 
     def routing(self) -> Routing:
         """Which way tensors go from now on."""
-        labels = self.explorer.current.labels
-        chosen = {name: self._ways[label] for names, label in zip(self.buckets, labels, strict=True) for name in names}
-        return replace(self._routing, compressor=Assigned(chosen))
+        chosen: dict[str, Compressor] = {}
+        exchanges: dict[str, str] = {}
+        for names, label, by_way in zip(self.buckets, self.explorer.current.labels, self._exchanges, strict=True):
+            chosen |= dict.fromkeys(names, self._ways[label])
+            if label in by_way:
+                exchanges |= dict.fromkeys(names, by_way[label])
+        return replace(self._routing, compressor=Assigned(chosen, exchanges))
 
     @property
     def seconds_wanted(self) -> int:
@@ -93,8 +95,15 @@ class Pilot:
             "predicted_seconds": {c.name: c.seconds for c in self.explorer.configurations},
             "measured_seconds": self.explorer.measured,
             "buckets": [
-                {"tensors": list(names), "choice": label, "predicted_seconds": predicted}
-                for names, label, predicted in zip(self.buckets, current.labels, self._predicted, strict=True)
+                {
+                    "tensors": list(names),
+                    "choice": label,
+                    "exchange": by_way.get(label, self._routing.exchange),
+                    "predicted_seconds": predicted,
+                }
+                for names, label, by_way, predicted in zip(
+                    self.buckets, current.labels, self._exchanges, self._predicted, strict=True
+                )
             ],
             "link": self._network.link.get_config(),
             "reason": self._reason(),
@@ -110,14 +119,31 @@ class Pilot:
     def _stages(self, names: Sequence[str]) -> dict[str, tuple[Stage, ...]]:
         """What each way of exchanging the tensors of a bucket consists of."""
         tensors = [self._tensors[name] for name in names]
-        routing = self._routing
-        if routing.exchange == "hierarchical" and self._network.inside is None:
+        exchange = self._routing.exchange
+        if exchange == "hierarchical" and self._network.inside is None:
             # one host, or one rank on each
-            routing = replace(routing, exchange="two_phase")
-        stages = {}
+            exchange = "two_phase"
+        stages: dict[str, tuple[Stage, ...]] = {}
+        exchanges: dict[str, str] = {}
         for way, compressor in self._ways.items():
-            speed = self._speeds.get(compressor, Speed())
-            work = bucket_work(tensors, compressor, routing, self._network, speed)
-            if work is not None:
-                stages[way] = stages_of(work, speed, self._network)
+            found = self._stages_of(tensors, compressor, exchange)
+            if not found:
+                continue
+            stages[way] = found
+            if exchange == "auto" and not compressor.reducible:
+                # fewer collectives may be worth more than fewer bytes
+                at_once = self._stages_of(tensors, compressor, "allgather")
+                if _EXCHANGE_GAIN * _seconds(at_once) < _seconds(found):
+                    stages[way], exchanges[way] = at_once, "allgather"
+        self._exchanges.append(exchanges)
         return stages
+
+    def _stages_of(self, tensors: Sequence[Tensor], compressor: Compressor, exchange: str) -> tuple[Stage, ...]:
+        """Nothing where all tensors are too small for the compressor."""
+        speed = self._speeds.get(compressor, Speed())
+        work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)
+        return () if work is None else stages_of(work, speed, self._network)
+
+
+def _seconds(stages: Sequence[Stage]) -> float:
+    return sum(stage.seconds for stage in stages)

@@ -49,12 +49,18 @@ class Routing:
             return NoCompression()
         return self.compressor if isinstance(self.compressor, Compressor) else self.compressor.for_tensor(name)
 
+    def exchange_of(self, name: str) -> str:
+        """The exchange of the bucket whose first compressed tensor is `name`."""
+        chosen = self.compressor.exchanges if isinstance(self.compressor, Assigned) else {}
+        return chosen.get(name, self.exchange)
+
     def compresses(self, tensor: Tensor, ranks: int) -> bool:
         """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod."""
         compressor = self.compressor_of(tensor.name)
         if compressor.reducible or math.prod(tensor.shape) < max(self.min_numel, 1):
             return False
-        return make_plan(self.exchange, compressor, tensor.shape, ranks, tensor.itemsize).exchange != "dense"
+        exchange = self.exchange_of(tensor.name)
+        return make_plan(exchange, compressor, tensor.shape, ranks, tensor.itemsize).exchange != "dense"
 
     def packs(self, tensor: Tensor) -> bool:
         """Whether a tensor may travel uncompressed beside compressed ones."""

@@ -86,9 +86,8 @@ class Batch:
         begin = time.perf_counter()
         sent = self._sent.of(self.held)
         names = [name for name in self.transfers if name in self.held]
-        x_at = np.array([_address(self.held[name]) for name in names], np.int64)
-        residuals = [self.transfers[name].residual for name in names]
-        r_at = np.array([0 if r is None else _address(r) for r in residuals], np.int64)
+        x_at = _addresses([self.held[name] for name in names])
+        r_at = _addresses([self.transfers[name].residual for name in names])
         used = np.empty(sent.owner.size, np.int64)
         starts = 4 * sent.start
         r_of = r_at[sent.owner]
@@ -118,9 +117,8 @@ class Batch:
         if flags is None:
             return {}
         transfers = [transfer for name, transfer in self.transfers.items() if name in owned]
-        sums_at = np.array([_address(transfer.prepare_sum()) for transfer in transfers], np.int64)
-        residuals = [transfer.owner_residual for transfer in transfers]
-        r_at = np.array([0 if r is None else _address(r) for r in residuals], np.int64)
+        sums_at = _addresses([transfer.prepare_sum() for transfer in transfers])
+        r_at = _addresses([transfer.owner_residual for transfer in transfers])
         if self._many.decode(at, flags, sums_at[rows.owner], rows.numel, np.float32(1), rows.adds) >= 0:
             return {}
         used = np.empty(len(transfers), np.int64)
@@ -153,7 +151,7 @@ class Batch:
         last, at, flags = self._arrived
         names = [name for name in self.transfers if name in self.held]
         outs = [self.transfers[name].open_result(keep, self.held[name]) for name in names]
-        outs_at = np.array([_address(out) for out in outs], np.int64)
+        outs_at = _addresses(outs)
         bad = self._many.decode(
             at, flags, outs_at[last.owner] + 4 * last.start, last.numel, np.float32(scale), last.adds
         )
@@ -269,6 +267,11 @@ class _Table:
 
 def _columns(values: Numbers) -> _Rows:
     return _Rows(*(np.ascontiguousarray(column) for column in values.T))
+
+
+def _addresses(arrays: Sequence[Array | None]) -> Numbers:
+    """0 for None."""
+    return np.array([0 if array is None else _address(array) for array in arrays], np.int64)
 
 
 def _address(array: Array) -> int:

@@ -33,39 +33,25 @@ def _append(word, base, found, count):
 
 
 @kernel
-def collect(y, above, below, first, found, count):
+def collect(y, above, below, first, found, count, ahead=None, also=None, following=0):
     """Append `first` + the indices with y >= above or y <= below, ascending, to `found` from `count` on.
 
     The new count, or -1 if there is no room; `found` must be 64 longer than what it has room for, and what it holds
-    beyond the count is spoiled.
+    beyond the count is spoiled. Meanwhile, as many elements of the arrays `ahead` and `also` as `y` has, from
+    `following` on, are fetched.
     """
     room = found.size - 64
     whole = y.size & ~63
     for i in range(0, whole, 64):
+        if ahead is not None:
+            for line in range(0, 64, _LINE):
+                fetch(ahead, following + i + line)
+                fetch(also, following + i + line)
         count = _append(outside_64(y, i, above, below), first + i, found, count)
         if count > room:
             return -1
     for i in range(whole, y.size):
         found[count] = first + i
-        count += (y[i] >= above) | (y[i] <= below)
-    return count if count <= room else -1
-
-
-@kernel
-def collect_ahead(y, above, below, found, x, r, following):
-    """As `collect` from 0, while the elements of `x` and `r` from `following` on, as many as in `y`, are fetched."""
-    room = found.size - 64
-    whole = y.size & ~63
-    count = 0
-    for i in range(0, whole, 64):
-        for line in range(0, 64, _LINE):
-            fetch(x, following + i + line)
-            fetch(r, following + i + line)
-        count = _append(outside_64(y, i, above, below), i, found, count)
-        if count > room:
-            return -1
-    for i in range(whole, y.size):
-        found[count] = i
         count += (y[i] >= above) | (y[i] <= below)
     return count if count <= room else -1
 

@@ -35,23 +35,8 @@ def _pointer(typing: Any, address: Any) -> Any:
 
 
 @kernel
-def _floats(address, count):
-    return carray(_pointer(address), (count,), np.float32)
-
-
-@kernel
-def _bytes(address, count):
-    return carray(_pointer(address), (count,), np.uint8)
-
-
-@kernel
-def _shorts(address, count):
-    return carray(_pointer(address), (count,), np.uint16)
-
-
-@kernel
-def _words(address, count):
-    return carray(_pointer(address), (count,), np.uint64)
+def _array(address, count, dtype):
+    return carray(_pointer(address), (count,), dtype)
 
 
 @kernel
@@ -69,8 +54,8 @@ def _seal(at, version, codec, numel, group, parameter, entries, body, is_finite)
     """Write the header of a payload whose body is complete; the bytes of all of it."""
     flags = 0 if is_finite else NONFINITE
     nbytes = HEADER + _padded(body)
-    words = _words(at, nbytes >> 3)
-    _bytes(at + HEADER + body, _padded(body) - body)[:] = 0
+    words = _array(at, nbytes >> 3, np.uint64)
+    _array(at + HEADER + body, _padded(body) - body, np.uint8)[:] = 0
     kinds = np.uint64(version) | np.uint64(codec) << np.uint64(8) | np.uint64(flags) << np.uint64(16)
     words[0] = _MAGIC | (kinds | np.uint64(1) << np.uint64(24)) << np.uint64(32)
     words[1] = np.uint64(numel)
@@ -90,7 +75,7 @@ def check(at, sizes, version, codec, numels, flags):
     for i in range(at.size):
         if sizes[i] < HEADER or at[i] & 7:
             return i
-        words = _words(at[i], sizes[i] >> 3)
+        words = _array(at[i], sizes[i] >> 3, np.uint64)
         kinds = words[0] >> np.uint64(32)
         nbytes = np.int64(words[2])
         flags[i] = (kinds >> np.uint64(16)) & np.uint64(255)
@@ -123,12 +108,12 @@ def encode_onebit(version, codec, x_at, r_at, numels, groups, slots_at, used):
     """used[payloads]: bytes of each; r_at is 0 where nothing is kept."""
     zero = np.uint32(0)
     for i in range(x_at.size):
-        x = _floats(x_at[i], numels[i])
-        r = _floats(r_at[i], numels[i] if r_at[i] else 0)
+        x = _array(x_at[i], numels[i], np.float32)
+        r = _array(r_at[i], numels[i] if r_at[i] else 0, np.float32)
         count = _groups(numels[i], groups[i])
-        means = _floats(slots_at[i] + HEADER, 2 * count)
+        means = _array(slots_at[i] + HEADER, 2 * count, np.float32)
         size = (numels[i] + 7) >> 3
-        bits = _bytes(slots_at[i] + HEADER + 8 * count, size)
+        bits = _array(slots_at[i] + HEADER + 8 * count, size, np.uint8)
         bits[:] = 0
         is_finite = onebit.encode(x, r, groups[i], 0, zero, zero, means, bits)
         body, entries = (8 * count + size, numels[i]) if is_finite else (0, 0)
@@ -139,18 +124,18 @@ def encode_onebit(version, codec, x_at, r_at, numels, groups, slots_at, used):
 def decode_onebit(at, flags, outs_at, numels, scale, adds):
     """Decode payloads that `check` has passed; the number of the first whose body does not fit, or -1."""
     for i in range(at.size):
-        out = _floats(outs_at[i], numels[i])
+        out = _array(outs_at[i], numels[i], np.float32)
         if flags[i]:
             _blank(out, flags[i], adds[i])
             continue
-        words = _words(at[i], HEADER >> 3)
+        words = _array(at[i], HEADER >> 3, np.uint64)
         group = np.int64(words[3] & _LOW)
         count = _groups(numels[i], group)
         size = (numels[i] + 7) >> 3
         if HEADER + 8 * count + _padded(size) != np.int64(words[2]):
             return i
-        means = _floats(at[i] + HEADER, 2 * count)
-        onebit.decode(means, _bytes(at[i] + HEADER + 8 * count, size), group, scale, out, adds[i])
+        means = _array(at[i] + HEADER, 2 * count, np.float32)
+        onebit.decode(means, _array(at[i] + HEADER + 8 * count, size, np.uint8), group, scale, out, adds[i])
     return -1
 
 
@@ -161,14 +146,14 @@ def decode_onebit(at, flags, outs_at, numels, scale, adds):
 def encode_adaptive(version, codec, pi, sample, x_at, r_at, numels, groups, slots_at, used):
     """As `encode_onebit`, for groups whose entries fit into 16 bits."""
     for i in range(x_at.size):
-        x = _floats(x_at[i], numels[i])
-        r = _floats(r_at[i], numels[i] if r_at[i] else 0)
+        x = _array(x_at[i], numels[i], np.float32)
+        r = _array(r_at[i], numels[i] if r_at[i] else 0, np.float32)
         count = _groups(numels[i], groups[i])
         table = _padded(2 * count)
-        counts = _shorts(slots_at[i] + HEADER, count)
-        _bytes(slots_at[i] + HEADER + 2 * count, table - 2 * count)[:] = 0
-        recon = _floats(slots_at[i] + HEADER + table, 2 * count)
-        entries = _shorts(slots_at[i] + HEADER + table + 8 * count, numels[i])
+        counts = _array(slots_at[i] + HEADER, count, np.uint16)
+        _array(slots_at[i] + HEADER + 2 * count, table - 2 * count, np.uint8)[:] = 0
+        recon = _array(slots_at[i] + HEADER + table, 2 * count, np.float32)
+        entries = _array(slots_at[i] + HEADER + table + 8 * count, numels[i], np.uint16)
         drawn = min(sample, groups[i])
         found = signs.encode_adaptive(x, r, groups[i], pi, drawn, counts, recon, entries)
         body, number, width = (table + 8 * count + 2 * found, found, 2) if found >= 0 else (0, 0, 0)
@@ -179,20 +164,20 @@ def encode_adaptive(version, codec, pi, sample, x_at, r_at, numels, groups, slot
 def decode_adaptive(at, flags, outs_at, numels, scale, adds):
     """As `decode_onebit`."""
     for i in range(at.size):
-        out = _floats(outs_at[i], numels[i])
+        out = _array(outs_at[i], numels[i], np.float32)
         if flags[i]:
             _blank(out, flags[i], adds[i])
             continue
-        words = _words(at[i], HEADER >> 3)
+        words = _array(at[i], HEADER >> 3, np.uint64)
         group = np.int64(words[3] & _LOW)
         number = np.int64(words[4] & _LOW)
         count = _groups(numels[i], group)
         table = _padded(2 * count)
         if HEADER + _padded(table + 8 * count + 2 * number) != np.int64(words[2]):
             return i
-        counts = _shorts(at[i] + HEADER, count)
-        recon = _floats(at[i] + HEADER + table, 2 * count)
-        entries = _shorts(at[i] + HEADER + table + 8 * count, number)
+        counts = _array(at[i] + HEADER, count, np.uint16)
+        recon = _array(at[i] + HEADER + table, 2 * count, np.float32)
+        entries = _array(at[i] + HEADER + table + 8 * count, number, np.uint16)
         if not signs.decode(counts, recon, 2, entries, group, scale, out, adds[i]):
             return i
     return -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.collect import AHEAD, TILE, collect, collect_ahead, count_at_least
+from hvd_compress.kernels.collect import AHEAD, TILE, collect, count_at_least
 from hvd_compress.kernels.common import bucket_norm, correct, count_from, kth_largest, mix, uniform, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
@@ -245,7 +245,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
                 above = below = zero
             room = min(4 * (k_positive + k_negative) + 192, y.size) if attempt < 5 else y.size
             if attempt == 0 and is_large:
-                candidates = collect_ahead(y, above, below, found[: room + 64], x, r, stop)
+                candidates = collect(y, above, below, 0, found[: room + 64], 0, x, r, stop)
             else:
                 candidates = collect(y, above, below, 0, found[: room + 64], 0)
             if candidates < 0:

@@ -13,6 +13,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.compressors import FP16
+from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -23,14 +25,12 @@ from hvd_compress.engine import (
     average_share,
     description,
     exchanged,
-    slowest_speeds,
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
-from hvd_compress.tensorflow._measure import collectives_of, network_of
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
@@ -327,9 +327,10 @@ class GradientExchange(Ledger[Bucket]):
         if isinstance(ours, Auto):
             # graphs are fixed, so predictions decide; measured at once, even while tracing
             with tf.init_scope(), tf.device("CPU:0"):
-                network = network_of(settings.process_set, with_hosts=settings.exchange == "hierarchical")
-                collectives = collectives_of(settings.process_set)
-                self._pilot = Pilot(ours, tensors, routing, network, slowest_speeds(ours, collectives))
+                collectives = HorovodCollectives(hvd, tf.constant, settings.process_set)
+                network = network_of(collectives, with_hosts=settings.exchange == "hierarchical")
+                speeds = slowest_speeds((FP16(), *ours.candidates), collectives)
+                self._pilot = Pilot(ours, tensors, routing, network, speeds)
             routing = self._pilot.routing()
         return routing
 
@@ -337,7 +338,7 @@ class GradientExchange(Ledger[Bucket]):
         if not self.takes_part or self.settings.exchange != "hierarchical":
             return None
         with tf.init_scope(), tf.device("CPU:0"):
-            return Hosts.of_names(collectives_of(self.settings.process_set).host_numbers())
+            return Hosts.of_names(HorovodCollectives(hvd, tf.constant, self.settings.process_set).host_numbers())
 
     def stats(self) -> dict[str, Any]:
         """The "total", "tensors" and, with `Auto`, "auto" of `compression_stats()`."""

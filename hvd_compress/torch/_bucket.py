@@ -57,7 +57,7 @@ class Bucket(engine.Bucket):
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self._waiting_for and self._is_between() and hvd.poll(self._handle):
+        if self._is_between() and hvd.poll(self._handle):
             self.wait_next()
 
     # -- when backward has ended ---------------------------------------------------------------------------------

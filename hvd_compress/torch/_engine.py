@@ -9,10 +9,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_compress.cost import HorovodCollectives
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.torch._bucket import Bucket
-from hvd_compress.torch._measure import collectives_of
 
 __all__ = ["Engine", "described", "precondition", "with_tensors"]
 
@@ -64,9 +64,9 @@ class Engine(Ledger[Bucket]):
         adagrad: AdaGrad | None = None,
     ) -> None:
         make_bucket = partial(Bucket, process_set=process_set)
-        hosts = (
-            Hosts.of_names(collectives_of(process_set).host_numbers()) if routing.exchange == "hierarchical" else None
-        )
+        hosts = None
+        if routing.exchange == "hierarchical":
+            hosts = Hosts.of_names(HorovodCollectives(hvd, torch.from_numpy, process_set).host_numbers())
         super().__init__(
             routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts,
             adagrad, scale,

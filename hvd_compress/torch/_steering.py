@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
+import torch
 
-from hvd_compress.engine import Pilot, Routing, Tensor, slowest_speeds
+from hvd_compress.compressors import FP16
+from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
+from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.policy import Auto
-from hvd_compress.torch._measure import collectives_of, network_of
 
 __all__ = ["Steering"]
 
@@ -28,9 +30,10 @@ class Steering:
     """
 
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
-        network = network_of(process_set, with_hosts=routing.exchange == "hierarchical")
-        self._collectives = collectives_of(process_set)
-        self._pilot = Pilot(auto, tensors, routing, network, slowest_speeds(auto, self._collectives))
+        self._collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
+        network = network_of(self._collectives, with_hosts=routing.exchange == "hierarchical")
+        speeds = slowest_speeds((FP16(), *auto.candidates), self._collectives)
+        self._pilot = Pilot(auto, tensors, routing, network, speeds)
         self._began: float | None = None
         self._seconds: list[float] = []
 

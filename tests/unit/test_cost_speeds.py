@@ -74,6 +74,6 @@ def test_measured_once_in_a_process() -> None:
 
 
 def test_numbers_round_trip() -> None:
-    speed = Speed(Line(1, 2), Line(3, 4), Line(5, 6), 7, 8)
-    assert speed.numbers() == [1, 2, 3, 4, 5, 6, 7, 8]
+    speed = Speed(Line(1, 2), Line(3, 4), Line(5, 6), 7, 8, 9)
+    assert speed.numbers() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert Speed.from_numbers(speed.numbers()) == speed

@@ -51,7 +51,7 @@ def chosen(of: Pilot) -> list[str]:
 
 
 def test_buckets_and_what_each_way_takes() -> None:
-    it = pilot()
+    it = pilot(exchange="two_phase")
     report = it.report()
     assert [bucket["tensors"] for bucket in report["buckets"]] == list(BUCKETS)
     for bucket, numel in zip(report["buckets"], (64 * 512 + 74, 64 * 512), strict=True):
@@ -66,11 +66,27 @@ def test_buckets_and_what_each_way_takes() -> None:
     assert report["link"]["alltoall"] == report["link"]["allgather"]
 
 
+def test_few_bytes_go_in_one_collective_and_many_in_two_phases() -> None:
+    quick, slow = pilot(per_byte=1e-8), pilot(per_byte=1e-4)
+    # 4 ranks: three times all payloads at once, or 3/4 of them twice
+    nbytes = 40 + 64 * 512 // 8 + 64 * 8
+    onebit = quick.report()["buckets"][1]["predicted_seconds"]["onebit"]
+    assert onebit == pytest.approx(FIXED + 1e-8 * (RANKS - 1) * nbytes)
+    for of, exchange in ((quick, "allgather"), (slow, "auto")):
+        assert of.routing().exchange_of("a.weight") == exchange
+        assert [b["exchange"] for b in of.report()["buckets"]] == [exchange] * 2
+    asked = pilot(per_byte=1e-8, exchange="two_phase")
+    assert asked.routing().exchange_of("a.weight") == "two_phase"
+
+
 def test_kernels_are_called_for_every_piece_of_a_tensor() -> None:
     slow = Speed(encode=Line(0.5, 0.0))
 
     def more(tensors: Sequence[Tensor], **settings: int) -> list[float]:
-        free, paid = (pilot(tensors=tensors, speed=s, **settings).report()["buckets"] for s in (Speed(), slow))
+        free, paid = (
+            pilot(tensors=tensors, speed=s, exchange="two_phase", **settings).report()["buckets"]
+            for s in (Speed(), slow)
+        )
         assert all(
             a["predicted_seconds"]["none"] == b["predicted_seconds"]["none"] for a, b in zip(free, paid, strict=True)
         )
@@ -164,7 +180,7 @@ def test_before_it_is_measured_the_reason_is_a_prediction() -> None:
 def test_ranks_compare_after_a_trial_and_rarely_when_it_is_over() -> None:
     it = pilot(per_byte=1e-6)
     assert it.seconds_wanted == TRIAL
-    follow(it, dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.1), 8)
+    follow(it, dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.1), 20)
     assert it.report()["committed"]
     assert it.seconds_wanted > TRIAL
 
