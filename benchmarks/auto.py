@@ -20,7 +20,8 @@ from measure import ALONE, AUTO, DENSE, FP16, FP32, Aim, Spread, picture, ratios
 from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
 
 FIXED = (*DENSE, "one-bit", "adaptive(64)")
-NAMES = [ALONE, *FIXED, AUTO]
+AGAIN = "one-bit, again"  # what differs between it and the same candidate is chance
+NAMES = [ALONE, *FIXED, AGAIN, AUTO]
 BATCH = 10
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
@@ -43,7 +44,10 @@ def ranks(task: dict[str, Any]) -> None:
     cells = []
     foreseen = _Foreseen()
     for width in task["widths"]:
-        trainings = {n: networks.Training(n, networks.network_of("mlp", width, features), batch) for n in NAMES}
+        trainings = {
+            n: networks.Training("one-bit" if n == AGAIN else n, networks.network_of("mlp", width, features), batch)
+            for n in NAMES
+        }
         steps = _until_chosen(trainings[AUTO])
         repeats = _turn_steps(trainings[ALONE])
         samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], repeats=repeats)
@@ -155,20 +159,22 @@ def main(given: Sequence[str] | None = None) -> None:
 
 def section(result: dict[str, Any]) -> str:
     head = ["", *FIXED, "the fastest", "Auto's choice", "after steps", "Auto, times the fastest"]
+    head += [f"{AGAIN}, times one-bit"]
     head += [f"{name}, predicted of measured" for name in FIXED]
     lines = []
     for run, cell in _cells(result):
         rows, least = cell["rows"], fastest(cell)
         shown = [Spread.of(ratios(rows[name]["seconds"], rows[ALONE]["seconds"])) for name in FIXED]
         line = [_title(run, cell), *shown, least, cell["auto"]["configuration"], cell["steps until chosen"]]
-        lines.append([*line, loss(cell), *(f"{foresight(cell, name):.2f}" for name in FIXED)])
+        lines.append([*line, loss(cell), chance(cell), *(f"{foresight(cell, name):.2f}" for name in FIXED)])
     return "\n".join(
         [
             "## Auto and advise",
             "",
             "784-W-W-W-10 on MNIST, 10 images a rank and step. The first columns are times the step without "
             "communication, in the same ranks and rounds. `Auto` chose among float32, float16, "
-            f"{' and '.join(FIXED[2:])}; *after steps* is how many it took to try them. The last columns are what "
+            f"{' and '.join(FIXED[2:])}; *after steps* is how many it took to try them. *Again* is the same "
+            "candidate a second time: how far it is from 1 is chance. The last columns are what "
             "`hvd-compress advise` predicts of a step, divided by what it took.",
             "",
             _plot(result),
@@ -187,6 +193,11 @@ def loss(cell: dict[str, Any]) -> Spread:
     """How many times as long a step takes with Auto as with the fastest of what it could have chosen."""
     rows = cell["rows"]
     return Spread.of(ratios(rows[AUTO]["seconds"], rows[fastest(cell)]["seconds"]))
+
+
+def chance(cell: dict[str, Any]) -> Spread:
+    """How many times as long one-bit takes as itself."""
+    return Spread.of(ratios(cell["rows"][AGAIN]["seconds"], cell["rows"]["one-bit"]["seconds"]))
 
 
 def foresight(cell: dict[str, Any], name: str) -> float:
@@ -226,6 +237,9 @@ def _plot(result: dict[str, Any]) -> str:
     lengths = [[s.median - s.low for s in losses], [s.high - s.median for s in losses]]
     of_auto.errorbar(middles, range(len(cells)), xerr=lengths, fmt="o", color="black", ecolor="0.7")
     of_auto.set_yticks(range(len(cells)), [_title(run, cell) for run, cell in cells], fontsize=7)
+    luck = [chance(cell).median for _, cell in cells]
+    of_auto.plot(luck, range(len(cells)), "x", color="tab:blue", label=f"{AGAIN}, times one-bit")
+    of_auto.legend(fontsize=7)
     of_auto.invert_yaxis()
     of_auto.axvline(1, color="0.8")
     of_auto.axvline(1.05, color="tab:red", linestyle=":")

@@ -147,6 +147,8 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_NUM_INTRAOP_THREADS": "1",
+        # a rank has two threads that want a core, and one that waits for a message would spin on it
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         # a rank that waits for a collective which another never starts is an error after this, not a hang
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",

@@ -23,17 +23,17 @@ def cases_of(framework: str) -> Cases:
     def the_launcher_told_who_is_who() -> None:
         ranks = Ranks(framework)
         assert is_launched()
-        assert ranks.rank == launched("rank")
+        assert ranks.position == launched("rank")
         assert ranks.ranks_per_host == launched("local size") == ranks.ranks
 
     @cases.add
     def collectives_bring_the_right_values() -> None:
         ranks = Ranks(framework)
-        assert ranks.maximum([float(ranks.rank), -float(ranks.rank)]) == [ranks.ranks - 1, 0]
-        gathered = ranks.allgather(np.full(ranks.rank + 1, ranks.rank, np.uint8), "gathered")
+        assert ranks.maximum([float(ranks.position), -float(ranks.position)]) == [ranks.ranks - 1, 0]
+        gathered = ranks.allgather(np.full(ranks.position + 1, ranks.position, np.uint8), "gathered")
         assert gathered.tolist() == [r for r in range(ranks.ranks) for _ in range(r + 1)]
         received = ranks.alltoall(np.arange(ranks.ranks, dtype=np.uint8), [1] * ranks.ranks, "received")
-        assert received.tolist() == [ranks.rank] * ranks.ranks
+        assert received.tolist() == [ranks.position] * ranks.ranks
 
     @cases.add
     def every_collective_that_is_measured_runs_again_and_again() -> None:
