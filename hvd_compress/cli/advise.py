@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, TopK
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
-from hvd_compress.cli.ranks import is_launched, open_ranks
+from hvd_compress.cli.ranks import is_launched, launched, open_ranks
 from hvd_compress.cli.table import short, table
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
 from hvd_compress.compressors import Compressor
@@ -38,7 +38,7 @@ from hvd_compress.cost import (
     stages_of,
     step_seconds,
 )
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work, has_cores
 from hvd_compress.exchange import EXCHANGES
 
 __all__ = ["HELP", "add_arguments", "advice", "predict", "run"]
@@ -112,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
         ranks = open_ranks()
         network = measure_network(ranks, ranks.hosts, ranks.position)
         speeds = slowest_speeds(CANDIDATES, ranks)
+        (lacking,) = ranks.maximum([float(not has_cores(launched("local size")))])
+        worker = not lacking
         if ranks.position:
             return 0
         link = "measured just now"
@@ -120,14 +122,19 @@ def run(options: argparse.Namespace) -> int:
         network = Network.on_paper(bandwidth, parse_seconds(options.latency), options.ranks, options.ranks_per_host)
         network = replace(network, copying=copy_speed().per_unit / 4)
         speeds = {c: speed_of(c) for c in CANDIDATES}
+        worker = False
         link = f"on paper, {show_bandwidth(bandwidth)} and {options.latency} between hosts: collectives at their best"
-    rows = predict(shapes, network, speeds, step)
+    rows = predict(shapes, network, speeds, step, worker)
     print(_report(shapes, network, rows, link, step))
     return 0
 
 
 def predict(
-    shapes: Sequence[Shape], network: Network, speeds: dict[Compressor, Speed], step: float = 0.0
+    shapes: Sequence[Shape],
+    network: Network,
+    speeds: dict[Compressor, Speed],
+    step: float = 0.0,
+    worker: bool = False,
 ) -> list[Prediction]:
     """What a step takes with each compressor of `speeds` and each exchange; dense float32 comes first.
 
@@ -136,6 +143,7 @@ def predict(
         network: of the ranks.
         speeds: of the compressors.
         step: seconds of a step without communication.
+        worker: whether kernels have a core of their own.
 
     Example:
         >>> from hvd_compress import OneBit
@@ -157,7 +165,7 @@ def predict(
 
     def seconds(works: Works, speed: Speed, of: Network) -> float:
         jobs = [Job(stages_of(work, speed, of), work.numel * backward / whole) for work in works]
-        return step_seconds(jobs, forward=step - backward)
+        return step_seconds(jobs, step - backward, worker)
 
     def works_of(compressor: Compressor, exchange: str, speed: Speed) -> Works:
         routing = Routing(None, exchange)

@@ -72,7 +72,6 @@ def configurations(
     dense: str,
     backward: Sequence[float] | None = None,
     forward: float = 0.0,
-    worker: bool = False,
     margin: float = _MARGIN,
 ) -> list[Configuration]:
     """All configurations worth a thought, the one of the shortest predicted step first.
@@ -85,7 +84,6 @@ def configurations(
         dense: the label that all buckets have.
         backward: seconds of backward for each bucket; 0 if None.
         forward: seconds of the rest of a step.
-        worker: see `step_seconds`.
         margin: what a bucket must gain at least, as a share of its dense seconds.
 
     Raises:
@@ -109,7 +107,7 @@ def configurations(
 
     def predicted(labels: tuple[str, ...]) -> float:
         jobs = [Job(b[label], back) for b, label, back in zip(buckets, labels, backward, strict=True)]
-        return step_seconds(jobs, forward, worker)
+        return step_seconds(jobs, forward)
 
     made = [Configuration(name, labels, predicted(labels)) for labels, name in found.items()]
     return sorted(made, key=lambda c: c.seconds)

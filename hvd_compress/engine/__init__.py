@@ -30,6 +30,7 @@ from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
 from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
+from hvd_compress.engine.worker import Worker, has_cores
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -43,6 +44,7 @@ __all__ = [
     "Pilot",
     "Routing",
     "Tensor",
+    "Worker",
     "average_share",
     "backward_buckets",
     "bucket_work",
@@ -53,6 +55,7 @@ __all__ = [
     "empty_state",
     "exchange_of",
     "exchanged",
+    "has_cores",
     "horovod_compressor",
     "names_of_call",
     "op_of_call",

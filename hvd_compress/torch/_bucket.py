@@ -37,22 +37,24 @@ class Bucket(engine.Bucket):
 
     # -- while backward goes on ----------------------------------------------------------------------------------
 
-    def start(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Encode a dense gradient, which is spoiled; start the first collective when all are here.
-
-        None leaves the tensor out of this step, on all ranks alike.
-        """
-        if gradient is None:
-            complete = self.give(name, None)
-        elif name in self.lanes:
+    def take(self, name: str, gradient: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Keep a dense gradient until the step has ended; its elements on the CPU, flat, for `start`."""
+        if name in self.lanes:
             begin = time.perf_counter()
             self._staged[name] = staged = stage(gradient, name=name)
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
-            complete = self.encode(name, staged.flat.numpy())
-        else:
-            self._small[name] = gradient.detach()
-            complete = self.give(name, self._small[name].reshape(-1).cpu().numpy())
-        if complete:
+            array: np.ndarray[Any, Any] = staged.flat.numpy()
+            return array
+        self._small[name] = gradient.detach()
+        small: np.ndarray[Any, Any] = self._small[name].reshape(-1).cpu().numpy()
+        return small
+
+    def start(self, name: str, flat: np.ndarray[Any, Any] | None) -> None:
+        """Encode what was taken, which is spoiled; start the first collective when all are here.
+
+        None leaves the tensor out of this step, on all ranks alike.
+        """
+        if self.give(name, flat):
             self._issue(self.collectives[0], self.parcel())
 
     def progress(self) -> None:

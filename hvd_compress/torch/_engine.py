@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.cost import HorovodCollectives
-from hvd_compress.engine import Ledger, Routing, Tensor
+from hvd_compress.engine import Ledger, Routing, Tensor, Worker, has_cores
 from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.torch._bucket import Bucket
 
@@ -72,6 +72,7 @@ class Engine(Ledger[Bucket]):
             adagrad, scale,
         )  # fmt: skip
         self.scale = scale
+        self._worker = Worker(has_cores(hvd.local_size()))
         self._paid: set[str] = set()
 
     def start(self, name: str, gradient: torch.Tensor | None) -> None:
@@ -79,11 +80,17 @@ class Engine(Ledger[Bucket]):
 
         None leaves the tensor out of this step, on all ranks alike.
         """
+        bucket = self.bucket_of(name)
+        # taken here: whoever made a gradient on a stream of another device is on this thread
+        flat = None if gradient is None else bucket.take(name, self.with_debt(name, gradient))
         self.progress()
-        self.bucket_of(name).start(name, None if gradient is None else self.with_debt(name, gradient))
+        self._worker.run(partial(bucket.start, name, flat))
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
+        self._worker.run(self._progress)
+
+    def _progress(self) -> None:
         for bucket in self.buckets:
             bucket.progress()
 
@@ -108,11 +115,13 @@ class Engine(Ledger[Bucket]):
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals and debts stay as before the step."""
+        self._worker.forget()
         self._paid = set()
         super().abandon()
 
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""
+        self._worker.drain()
         busy = [bucket for bucket in self.buckets if bucket.busy]
         # No deadlock: every rank has started all first collectives before it waits for one, and starts each next one
         # as soon as it has the one before. The order is that of the backward pass, equal on all ranks, for speed only.

@@ -1,0 +1,27 @@
+"""What holds where kernels run in the hooks holds where a thread runs them: the same cases, with that thread."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launched
+from tests.parallel.workers import buckets, values
+
+THREAD = {"HVD_COMPRESS_WORKER": "1"}
+
+
+@pytest.mark.parametrize("case", values.cases)
+def test_values(case: str) -> None:
+    launched("values", 2, "mpi", **THREAD).check(case)
+
+
+@pytest.mark.parametrize("case", buckets.cases)
+def test_buckets(case: str) -> None:
+    launched("buckets", 3, "gloo", **THREAD).check(case)
+
+
+@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), ("buckets", 3, "gloo")])
+def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
+    outcome = launched(topic, ranks, launcher, **THREAD)
+    outcome.check_ended_well()
+    assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
