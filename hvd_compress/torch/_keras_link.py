@@ -16,6 +16,7 @@ from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._functions import allreduce
+from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering
 from hvd_compress.torch.compression import dense_route, horovod_compressor
 
@@ -123,7 +124,7 @@ class TorchExchange:
                 if dense is not None:
                     handle, context, horovods = dense
                     result = horovods.decompress(hvd.synchronize(handle), context)
-                    finite = finite and (not engine.owes or bool(torch.isfinite(result).all()))
+                    finite = finite and (not engine.owes or all_finite(result))
                     results[i] = result
             combined = engine.combine(finite)
             engine.settle(finite)

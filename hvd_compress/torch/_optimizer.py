@@ -34,6 +34,7 @@ from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described, precondition, with_tensors
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
+from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering
 from hvd_compress.torch.compression import dense_route, horovod_compressor
 
@@ -292,7 +293,7 @@ class _Overrides:
                 continue
             output = handle() if callable(handle) else hvd.synchronize(handle)
             # where nothing is owed, nothing depends on it
-            finite = finite and (not self._engine.owes or _all_finite(output))
+            finite = finite and (not self._engine.owes or all_finite(output))
             # Horovod sends sparse gradients, whose handle is callable, as they are
             if self._decompresses() and not callable(handle):
                 output, ctx = self._dense_compression(self._parameter_names[p]).decompress(output, ctx), None
@@ -333,12 +334,6 @@ class _InExchange:
 
 def _identity(output: torch.Tensor) -> torch.Tensor:
     return output
-
-
-def _all_finite(output: torch.Tensor) -> bool:
-    values = output._values() if output.is_sparse else output
-    # extremes of NaN are NaN; torch.isfinite writes several arrays, and takes ten times as long
-    return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 
 def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None) -> list[Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Staged", "stage"]
+__all__ = ["Staged", "all_finite", "stage"]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
@@ -72,6 +73,13 @@ def stage(gradient: torch.Tensor, *, name: str) -> Staged:
     flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")
     flat.copy_(gradient)
     return Staged(flat.view(-1), gradient, shared=False)
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value, stored where the tensor is sparse, is NaN or infinite."""
+    values = tensor._values() if tensor.is_sparse else tensor
+    # extremes of NaN are NaN; torch.isfinite writes several arrays, and takes ten times as long
+    return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
 
 
 def _is_alone(gradient: torch.Tensor) -> bool:

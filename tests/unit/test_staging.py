@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-stage = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch").stage
+_staging = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch")
+all_finite, stage = _staging.all_finite, _staging.stage
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -36,3 +37,21 @@ def test_a_view_or_an_array_that_the_user_holds_is_seen() -> None:
         array = staged.flat.numpy()
         assert staged.is_seen_elsewhere(), look
         del kept, array
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [1, 7, 1000])
+def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype, numel: int) -> None:
+    values = torch.full((numel,), 1e4, dtype=dtype)
+    assert all_finite(values)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for place in {0, numel // 2, numel - 1}:
+            spoiled = values.clone()
+            spoiled[place] = bad
+            assert not all_finite(spoiled)
+            assert not all_finite(spoiled.view(1, -1).to_sparse())
+
+
+def test_nothing_is_finite() -> None:
+    assert all_finite(torch.zeros(0))
+    assert all_finite(torch.zeros(3, 2).to_sparse())
