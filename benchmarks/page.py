@@ -19,10 +19,11 @@ import allreduce
 import auto
 import memory
 import minibatch
+import overlap
 import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
-BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, memory)
+BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, memory)
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 
