@@ -26,7 +26,7 @@ BATCH = 10
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
 WITHIN = 0.25  # of what was measured, a prediction is to be
-MOST_STEPS = 400  # until Auto has chosen
+MOST_STEPS = 2000  # until Auto has chosen
 TURN_SECONDS, MOST_TURN_STEPS = 0.05, 10  # of the step without communication
 
 
@@ -76,7 +76,7 @@ def _until_chosen(training: Any) -> int:
         training.step(number)
         if training.optimizer.compression_stats()["auto"]["committed"]:
             return number + 1
-    return MOST_STEPS
+    raise RuntimeError(f"Auto has not chosen after {MOST_STEPS} steps")
 
 
 def _turn_steps(training: Any) -> int:

@@ -106,7 +106,7 @@ class Assigned:
 
     Args:
         compressors: by name; those without one stay uncompressed.
-        exchanges: by name, where the exchange is chosen by time; "allgather" or "two_phase".
+        exchanges: by name, of those for whom another exchange than that of fewest bytes is expected to be faster.
     """
 
     compressors: Mapping[str, Compressor]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, TopK
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
-from hvd_compress.cli.ranks import is_launched, launched, open_ranks
+from hvd_compress.cli.ranks import is_launched, open_ranks
 from hvd_compress.cli.table import short, table
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
 from hvd_compress.compressors import Compressor
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         ranks = open_ranks()
         network = measure_network(ranks, ranks.hosts, ranks.position)
         speeds = slowest_speeds(CANDIDATES, ranks)
-        (lacking,) = ranks.maximum([float(not has_cores(launched("local size")))])
+        (lacking,) = ranks.maximum([float(not has_cores(ranks.local_size))])
         worker = not lacking
         if ranks.position:
             return 0

@@ -53,6 +53,7 @@ class Ranks(HorovodCollectives):
         module: Any = importlib.import_module(framework)
         hvd.init()
         super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant)
+        self.local_size: int = hvd.local_size()
         self.hosts = self._found_hosts()
         """Which ranks share a host; None where hosts have different numbers of them, so no hierarchy to speak of."""
 

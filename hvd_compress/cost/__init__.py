@@ -1,6 +1,6 @@
 """What exchanges cost: links and kernels, measured or on paper, and from them the time of a step and a choice.
 
-Pure numbers: no ranks, no frameworks, no Horovod.
+Numbers; whose collectives are timed is the caller's business, who hands in a Horovod module.
 """
 
 from __future__ import annotations

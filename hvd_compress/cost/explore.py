@@ -227,7 +227,7 @@ class Explorer:
         """One that is to be tried again: those that are about as fast as the fastest, in turns."""
         for limit, trials in ((_ONCE_MORE, 2), (1 + self._settings.doubt, self._settings.trials)):
             least = min(self._measured.values())
-            close = [n for n, seconds in self._measured.items() if seconds <= limit * least and n in self._trials]
+            close = [n for n, seconds in self._measured.items() if seconds <= limit * least]
             name = min(close, key=lambda name: len(self._trials[name]))
             if len(close) > 1 and len(self._trials[name]) < min(trials, self._settings.trials):
                 return next(i for i, c in enumerate(self.configurations) if c.name == name)

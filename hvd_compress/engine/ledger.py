@@ -112,7 +112,9 @@ class Ledger(Generic[AnyBucket]):
         packed_as = f"{compressed[0].name} and small"
         if small:
             together[packed_as] = (Pack.shape_of(small), Pack.compressor)
-        plans = plan_together(routing.exchange_of(compressed[0].name), together, self._ranks)
+        # buckets of a choice and buckets of what is left to compress are not the same where some went dense
+        ways = {routing.exchange_of(t.name) for t in compressed}
+        plans = plan_together(ways.pop() if len(ways) == 1 else routing.exchange, together, self._ranks)
         lanes = {
             t.name: Lane(
                 t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize,

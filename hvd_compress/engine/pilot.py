@@ -98,7 +98,7 @@ class Pilot:
                 {
                     "tensors": list(names),
                     "choice": label,
-                    "exchange": by_way.get(label, self._routing.exchange),
+                    "exchange": "dense" if self._ways[label].reducible else by_way.get(label, self._routing.exchange),
                     "predicted_seconds": predicted,
                 }
                 for names, label, by_way, predicted in zip(

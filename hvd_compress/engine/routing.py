@@ -50,7 +50,7 @@ class Routing:
         return self.compressor if isinstance(self.compressor, Compressor) else self.compressor.for_tensor(name)
 
     def exchange_of(self, name: str) -> str:
-        """The exchange of the bucket whose first compressed tensor is `name`."""
+        """The exchange that a compressed tensor wants; those of a bucket that differ get that of the routing."""
         chosen = self.compressor.exchanges if isinstance(self.compressor, Assigned) else {}
         return chosen.get(name, self.exchange)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -10,18 +11,26 @@ from functools import cache
 __all__ = ["Worker", "has_cores"]
 
 _VARIABLE = "HVD_COMPRESS_WORKER"
-_CORES = 2  # of a rank, from which on one is to spare
+_CORES = 2  # for each rank, from which on one is to spare
 
 
 def has_cores(local_ranks: int) -> bool:
-    """Whether kernels get a thread of their own: by the cores of this host for each of its ranks, unless the user says.
+    """Whether kernels get a thread of their own, unless HVD_COMPRESS_WORKER says so or not.
+
+    They do if this process may use two cores for each rank of its host. Cores that ranks are bound to are counted as if
+    all of these shared them, and quotas of containers are not seen: the variable is for those who know better.
+
+    Args:
+        local_ranks: on this host.
 
     Raises:
-        ValueError: the variable HVD_COMPRESS_WORKER is neither 0 nor 1.
+        ValueError: the variable is neither 0 nor 1.
     """
     said = os.environ.get(_VARIABLE)
     if said is None:
-        return len(os.sched_getaffinity(0)) >= _CORES * local_ranks
+        # macOS binds no process to cores
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return cores >= _CORES * local_ranks
     if said not in ("0", "1"):
         raise ValueError(f"{_VARIABLE}={said!r}: must be 1 for a thread of its own for the kernels, or 0 for none")
     return said == "1"
@@ -45,7 +54,7 @@ class Worker:
 
     def __init__(self, threaded: bool) -> None:
         self._threaded = threaded
-        self._given: list[Future[None]] = []
+        self._given: deque[Future[None]] = deque()
 
     def run(self, call: Callable[[], None]) -> None:
         """Run a call now, or as soon as those before it have ended; what it raises then, `drain` will."""
@@ -56,16 +65,20 @@ class Worker:
 
     def drain(self) -> None:
         """Wait until all calls have ended, and raise what the first of those that failed has raised."""
-        given, self._given = self._given, []
-        failures = [failure for failure in (future.exception() for future in given) if failure is not None]
-        if failures:
-            raise failures[0]
+        failure = None
+        while self._given:
+            # one that an interrupt keeps us from waiting for stays in the queue
+            raised = self._given[0].exception()
+            self._given.popleft()
+            failure = failure or raised
+        if failure is not None:
+            raise failure
 
     def forget(self) -> None:
         """Wait until all calls have ended, however they did."""
-        given, self._given = self._given, []
-        for future in given:
-            future.exception()
+        while self._given:
+            self._given[0].exception()
+            self._given.popleft()
 
 
 @cache

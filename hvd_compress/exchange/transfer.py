@@ -123,8 +123,10 @@ class Transfer:
     def prepare(self, x: Array) -> None:
         """Take a gradient, see `encode`, and see to it that there is a residual for it."""
         if self.keeps_residual and self.residual is None:
-            self.residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
-            self.residual[...] = 0
+            residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
+            residual[...] = 0
+            # complete: statistics may be asked for on another thread
+            self.residual = residual
         if self.residual is not None and self.residual.dtype != x.dtype:
             # of a model that was converted since
             self.residual = self.residual.astype(x.dtype)

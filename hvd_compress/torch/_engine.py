@@ -72,7 +72,7 @@ class Engine(Ledger[Bucket]):
             adagrad, scale,
         )  # fmt: skip
         self.scale = scale
-        self._worker = Worker(has_cores(hvd.local_size()))
+        self._worker = Worker(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
         self._paid: set[str] = set()
 
     def start(self, name: str, gradient: torch.Tensor | None) -> None:
@@ -88,7 +88,8 @@ class Engine(Ledger[Bucket]):
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
-        self._worker.run(self._progress)
+        if self.buckets:
+            self._worker.run(self._progress)
 
     def _progress(self) -> None:
         for bucket in self.buckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -61,13 +62,16 @@ class _Overrides:
     # -- what the backward pass calls ----------------------------------------------------------------------------
 
     def _register_hooks(self: Any) -> None:
-        groups = self._groups
-        if groups is not None:
+        if self._groups is not None:
             form_groups(self)
-        # with groups unset, Horovod's own method registers the hooks and nothing else
-        self._groups = None
-        HorovodOptimizer._register_hooks(self)
-        self._groups = groups
+        me = weakref.ref(self)
+        for p in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+            self._requires_update.add(p)
+            # Horovod's are hooks of the node that accumulates (l. 171-174): while it runs, it refers to the gradient's
+            # memory, and `stage` could not tell whether anybody else does
+            handle = p.register_post_accumulate_grad_hook(partial(_on_gradient, me))
+            # parameters may outlive their optimizer, and be given to another one
+            weakref.finalize(self, handle.remove).atexit = False
 
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         if self._steering is not None:
@@ -328,6 +332,12 @@ class _Overrides:
         ledger.count_step()
 
 
+def _on_gradient(optimizer: weakref.ref[Any], p: torch.Tensor) -> None:
+    wrapped = optimizer()
+    if wrapped is not None:
+        wrapped._make_hook(p)()
+
+
 class _InExchange:
     """Stands in `_handles` for a gradient whose exchange `_complete` will finish."""
 
@@ -385,7 +395,8 @@ def DistributedOptimizer(
         groups: gradients that go together: a number of groups, or lists of parameters.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         process_set: the ranks that take part.
-        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, or "hierarchical":
+        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes
+            (with `Auto`: that is faster), or "hierarchical":
             gradients are summed inside each host, and their sums exchanged compressed between hosts.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the

@@ -18,7 +18,8 @@ class Staged(NamedTuple):
     """A gradient as a flat, contiguous CPU tensor of float32 or float64, and how to bring a result back.
 
     `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64, not a part of a larger
-    buffer); else it is a copy: through host memory for another device, widened to float32 for 16-bit types.
+    buffer, and seen by nobody else); else it is a copy: through host memory for another device, widened to float32 for
+    16-bit types.
     """
 
     flat: torch.Tensor
@@ -51,6 +52,10 @@ def _references_of_array() -> int:
     return _references(tensor) - before if array.size else 0
 
 
+# .grad, what is detached from it, and the storage's Python object. A backward pass may hand out a view of what it still
+# needs, or one memory as the gradients of two parameters: x + b.view(...) does both
+_REFERENCES_OF_ONE = 3
+
 # an array shares the tensor's own reference or holds one of its own, as torch's version has it
 _REFERENCES_OF_ARRAY = _references_of_array()
 
@@ -67,7 +72,8 @@ def stage(gradient: torch.Tensor, *, name: str) -> Staged:
             f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
             "Give such parameters an optimizer of their own without compression."
         )
-    if gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE and _is_alone(gradient):
+    in_place = gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE
+    if in_place and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
         return Staged(gradient.view(-1), gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")

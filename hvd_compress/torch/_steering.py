@@ -31,7 +31,9 @@ class Steering:
 
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
         self._collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
-        network = network_of(self._collectives, with_hosts=routing.exchange == "hierarchical")
+        # others for measuring: they keep their buffer, whose memory training may want
+        measured = HorovodCollectives(hvd, torch.from_numpy, process_set)
+        network = network_of(measured, with_hosts=routing.exchange == "hierarchical")
         speeds = slowest_speeds((FP16(), *auto.candidates), self._collectives)
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
         self._began: float | None = None

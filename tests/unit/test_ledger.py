@@ -119,6 +119,11 @@ ROUTINGS = {
     "hierarchical": routing(OneBit(group="tensor"), "hierarchical"),
     "hierarchical-alone": routing(TopK(0.1), "hierarchical", bucket_bytes=0),
     "mixed": routing(Policy([("a", OneBit()), ("b", TopK(0.05))]), "hierarchical"),
+    "at once": Routing(
+        Assigned(dict.fromkeys("abc", OneBit()), dict.fromkeys("abc", "allgather")),
+        min_numel=100,
+        bucket_bytes=4 * 4100,
+    ),
     "dense": DENSE,
 }
 WAYS = [(one, other) for one in ROUTINGS for other in ROUTINGS if one != "dense" and one != other]
@@ -278,3 +283,12 @@ def test_what_auto_assigns_is_followed() -> None:
     assert ledger.lanes.keys() == {"a", "c"}
     assert ledger.packs.keys() == {"small"}
     assert ledger.dense.keys() == {"b"}
+
+
+def test_a_bucket_goes_as_its_tensors_want_if_they_agree() -> None:
+    ways = {"a": "allgather", "b": "allgather"}
+    whole = Routing(Assigned(dict.fromkeys("abc", OneBit()), ways), "two_phase", min_numel=100, bucket_bytes=4 * 4100)
+    # c and b share a bucket, and differ; a has one of its own
+    assert {n: lane.plan.exchange for n, lane in ledgers(whole)[0].lanes.items()} == {
+        "a": "allgather", "b": "two_phase", "c": "two_phase",
+    }  # fmt: skip

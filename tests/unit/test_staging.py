@@ -32,11 +32,20 @@ def test_a_gradient_that_only_an_exchange_holds_is_not_seen_elsewhere() -> None:
 def test_a_view_or_an_array_that_the_user_holds_is_seen() -> None:
     for look in (torch.Tensor.flatten, torch.Tensor.numpy):
         parameter = torch.nn.Parameter(torch.zeros(2, 3))
-        kept = look(gradient_of(parameter))
-        staged = stage(parameter.grad.detach(), name="w")
+        staged = stage(gradient_of(parameter), name="w")
         array = staged.flat.numpy()
+        kept = look(parameter.grad)
         assert staged.is_seen_elsewhere(), look
         del kept, array
+
+
+def test_memory_that_another_tensor_shows_too_is_not_written_to() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    kept = gradient_of(parameter).flatten()
+    staged = stage(parameter.grad, name="w")
+    assert not staged.shared
+    staged.flat.fill_(7.0)
+    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -18,6 +18,12 @@ SHAPE = (20, 30)
 DEBT = np.arange(600, dtype=np.float32)
 
 
+@pytest.fixture(autouse=True)
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the tests look between the stages
+    monkeypatch.setenv("HVD_COMPRESS_WORKER", "0")
+
+
 def made(min_numel: int = 100, compressor: Any = None, dtype: Any = torch.float32) -> Any:
     """An engine of rank 0 of 2 that owes DEBT of "w", which goes dense unless it is compressed or packed."""
     ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
@@ -104,3 +110,13 @@ def test_a_debt_of_a_small_tensor_travels_in_its_pack() -> None:
     np.testing.assert_array_equal(it.packs["w"].part("w"), DEBT + 1)
     it.settle(keep=True)
     assert not it.debts
+
+
+def test_what_goes_dense_leaves_no_work_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    # nothing would ever drain it
+    monkeypatch.setenv("HVD_COMPRESS_WORKER", "1")
+    it = made()
+    assert not it.buckets
+    for _ in range(5):
+        it.progress()
+    assert not it._worker._given

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from typing import Any
 
 import horovod.torch as horovod
@@ -11,6 +13,7 @@ import torch
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
+from hvd_compress.engine import has_cores
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
@@ -265,6 +268,75 @@ def small_scalars_go_dense() -> None:
     optimizer.step()
     expected = np.mean([numbers("scale", rank, 0, ()) for rank in range(horovod.size())])
     np.testing.assert_allclose(model["scale"].grad.item(), expected, rtol=1e-5)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+class Sharing(torch.nn.Module):
+    """Backward makes one memory the gradient of two parameters, and another what it still needs itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(30, 20)
+        self.places = torch.nn.Parameter(torch.zeros(15, 20))
+        self.one, self.other = (torch.nn.Parameter(torch.zeros(600)) for _ in range(2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        scale = torch.arange(300.0).view(1, 15, 20) + 1
+        both = self.one.view(20, 30) + self.other.view(20, 30)
+        of_both: torch.Tensor = (both * torch.arange(600.0).view(20, 30)).sum()
+        return ((self.words(words) + self.places.unsqueeze(0)) * scale).sum() + of_both
+
+
+@cases.add
+def gradients_that_share_memory_do_not_spoil_each_other() -> None:
+    torch.manual_seed(horovod.rank())
+    model, alone, words = Sharing(), Sharing(), torch.randint(0, 30, (1, 15))
+    alone(words).backward()
+    expected = {n: horovod.allreduce(p.grad, name=f"sharing.{n}") for n, p in alone.named_parameters()}
+    optimizer = wrap(model, TopK(ratio=1.0), min_numel=10)
+    model(words).backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+@cases.add
+def gradients_of_layers_are_encoded_where_they_lie() -> None:
+    # copied instead, all would be right, only slower
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 32), torch.nn.LayerNorm(32)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 10))
+    optimizer = wrap(model, min_numel=1)
+    for _ in range(3):
+        model(torch.randn(4, 3, 8, 8)).sum().backward()
+        staged = {n: s for bucket in optimizer._engine.buckets for n, s in bucket._staged.items()}
+        assert set(staged) == {name for name, _ in model.named_parameters()}
+        assert all(s.shared for s in staged.values()), [n for n, s in staged.items() if not s.shared]
+        del staged
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@cases.add
+def another_optimizer_takes_the_parameters_over() -> None:
+    model, oracle = Net(), Oracle(OneBit())
+    first = wrap(model)
+    loss_of(model, 0).backward()
+    first.step()
+    del first
+    gc.collect()
+    model.zero_grad()
+    optimizer = wrap(model)
+    train(model, optimizer, range(3), check=lambda step: oracle.check_step(model, step))
+
+
+@cases.add
+def kernels_run_on_a_thread_of_their_own_where_they_are_to() -> None:
+    model = Net()
+    train(model, wrap(model), range(1), check=lambda step: None)
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("hvd_compress")]
+    assert bool(threads) == has_cores(horovod.local_size()), threads
 
 
 # -- conservation ----------------------------------------------------------------------------------------------------
