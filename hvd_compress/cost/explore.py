@@ -57,7 +57,7 @@ class Explorer:
     Example:
         >>> from hvd_compress.cost import Configuration, Explorer
         >>> both = [Configuration("onebit", ("onebit",), 0.08), Configuration("none", ("none",), 0.1)]
-        >>> explorer = Explorer(both, dense="none", skip=0, steps=1)
+        >>> explorer = Explorer(both, dense="none", skip=0, steps=1, trials=1)
         >>> explorer.current.name
         'onebit'
         >>> explorer.observe(0.2)  # slower than predicted, so is probably the other one

@@ -419,7 +419,7 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        run(60)
+        run(110)  # up to two trials of eleven steps of each way
         report = optimizer.compression_stats()["auto"]
         assert (report["configuration"], report["committed"]) == ("onebit", True)
         assert len(report["buckets"]) > 1
@@ -428,7 +428,7 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
         np.testing.assert_allclose(report["measured_seconds"]["onebit"], 0.5 * slowest)
         # the link has become fast, or another program has left the machine
         clock.truth = {"none": 0.05, "fp16": 0.1, "onebit": 0.2, "adaptive": 0.2, "mixed": 2.0}
-        run(150)
+        run(260)
     report = optimizer.compression_stats()["auto"]
     assert (report["configuration"], report["committed"]) == ("none", True)
     assert set(used) >= {"onebit", "adaptive", "none"}
