@@ -24,6 +24,7 @@ AGAIN = "one-bit, again"  # what differs between it and the same candidate is ch
 NAMES = [ALONE, *FIXED, AGAIN, AUTO]
 BATCH = 10
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
+SHORT_RATES = ("100mbit", "1gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS = 2000  # until Auto has chosen
@@ -145,9 +146,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__, short="2 hosts, narrow networks, fewer rounds", each="network")
     parser.add_argument("--hosts", type=int, nargs="+")
-    parser.add_argument("--rates", nargs="+", default=RATES)
+    parser.add_argument("--rates", nargs="+")
     parser.add_argument("--widths", type=int, nargs="+")
-    return parsed(parser, given, hosts=([2], [2, 4]), widths=(WIDTHS[:2], WIDTHS), seconds=(4.0, 15.0), least=(3, 5))
+    return parsed(
+        parser,
+        given,
+        hosts=([2], [2, 4]),
+        rates=(SHORT_RATES, RATES),
+        widths=(WIDTHS[:2], WIDTHS),
+        seconds=(4.0, 15.0),
+        least=(3, 5),
+    )
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -32,7 +32,6 @@ LONG = {
 SHORT = {
     2: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), RESNET],
     4: [("mlp", 1024, BATCH)],
-    8: [("mlp", 1024, BATCH)],
 }
 
 
