@@ -37,7 +37,7 @@ format: setup        ## let ruff format and fix what it can
 	@$(WITH_VENV) ruff format .
 	@$(WITH_VENV) ruff check --fix .
 
-bench: setup         ## what compression is worth, into benchmarks/results/ (below 15 minutes; root for slow links; ARGS=--long)
+bench: setup         ## what compression is worth, into benchmarks/results/ (a quarter of an hour; root for slow links; ARGS=--long)
 	@$(WITH_VENV) $(PYTHON_VENV) benchmarks $(ARGS)
 
 clean:               ## remove build and cache folders; .venv* and the Horovod wheels in the user's cache stay

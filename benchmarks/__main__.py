@@ -2,7 +2,7 @@
 
     python benchmarks [--long] [--only allreduce scaling]
 
-The short form takes less than 15 minutes on two cores, the long one some hours. Needs root for the virtual cluster;
+The short form takes a quarter of an hour on two cores, the long one some hours. Needs root for the virtual cluster;
 without it links are unlimited and the benchmarks say so.
 """
 
