@@ -181,10 +181,11 @@ def _typical(times: Callable[[], tuple[float, ...]]) -> npt.NDArray[np.float64]:
     """What calls take that say how long each of their parts took."""
     blocks = []
     for _ in range(_BLOCKS):
-        calls = [np.array(times())]
-        while len(calls) < _MOST_CALLS and sum(map(np.sum, calls)) < _BLOCK_SECONDS:
-            calls.append(np.array(times()))
-        blocks.append(np.mean(calls, axis=0))
+        total, calls = np.array(times()), 1
+        while calls < _MOST_CALLS and total.sum() < _BLOCK_SECONDS:
+            total += times()
+            calls += 1
+        blocks.append(total / calls)
     typical: npt.NDArray[np.float64] = np.median(blocks, axis=0)
     return typical
 

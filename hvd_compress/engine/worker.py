@@ -65,20 +65,19 @@ class Worker:
 
     def drain(self) -> None:
         """Wait until all calls have ended, and raise what the first of those that failed has raised."""
+        failure = self.forget()
+        if failure is not None:
+            raise failure
+
+    def forget(self) -> BaseException | None:
+        """Wait until all calls have ended, however they did; what the first of those that failed has raised."""
         failure = None
         while self._given:
             # one that an interrupt keeps us from waiting for stays in the queue
             raised = self._given[0].exception()
             self._given.popleft()
             failure = failure or raised
-        if failure is not None:
-            raise failure
-
-    def forget(self) -> None:
-        """Wait until all calls have ended, however they did."""
-        while self._given:
-            self._given[0].exception()
-            self._given.popleft()
+        return failure
 
 
 @cache
