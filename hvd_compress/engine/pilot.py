@@ -56,8 +56,8 @@ class Pilot:
         self._tensors = {t.name: t for t in tensors}
         shapes = {t.name: t.shape for t in tensors if math.prod(t.shape)}
         self.buckets = backward_buckets(shapes, routing.bucket_bytes)
-        self._exchanges: list[dict[str, str]] = []
-        stages = [self._stages(names) for names in self.buckets]
+        found = [self._stages(names) for names in self.buckets]
+        stages, self._exchanges = [of_way for of_way, _ in found], [exchanges for _, exchanges in found]
         self._predicted = [{way: _seconds(of_way) for way, of_way in b.items()} for b in stages]
         self.explorer = Explorer(
             configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS, seconds=_TRIAL_SECONDS
@@ -116,8 +116,8 @@ class Pilot:
         others = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in sorted(seconds.items(), key=lambda item: item[1]))
         return f"{current.name}: {'measured' if known else 'predicted'} per step: {others}"
 
-    def _stages(self, names: Sequence[str]) -> dict[str, tuple[Stage, ...]]:
-        """What each way of exchanging the tensors of a bucket consists of."""
+    def _stages(self, names: Sequence[str]) -> tuple[dict[str, tuple[Stage, ...]], dict[str, str]]:
+        """What each way of exchanging the tensors of a bucket consists of, and its exchange where time chooses that."""
         tensors = [self._tensors[name] for name in names]
         exchange = self._routing.exchange
         if exchange == "hierarchical" and self._network.inside is None:
@@ -135,8 +135,7 @@ class Pilot:
                 at_once = self._stages_of(tensors, compressor, "allgather")
                 if _EXCHANGE_GAIN * _seconds(at_once) < _seconds(found):
                     stages[way], exchanges[way] = at_once, "allgather"
-        self._exchanges.append(exchanges)
-        return stages
+        return stages, exchanges
 
     def _stages_of(self, tensors: Sequence[Tensor], compressor: Compressor, exchange: str) -> tuple[Stage, ...]:
         """Nothing where all tensors are too small for the compressor."""
