@@ -10,11 +10,11 @@ from typing import Any
 
 from hvd_compress.errors import MismatchError
 
-__all__ = ["agree", "check_agreement", "digest", "serialize"]
+__all__ = ["agree", "check_agreement", "digest", "scope_of", "serialize"]
 
 DIGEST_BYTES = 32
 
-_calls: Counter[int] = Counter()
+_calls: Counter[str] = Counter()
 
 
 def serialize(description: dict[str, Any]) -> bytes:
@@ -48,20 +48,29 @@ must be given the same settings, and parameters of the same names, shapes and or
             )
 
 
-def agree(description: dict[str, Any], process_set_id: int, allgather: Callable[[bytes, str], bytes]) -> None:
+def scope_of(process_set: Any) -> str:
+    """A name for the ranks of a Horovod process set; its own number goes to the next set when it is removed."""
+    if process_set.process_set_id == 0:
+        return "all"
+    # one that was made of a communicator knows no ranks
+    ranks = process_set.process_set_id if process_set.ranks is None else list(process_set.ranks)
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+
+
+def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes]) -> None:
     """Compare the description of this rank with those of all others; a collective call.
 
     Args:
         description: JSON-able.
-        process_set_id: of the ranks that compare.
+        scope: of the ranks that compare, see `scope_of`.
         allgather: bytes of this rank and the name of the collective -> bytes of all ranks, joined in their order.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
-    # numbered by call and process set: all ranks wrap their optimizers in the same order, or are told so here
-    name = f"hvd_compress.fingerprint.{process_set_id}.{_calls[process_set_id]}"
-    _calls[process_set_id] += 1
+    # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
+    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
+    _calls[scope] += 1
     text = serialize(description)
     mine = digest(text) + len(text).to_bytes(8, "little")
     everyone = allgather(mine, f"{name}.digest")

@@ -73,6 +73,10 @@ class Compressor(ABC):
         """Kernels for many flat float32 tensors with groups of so many elements; None where there are none."""
         return None
 
+    def contraction(self, numel: int) -> float:
+        """Factor on what is decoded that makes it, on average, nearer to the source than zero is."""
+        return 1.0
+
     # -- what a subclass defines ---------------------------------------------------------------------------------
 
     @abstractmethod

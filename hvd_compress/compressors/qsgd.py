@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +80,14 @@ class QSGD(Compressor):
     def fixed_size(self) -> bool:
         """With one bit, and with a coding, the number of non-zero levels, and so the size, is random."""
         return self.bits > 1 and self.coding is None
+
+    def contraction(self, numel: int) -> float:
+        """1 / (1 + variance), with the bound of Alistarh et al. 2017, lemma 3.1, on the variance."""
+        levels = max(1, 2 ** (self.bits - 1) - 1)
+        n = min(numel, self.bucket_numel) or 1
+        # rounding between two levels has a variance of a quarter of their distance squared, at most
+        variance = n / (4 * levels**2) if self.norm == "max" else min(n / levels**2, math.sqrt(n) / levels)
+        return 1.0 / (1.0 + variance)
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return self.bucket_numel

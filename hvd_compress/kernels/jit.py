@@ -23,3 +23,9 @@ def kernel_of_finite(function: _F) -> _F:
     fastmath = {"reassoc", "nnan", "nsz"}
     compiled: _F = numba.njit(nogil=True, cache=True, fastmath=fastmath, error_model="numpy")(function)
     return compiled
+
+
+def kernel_in_order(function: _F) -> _F:
+    """Like `kernel`, with every sum in the order that is written, as NumPy computes it."""
+    compiled: _F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return compiled

@@ -111,7 +111,8 @@ def _emit(codes, levels, step, y, add):
         for i in range(y.size):
             code = np.int32(codes[i])
             level = code & levels
-            y[i] = np.float32(-level if code & sign_bit else level) * step
+            # a product that underflows is +0, as where it is added to zero
+            y[i] = np.float32(-level if code & sign_bit else level) * step + np.float32(0)
 
 
 @kernel

@@ -224,3 +224,10 @@ def test_coding_saves_bytes_of_normal_values(bits):
     plain, coded = (QSGD(bits=bits, coding=c) for c in (None, "elias"))
     assert coded.encode(x).size < 0.75 * plain.encode(x).size
     assert (coded.decode(coded.encode(x)) == plain.decode(plain.encode(x))).all()
+
+
+def test_levels_that_underflow_are_positive_zeros_in_both_forms():
+    x = np.array([-1e-45, *[0.0] * 16], np.float32)
+    plain, coded = (QSGD(bits=3, bucket_numel=8, coding=coding) for coding in (None, "elias"))
+    assert plain.decode(plain.encode(x)).tobytes() == bytes(4 * x.size)
+    assert coded.decode(coded.encode(x)).tobytes() == bytes(4 * x.size)
