@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,27 @@ def test_an_edge_loads_no_framework_but_its_own(module, backend, not_loaded):
     program = f"import sys, {module}; print([n for n in {not_loaded} if n in sys.modules])"
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_module_starts_mpi():
+    # MPI writes into the environment of its process, and `mpirun` refuses to start below such a one
+    package = Path(hvd_compress.__file__).parent
+    files = [f.relative_to(package.parent).with_suffix("") for f in package.rglob("*.py")]
+    modules = [".".join(f.parts) for f in files if f.name not in ("__init__", "__main__")]
+    assert "hvd_compress.mpi.one_sided" in modules
+    if find_spec("torch") is None:
+        modules = [module for module in modules if "torch" not in module]
+    program = (
+        "import importlib, sys\n"
+        "for module in sys.argv[1].split():\n"
+        "    importlib.import_module(module)\n"
+        "print([name for name in sys.modules if name.startswith('mpi4py')])"
+    )
+    command = [sys.executable, "-c", program, " ".join(modules)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

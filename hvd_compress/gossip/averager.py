@@ -1,0 +1,133 @@
+"""The steps of one rank, whichever transport carries its messages, and how a run ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from hvd_compress.gossip.copies import Array
+from hvd_compress.gossip.node import Node
+
+__all__ = ["Averager", "Transport"]
+
+
+class Transport(Protocol):
+    """Carries messages between neighbours."""
+
+    waits: bool
+    """Whether every `receive` waits for one message of each neighbour."""
+
+    def send(self, arrays: Sequence[Array | None]) -> None:
+        """Decide what to send of these values, and start sending it; they may change as soon as this returns."""
+
+    def answer(self) -> None:
+        """Send nothing, as a rank that has finished."""
+
+    def receive(self) -> None:
+        """Take over what the neighbours have sent."""
+
+    def close(self) -> None:
+        """Give up what it holds; a collective call."""
+
+
+class Averager:
+    """A rank that averages with its neighbours.
+
+    Args:
+        node: what it knows.
+        transport: None where there are no neighbours.
+        overlap: whether a message leaves as soon as its values are there, and is waited for in the next step only.
+    """
+
+    def __init__(self, node: Node, transport: Transport | None, overlap: bool = False) -> None:
+        self.node = node
+        self.transport = transport
+        self._overlap = overlap
+        self._next = _Next.UNSENT
+        self._has_begun = False
+
+    def mix(self, arrays: Sequence[Array | None]) -> None:
+        """Send, receive and average, in place; None, of a frozen tensor, is left as it is."""
+        if not self._has_begun:
+            self.node.start_from(arrays)
+            self._has_begun = True
+        if self.transport is None:
+            # counted all the same: a program for many ranks shows its figures on one, too
+            self.node.decide(arrays)
+            return
+        if self._next is _Next.UNSENT:
+            self._send(arrays)
+        self.drain()
+        self._next = _Next.UNSENT
+        self.node.mix(arrays)
+
+    def after_update(self, arrays: Sequence[Array | None]) -> None:
+        """With `overlap`: send what the next step will begin with."""
+        if self._overlap and self.transport is not None and self._next is _Next.UNSENT:
+            self._send(arrays)
+
+    def finish(self) -> None:
+        """Take part until all ranks have finished; a collective call."""
+        if self.transport is None:
+            return
+        self.drain()
+        self._next = _Next.UNSENT
+        if self.transport.waits:
+            self.node.finished = True
+            while not self.node.is_over:
+                self.transport.answer()
+                self.transport.receive()
+            self.node.reopen()
+
+    def drain(self) -> None:
+        """Take over what is under way."""
+        if self._next is _Next.SENT and self.transport is not None:
+            self.transport.receive()
+            self._next = _Next.RECEIVED
+
+    def agree(self, arrays: Sequence[Array]) -> None:
+        """When no rank sends any more: all hold these values now."""
+        if self.transport is not None:
+            self.take_what_came()
+            self.node.all_agree_on(arrays)
+            self._has_begun = True
+
+    def take_what_came(self) -> None:
+        """Empty the queues of one-sided messages."""
+        if self.transport is not None and not self.transport.waits:
+            self.transport.receive()
+
+    def close(self) -> None:
+        """Give up what the transport holds."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Node.state_dict`; what is under way is taken over first, and not sent again after loading."""
+        self.drain()
+        return {**self.node.state_dict(), "ahead": self._next is _Next.RECEIVED, "begun": self._has_begun}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            StateError: as `Node.load_state_dict`.
+        """
+        self.drain()
+        self.node.load_state_dict(state)
+        self._next = _Next.RECEIVED if state["ahead"] else _Next.UNSENT
+        self._has_begun = bool(state["begun"])
+
+    def _send(self, arrays: Sequence[Array | None]) -> None:
+        assert self.transport is not None
+        self.transport.send(arrays)
+        self._next = _Next.SENT
+
+
+class _Next(Enum):
+    """How far the messages of the next step are."""
+
+    UNSENT = auto()
+    SENT = auto()
+    RECEIVED = auto()

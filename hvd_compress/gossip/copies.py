@@ -1,0 +1,185 @@
+"""What the receivers of a rank hold of it, and what it holds of its senders; how a tensor is put into a payload.
+
+Of each tensor, the receivers hold a copy of what was sent. A tensor that is sent whole replaces the copy. A compressed
+one is the encoded difference to it, which sender and receivers add to equal copies; so what a payload leaves out is
+part of the next difference, and nothing is lost. Source: Koloskova et al., CHOCO-SGD (ICML 2019), algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress import wire
+from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
+from hvd_compress.errors import StateError, WireError
+from hvd_compress.kernels import gossip as kernels
+
+__all__ = ["Copies", "Tensor"]
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+
+_RAW = NoCompression()
+_NO_KEY = Key()
+
+
+class Tensor(NamedTuple):
+    """A parameter as its name, shape and NumPy dtype, float32 or float64."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of a payload that has it whole."""
+        return wire.header_bytes((1,)) + wire.padded(self.numel * np.dtype(self.dtype).itemsize)
+
+
+class Copies:
+    """Copies of flat tensors; arrays are in the order of `tensors`.
+
+    Args:
+        tensors: the same on all ranks.
+        compressors: of each tensor; where a payload would not be smaller, the tensor goes whole.
+        senders: how many ranks send to this one.
+        position: of this rank, which keys randomness.
+        keeps_own: whether to keep what was sent of tensors that go whole, too.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        compressors: Sequence[Compressor] | None,
+        senders: int,
+        position: int,
+        keeps_own: bool,
+    ) -> None:
+        self._tensors = tensors
+        self._position = position
+        given = [_RAW] * len(tensors) if compressors is None else compressors
+        self.compressors = [_smaller(c, t) for c, t in zip(given, tensors, strict=True)]
+        # an encoder that overshoots on average would be amplified from difference to difference
+        self._scales = [c.contraction(t.numel) for c, t in zip(self.compressors, tensors, strict=True)]
+        self.own = [
+            np.zeros(t.numel, t.dtype) if keeps_own or c is not _RAW else None
+            for c, t in zip(self.compressors, tensors, strict=True)
+        ]
+        """What the receivers hold of this rank; None of tensors that go whole and of which nobody asks."""
+        self.of_senders = [np.zeros((senders, t.numel), t.dtype) for t in tensors]
+        self.needs_whole = np.ones(len(tensors), np.bool_)
+        """Of which receivers hold nothing that a difference could be added to."""
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that the payloads of all tensors can take."""
+        return sum(
+            max(t.raw_bytes, 0 if c is _RAW else c.capacity(t.numel, c.group_numel(t.shape)))
+            for c, t in zip(self.compressors, self._tensors, strict=True)
+        )
+
+    def start_from(self, arrays: Sequence[Array | None]) -> None:
+        """Take this rank's own values for all copies."""
+        for of_senders, own, x in zip(self.of_senders, self.own, arrays, strict=True):
+            if x is None:
+                continue
+            of_senders[...] = x
+            if own is not None:
+                own[...] = x
+
+    def distances(self, arrays: Sequence[Array | None]) -> npt.NDArray[np.float64]:
+        """Euclidean norm of (tensor - what the receivers hold of it), of each tensor; 0 of those left out."""
+        pairs = zip(arrays, self.own, strict=True)
+        return np.array([0.0 if x is None else kernels.distance(x, own) for x, own in pairs], np.float64)
+
+    # -- payloads ----------------------------------------------------------------------------------------------------
+
+    def encode(self, i: int, x: Array, number: int, buffer: Bytes) -> int:
+        """Write tensor `i` into the start of `buffer`, for all receivers, and return the number of bytes used."""
+        compressor, own, tensor = self.compressors[i], self.own[i], self._tensors[i]
+        if own is not None and compressor is not _RAW and not self.needs_whole[i]:
+            key = Key(compressor.seed, tensor.name, number, self._position)
+            used = compressor.encode_into(x - own, None, buffer, compressor.group_numel(tensor.shape), key)
+            finite = compressor.decode_into(buffer[:used], own, self._scales[i], add=True)
+            # the difference of two finite numbers can be infinite, and half precision overflows without telling
+            if finite and (not isinstance(compressor, FP16) or np.isfinite(kernels.norm(own))):
+                return used
+        if own is not None:
+            own[...] = x
+        return _RAW.encode_into(x, None, buffer, 1, _NO_KEY)
+
+    def encode_whole(self, i: int, x: Array, buffer: Bytes) -> int:
+        """Write what the other receivers hold of tensor `i`, whose present value is `x`, into the start of `buffer`."""
+        own = self.own[i]
+        return _RAW.encode_into(x if own is None else own, None, buffer, 1, _NO_KEY)
+
+    def open(self, i: int, payload: Bytes) -> tuple[wire.Header, wire.Sections]:
+        """Check a payload of tensor `i`.
+
+        Raises:
+            WireError: a damaged payload.
+        """
+        try:
+            return wire.open_payload(payload)
+        except WireError as error:
+            raise WireError(f"{self._tensors[i].name!r}: {error}") from error
+
+    def decode(self, i: int, sender: int, header: wire.Header, body: wire.Sections) -> None:
+        """Take over a payload of tensor `i` that `open` has opened.
+
+        Raises:
+            WireError: a payload of another compressor or size.
+        """
+        copy = self.of_senders[i][sender]
+        try:
+            if header.codec == _RAW.codec:
+                _RAW.decode_opened(header, body, copy)
+            else:
+                self.compressors[i].decode_opened(header, body, copy, self._scales[i], add=True)
+        except WireError as error:
+            raise WireError(f"{self._tensors[i].name!r}: {error}") from error
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All copies by the names of the tensors."""
+        names = [t.name for t in self._tensors]
+        return {
+            "needs_whole": self.needs_whole.copy(),
+            "copies": {n: c.copy() for n, c in zip(names, self.of_senders, strict=True)},
+            "own": {n: o.copy() for n, o in zip(names, self.own, strict=True) if o is not None},
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise StateError unless `state` has copies of these tensors."""
+        for kind, name, target in self._targets():
+            shape = np.shape(state.get(kind, {}).get(name, ()))
+            if shape != target.shape:
+                raise StateError(f"event state: {kind} of {name!r} has shape {shape}, must be {target.shape}")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned and `check` has checked."""
+        for kind, name, target in self._targets():
+            target[...] = state[kind][name]
+        self.needs_whole = np.array(state["needs_whole"], np.bool_)
+
+    def _targets(self) -> Iterator[tuple[str, str, Array]]:
+        for tensor, of_senders, own in zip(self._tensors, self.of_senders, self.own, strict=True):
+            yield "copies", tensor.name, of_senders
+            if own is not None:
+                yield "own", tensor.name, own
+
+
+def _smaller(compressor: Compressor, tensor: Tensor) -> Compressor:
+    """The compressor, or none where its payload can be as long as the tensor itself."""
+    most = compressor.capacity(tensor.numel, compressor.group_numel(tensor.shape))
+    return compressor if most < tensor.raw_bytes else _RAW

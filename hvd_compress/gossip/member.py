@@ -1,0 +1,216 @@
+"""One rank among all: its averaging with neighbours, and the few things that all ranks do together."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.errors import StateError
+from hvd_compress.gossip.alltoall import Alltoall
+from hvd_compress.gossip.averager import Averager, Transport
+from hvd_compress.gossip.copies import Array, Tensor
+from hvd_compress.gossip.node import Node
+from hvd_compress.gossip.settings import GossipSettings
+from hvd_compress.topology import ALONE, Neighbours
+
+__all__ = ["Collectives", "LateMember", "Member", "collective_name"]
+
+
+_members: Counter[str] = Counter()
+
+
+def collective_name(scope: str) -> str:
+    """A name for the collectives of one more member among the ranks of a `fingerprint.scope_of`."""
+    name = f"hvd_compress.gossip.{scope}.{_members[scope]}"
+    _members[scope] += 1
+    return name
+
+
+class Collectives(Protocol):
+    """What an edge can do with arrays among the ranks of a process set."""
+
+    size: int
+    position: int
+
+    def require_agreement(self, description: dict[str, Any]) -> None:
+        """Raise MismatchError on all ranks unless all say the same."""
+
+    def start(self, words: npt.NDArray[np.int64], splits: npt.NDArray[np.int32]) -> Any:
+        """Start an alltoall."""
+
+    def wait(self, handle: Any) -> npt.NDArray[np.int64]:
+        """What it brought, in the order of the senders."""
+
+    def mean(self, array: Array, name: str) -> Array:
+        """Of a flat array over the ranks, float32 or float64; the same bits on all ranks."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def one_sided(self, node: Node, parts: Sequence[Neighbours]) -> Transport:
+        """The transport over MPI's one-sided operations."""
+
+
+class Member:
+    """The parameters of one rank, flat arrays in the order of `tensors`; creating it is a collective call.
+
+    Args:
+        tensors: the same on all ranks.
+        settings: the same on all ranks.
+        collectives: of the ranks that take part; None where this rank is alone.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], settings: GossipSettings, collectives: Collectives | None) -> None:
+        self._collectives = collectives
+        self._settings = settings
+        self._tensors = list(tensors)
+        transport: Transport | None = None
+        if collectives is None:
+            node = settings.node(self._tensors, ALONE)
+        else:
+            collectives.require_agreement(settings.description(self._tensors))
+            parts = settings.topology.neighbours(collectives.size)
+            node = settings.node(self._tensors, parts[collectives.position])
+            if settings.is_one_sided:
+                transport = collectives.one_sided(node, parts)
+            else:
+                transport = Alltoall(node, collectives.size, collectives.start, collectives.wait)
+        self._averager = Averager(node, transport, settings.overlap)
+
+    def mix(self, arrays: Sequence[Array | None]) -> None:
+        """Send, receive and average, in place."""
+        self._averager.mix(arrays)
+
+    def after_update(self, arrays: Sequence[Array | None]) -> None:
+        """With `overlap`: send what the next step will begin with."""
+        self._averager.after_update(arrays)
+
+    def average(self, arrays: Sequence[Array], buffers: dict[str, Array]) -> None:
+        """When no rank trains any more: make parameters and buffers their mean, in place; a collective call.
+
+        Raises:
+            MismatchError: the ranks have other buffers.
+        """
+        if self._collectives is None:
+            return
+        self._averager.finish()
+        described = [[name, list(b.shape), str(b.dtype)] for name, b in buffers.items()]
+        self._collectives.require_agreement({"buffers": described})
+        means = self._means([*arrays, *buffers.values()])
+        for x, mean in zip([*arrays, *buffers.values()], means, strict=True):
+            x[...] = mean.reshape(x.shape)
+        self._averager.agree(arrays)
+        # a rank that trains on must not send before all have taken over what was under way
+        self._collectives.barrier()
+
+    def consensus_distance(self, arrays: Sequence[Array]) -> float:
+        """Root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
+        if self._collectives is None:
+            return 0.0
+        exact = [x.astype(np.float64) for x in arrays]
+        square = sum(float(np.square(x - mean).sum()) for x, mean in zip(exact, self._means(exact), strict=True))
+        return math.sqrt(float(self._collectives.mean(np.array([square]), "consensus")[0]))
+
+    def _means(self, arrays: Sequence[Array]) -> list[Array]:
+        """Over the ranks, flat; one collective for all arrays of a dtype."""
+        assert self._collectives is not None
+        means: list[Array] = [np.empty(0)] * len(arrays)
+        for dtype in ("float32", "float64"):
+            of_dtype = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+            if not of_dtype:
+                continue
+            together = np.concatenate([arrays[i].reshape(-1) for i in of_dtype])
+            mean = self._collectives.mean(together, f"mean.{dtype}") if together.size else together
+            ends = np.cumsum([arrays[i].size for i in of_dtype])
+            for i, part in zip(of_dtype, np.split(mean, ends[:-1]), strict=True):
+                means[i] = part
+        return means
+
+    def stats(self) -> dict[str, Any]:
+        """See `event_stats` of the optimizers."""
+        return self._averager.node.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Averager.state_dict`."""
+        return {"settings": self._described(), **self._averager.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned on this rank; a collective call where messages are one-sided.
+
+        Raises:
+            StateError: not such a state, or of another rank, network or settings.
+        """
+        saved = state.get("settings") if isinstance(state, dict) else None
+        if saved is not None and saved != self._described():
+            different = sorted(key for key, value in self._described().items() if saved.get(key) != value)
+            raise StateError(f"event state of other settings: {', '.join(different)} differ")
+        one_sided = self._collectives is not None and self._settings.is_one_sided
+        if one_sided and self._collectives is not None:
+            # what is under way is of the time before
+            self._collectives.barrier()
+            self._averager.take_what_came()
+        self._averager.load_state_dict(state)
+        if one_sided and self._collectives is not None:
+            self._collectives.barrier()
+
+    def close(self) -> None:
+        """Give up windows of one-sided messages; a collective call."""
+        self._averager.close()
+
+    def _described(self) -> dict[str, Any]:
+        described = self._settings.description(self._tensors)
+        # with or without is the same for a state
+        return {key: value for key, value in described.items() if key not in ("overlap", "parameters")}
+
+
+class LateMember:
+    """A member that is made when its variables are known, in the first step; an edge derives from it.
+
+    Args:
+        settings: the same on all ranks.
+    """
+
+    def __init__(self, settings: GossipSettings) -> None:
+        self._settings = settings
+        self._member: Member | None = None
+        self._saved: Any = None
+
+    def event_stats(self) -> dict[str, Any]:
+        """Messages and bytes of this rank, as `event_stats` of `EventGraDOptimizer`; {} before the first step."""
+        return {} if self._member is None else self._member.stats()
+
+    def event_state_dict(self) -> dict[str, Any]:
+        """Histories, thresholds and copies of this rank, as plain values and NumPy arrays; {} before the first step.
+
+        To be called between steps, on all ranks after the same one.
+        """
+        return {} if self._member is None else self._member.state_dict()
+
+    def load_event_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `event_state_dict` returned on this rank; before the first step, when that is made.
+
+        Raises:
+            StateError: not such a state, or of another rank, network or settings.
+        """
+        if self._member is None:
+            self._saved = state
+        else:
+            self._member.load_state_dict(state)
+
+    def close(self) -> None:
+        """Give up the memory that the transport "one_sided" shares with the neighbours; a collective call."""
+        if self._member is not None:
+            self._member.close()
+
+    def _made(self, tensors: Sequence[Tensor], collectives: Collectives | None) -> Member:
+        """The member, from now on; a state that it refuses is refused again in the next step."""
+        member = Member(tensors, self._settings, collectives)
+        if self._saved:
+            member.load_state_dict(self._saved)
+        self._member = member
+        return member

@@ -1,0 +1,132 @@
+"""What the user asks of event-triggered averaging, checked, and as the ranks compare it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_compress import wire
+from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Threshold, TopK
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.gossip.copies import Tensor
+from hvd_compress.gossip.node import MIXINGS, Node
+from hvd_compress.policy import Policy
+from hvd_compress.schedules import ConstantThreshold, Trigger
+from hvd_compress.topology import Neighbours, Topology
+
+__all__ = ["TRANSPORTS", "GossipSettings"]
+
+TRANSPORTS = ("auto", "alltoall", "one_sided")
+
+_MOST_RATE = 0.3
+
+# Horovod's own compressors are classes of these names, in each of its frameworks
+_HOROVODS = {"NoneCompressor": NoCompression(), "FP16Compressor": FP16()}
+
+
+@dataclass(frozen=True)
+class GossipSettings:
+    """The arguments of `EventGraDOptimizer` that do not depend on a framework.
+
+    Raises:
+        TypeError: not a trigger, a topology or a compressor.
+        ValueError: an unknown transport or mixing.
+        UnsupportedError: a combination that cannot be honoured.
+    """
+
+    trigger: Trigger
+    topology: Topology
+    transport: str = "auto"
+    compression: Any = NoCompression()
+    mixing: str = "auto"
+    rate: Any = None
+    overlap: bool = False
+    traced: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.trigger, Trigger):
+            raise TypeError(f"trigger={self.trigger!r}: give a trigger, such as SlopeThreshold(horizon=1.0)")
+        if not isinstance(self.topology, Topology):
+            raise TypeError(f"topology={self.topology!r}: give a topology, such as Ring(), or Graph(networkx_graph)")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r}: must be one of {', '.join(map(repr, TRANSPORTS))}")
+        object.__setattr__(self, "compression", _known(self.compression))
+        if self.mixing not in ("auto", *MIXINGS):
+            raise ValueError(f"mixing={self.mixing!r}: must be 'auto' or one of {', '.join(map(repr, MIXINGS))}")
+        if self.mixing == "auto":
+            # pulled towards copies that lag behind, a rank would hardly move
+            object.__setattr__(self, "mixing", "stale" if _keeps_all(self.compression) else "mean_preserving")
+        if self.rate is not None and (
+            isinstance(self.rate, bool) or not isinstance(self.rate, int | float) or not 0 < self.rate <= 1
+        ):
+            raise ValueError(f"consensus_rate={self.rate!r}: must be greater than 0 and at most 1")
+        if self.is_one_sided and self.overlap:
+            raise UnsupportedError(
+                'overlap=True with transport="one_sided": nobody waits for these messages anyway. Leave overlap out'
+            )
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise UnsupportedError("event-triggered averaging in an elastic run: start with a fixed number of ranks")
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether messages go over MPI's one-sided operations."""
+        return self.transport == "one_sided"
+
+    def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """What ranks compare."""
+        return {
+            "wire version": wire.VERSION,
+            "trigger": self.trigger.get_config(),
+            "topology": self.topology.get_config(),
+            "transport": self.transport,
+            "compression": self.compression.get_config(),
+            "mixing": self.mixing,
+            "consensus_rate": self.rate,
+            "overlap": self.overlap,
+            "parameters": [[t.name, list(t.shape), t.dtype] for t in tensors],
+        }
+
+    def node(self, tensors: Sequence[Tensor], part: Neighbours) -> Node:
+        """The node of one rank."""
+        compressors = [
+            self.compression.for_tensor(t.name) if isinstance(self.compression, Policy) else self.compression
+            for t in tensors
+        ]
+        rates = [self._rate_of(c, t) for c, t in zip(compressors, tensors, strict=True)]
+        return Node(tensors, part, self.trigger, compressors, self.mixing, rates, self.traced, not self.is_one_sided)
+
+    def _rate_of(self, compressor: Compressor, tensor: Tensor) -> float:
+        """Of the way to the average, how much a step goes: differences of copies that lag are added in every step."""
+        if self.rate is not None:
+            return float(self.rate)
+        is_at_once = isinstance(compressor, NoCompression) and self.trigger == ConstantThreshold(0)
+        if self.mixing == "stale" or is_at_once:
+            return 1.0
+        # found by trial on MNIST: these reach the accuracy of D-PSGD, five times that of top-k of 1 % diverges
+        share = {
+            TopK: lambda c: c.ratio if c.k is None else c.k / max(1, tensor.numel),
+            Adaptive: lambda c: 2 / c.pi,
+            Threshold: lambda c: 0.01,
+        }.get(type(compressor), lambda c: 1.0)(compressor)
+        return min(_MOST_RATE, 2 * share)
+
+
+def _keeps_all(compression: Compressor | Policy) -> bool:
+    """Whether copies follow at once, but for the rounding of 16 bits."""
+    used = (
+        [c for _, c in compression.rules] + [compression.default] if isinstance(compression, Policy) else [compression]
+    )
+    return all(isinstance(c, NoCompression | FP16 | BF16) for c in used)
+
+
+def _known(compression: Any) -> Compressor | Policy:
+    if isinstance(compression, Compressor | Policy):
+        return compression
+    if isinstance(compression, type) and compression.__name__ in _HOROVODS:
+        return _HOROVODS[compression.__name__]
+    raise TypeError(
+        f"compression={compression!r}: give a compressor of hvd_compress, such as TopK(0.01), or a Policy; Auto "
+        "chooses exchanges of gradients, which there are none of here"
+    )

@@ -1,0 +1,87 @@
+"""What a rank has sent so far: messages and bytes, against sending everything in every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """Counters of one rank.
+
+    Args:
+        names: of the tensors.
+        raw_bytes: of the payload of each tensor as it is.
+        overhead_bytes: of a message beside its payloads.
+        receivers: of each message.
+        traced: whether norms, thresholds and events of every pass are kept.
+    """
+
+    def __init__(
+        self, names: Sequence[str], raw_bytes: Sequence[int], overhead_bytes: int, receivers: int, traced: bool
+    ) -> None:
+        self._names = list(names)
+        self._raw_bytes = np.array(raw_bytes, np.int64)
+        self._overhead = overhead_bytes
+        self._receivers = receivers
+        self.passes = 0
+        self.messages = np.zeros(len(names), np.int64)
+        """Of each tensor, one to each receiver."""
+        self.tensor_bytes = np.zeros(len(names), np.int64)
+        """Bytes of the payloads of each tensor, to all receivers."""
+        self.total_bytes = 0
+        self.trace: dict[str, list[Any]] | None = {"norms": [], "thresholds": [], "sent": []} if traced else None
+
+    def count_pass(
+        self, norms: npt.NDArray[np.float64], thresholds: npt.NDArray[np.float64], sent: npt.NDArray[np.bool_]
+    ) -> None:
+        """Count a pass; messages are counted when they go."""
+        self.passes += 1
+        if self.trace is not None:
+            for key, values in (("norms", norms), ("thresholds", thresholds), ("sent", sent)):
+                self.trace[key].append(values.copy())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, without the trace."""
+        return {
+            "passes": self.passes,
+            "total_bytes": self.total_bytes,
+            "messages": self.messages.copy(),
+            "tensor_bytes": self.tensor_bytes.copy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, of the same tensors."""
+        self.passes, self.total_bytes = int(state["passes"]), int(state["total_bytes"])
+        self.messages = np.array(state["messages"], np.int64)
+        self.tensor_bytes = np.array(state["tensor_bytes"], np.int64)
+
+    def report(self, thresholds: npt.NDArray[np.float64]) -> dict[str, Any]:
+        """See `event_stats` of the optimizers."""
+        always = self.passes * self._receivers
+        tensors = {
+            name: {
+                **_against(int(self.messages[i]), always, "messages"),
+                **_against(int(self.tensor_bytes[i]), int(self._raw_bytes[i]) * always, "bytes"),
+                "threshold": float(thresholds[i]),
+            }
+            for i, name in enumerate(self._names)
+        }
+        every_message = always * len(self._names)
+        every_byte = always * (self._overhead + int(self._raw_bytes.sum()))
+        total = {
+            "passes": self.passes,
+            **_against(int(self.messages.sum()), every_message, "messages"),
+            **_against(self.total_bytes, every_byte, "bytes"),
+        }
+        traced = {} if self.trace is None else {"trace": {key: np.array(v) for key, v in self.trace.items()}}
+        return {"total": total, "tensors": tensors, **traced}
+
+
+def _against(sent: int, always: int, what: str) -> dict[str, float]:
+    return {what: sent, f"{what}_always": always, f"{what}_percent": 100.0 * sent / always if always else 0.0}
