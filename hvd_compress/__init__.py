@@ -22,6 +22,8 @@ from hvd_compress.compressors import (
 )
 from hvd_compress.exchange import AdaGrad
 from hvd_compress.policy import Auto, Policy
+from hvd_compress.schedules import ConstantThreshold, SlopeThreshold
+from hvd_compress.topology import Exponential, FullyConnected, Graph, Ring
 
 __all__ = [
     "BF16",
@@ -30,10 +32,16 @@ __all__ = [
     "AdaGrad",
     "Adaptive",
     "Auto",
+    "ConstantThreshold",
+    "Exponential",
+    "FullyConnected",
+    "Graph",
     "Key",
     "NoCompression",
     "OneBit",
     "Policy",
+    "Ring",
+    "SlopeThreshold",
     "Threshold",
     "TopK",
     "decode",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvd_compress.engine import check_settings, refuse_other_ops
+from hvd_compress.gossip import Collectives
 
 __all__ = ["Exchange", "Link"]
 
@@ -151,3 +152,11 @@ class Link(ABC):
     @abstractmethod
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
         """Make Keras variables those of the root; a collective call."""
+
+    @abstractmethod
+    def values(self, variable: Any) -> Any:
+        """The values of a Keras variable as a NumPy array."""
+
+    @abstractmethod
+    def collectives(self, process_set: Any) -> Collectives:
+        """Operations on arrays among the ranks of a process set, which this one is one of."""

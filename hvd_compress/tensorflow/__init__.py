@@ -20,6 +20,7 @@ from horovod.tensorflow import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.tensorflow._functions import allreduce, broadcast_variables, forget_residuals, grouped_allreduce
+from hvd_compress.tensorflow._gossip import EventGraD
 from hvd_compress.tensorflow._optimizer import DistributedOptimizer
 from hvd_compress.tensorflow._tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvd_compress.tensorflow.compression import Compression
@@ -30,6 +31,7 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "EventGraD",
     "PartialDistributedGradientTape",
     "allreduce",
     "broadcast_variables",

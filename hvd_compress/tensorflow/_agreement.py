@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.fingerprint import agree
+from hvd_compress.fingerprint import agree, scope_of
 
 __all__ = ["require_agreement"]
 
@@ -25,4 +25,4 @@ def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) 
             tensor = tf.constant(np.frombuffer(data, np.uint8))
             return bytes(hvd.allgather(tensor, name=name, process_set=process_set).numpy().tobytes())
 
-    agree(description, process_set.process_set_id, allgather)
+    agree(description, scope_of(process_set), allgather)

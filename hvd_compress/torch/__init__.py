@@ -19,6 +19,7 @@ import horovod.torch
 from horovod.torch import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.torch._eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.torch._optimizer import DistributedOptimizer
 from hvd_compress.torch._unnamed import *  # noqa: F403
@@ -28,7 +29,9 @@ __all__ = [
     *(name for name in dir(horovod.torch) if not name.startswith("_")),
     "DEFAULT_MIN_NUMEL",
     "Compression",
+    "DPSGDOptimizer",
     "DistributedOptimizer",
+    "EventGraDOptimizer",
     "allreduce",
     "forget_residuals",
     "grouped_allreduce",

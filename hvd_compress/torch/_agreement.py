@@ -7,7 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress.fingerprint import agree
+from hvd_compress.fingerprint import agree, scope_of
 
 __all__ = ["require_agreement"]
 
@@ -23,4 +23,4 @@ def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) 
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return bytes(hvd.allgather(tensor, name=name, process_set=process_set).numpy().tobytes())
 
-    agree(description, process_set.process_set_id, allgather)
+    agree(description, scope_of(process_set), allgather)

@@ -11,7 +11,7 @@ import torch
 from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer as HorovodOptimizer
 
-__all__ = ["HorovodOptimizer", "form_groups", "make_class"]
+__all__ = ["HorovodOptimizer", "form_groups", "make_class", "make_subclass"]
 
 
 def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
@@ -24,6 +24,16 @@ def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch
     """
     ours = {k: v for k, v in vars(overrides).items() if k not in ("__module__", "__dict__", "__weakref__", "__doc__")}
     return type(base.__name__, (base,), {**vars(HorovodOptimizer), **ours})
+
+
+def make_subclass(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
+    """A class like `base` with our methods over it and none of Horovod's.
+
+    `__module__` is Horovod's for the same reason as in `make_class`: broadcast_optimizer_state calls
+    `super(optimizer.__class__, optimizer).step()` of such a class (functions.py l. 106), not a collective step.
+    """
+    ours = {k: v for k, v in vars(overrides).items() if k not in ("__dict__", "__weakref__", "__doc__")}
+    return type(base.__name__, (base,), {**ours, "__module__": HorovodOptimizer.__module__})
 
 
 def form_groups(optimizer: Any) -> None:

@@ -16,6 +16,7 @@ from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._functions import allreduce
+from hvd_compress.torch._gossip import TorchCollectives
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering
 from hvd_compress.torch.compression import dense_route, horovod_compressor
@@ -57,6 +58,13 @@ class TorchLink(Link):
         tensor = torch.as_tensor(value).detach()
         # Horovod rejects scalars in most collectives
         return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+    def values(self, variable: Any) -> Any:
+        value = variable.value.detach().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+    def collectives(self, process_set: Any) -> TorchCollectives:
+        return TorchCollectives(process_set)
 
     def accumulators(self, passes: int) -> Any:
         raise NotImplementedError("Keras 2 has no torch backend")

@@ -30,6 +30,7 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, **environment: str) -> d
     ("script", "environment"),
     [
         ("pytorch_mnist.py", {}),
+        ("eventgrad_mnist.py", {}),
         ("tensorflow2_mnist.py", {}),
         ("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
         ("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
@@ -44,7 +45,14 @@ def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environ
     assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
 
 
-HEADINGS = ["## One minute of use", "### Keras", "### TensorFlow", "### Without ranks", "### Let it choose"]
+HEADINGS = [
+    "## One minute of use",
+    "### Keras",
+    "### TensorFlow",
+    "### Without ranks",
+    "### Let it choose",
+    "### Neighbours instead of all: EventGraD",
+]
 
 
 @pytest.mark.parametrize("heading", HEADINGS)

@@ -12,6 +12,7 @@ from hvd_compress._keras.link import Link
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings
 from hvd_compress.tensorflow._functions import allreduce
+from hvd_compress.tensorflow._gossip import TensorFlowCollectives
 from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -57,6 +58,12 @@ class TensorFlowLink(Link):
 
     def tensor(self, value: Any) -> tf.Tensor:
         return tf.convert_to_tensor(value)
+
+    def values(self, variable: Any) -> Any:
+        return raw(variable).numpy()
+
+    def collectives(self, process_set: Any) -> TensorFlowCollectives:
+        return TensorFlowCollectives(process_set)
 
 
 class Accumulators:

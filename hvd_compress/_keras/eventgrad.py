@@ -1,0 +1,139 @@
+"""`EventGraDCallback`: event-triggered averaging among neighbours in `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress._keras.callbacks import LinkedCallback
+from hvd_compress._keras.names import stable_name, unique
+from hvd_compress.compressors import NoCompression
+from hvd_compress.gossip import GossipSettings, LateMember, Member, Tensor
+from hvd_compress.schedules import SlopeThreshold, Trigger
+from hvd_compress.topology import Ring, Topology
+
+__all__ = ["EventGraDCallback"]
+
+Array = np.ndarray[Any, Any]
+
+
+class EventGraDCallback(LateMember, LinkedCallback):
+    """Lets each rank train on its own and average its weights with its neighbours', sent when they changed enough.
+
+    Takes the place of `hvd.DistributedOptimizer`: compile the model with a plain optimizer. A batch's gradient belongs
+    to the weights before the averaging, as in equation 3 of Ghosh and Gupta, EventGraD (MLHPC 2020): what averaging
+    would change is computed when a batch begins and added when its update is made. The arguments are those of
+    `EventGraDOptimizer` of `hvd_compress.torch`. Start from equal weights: put BroadcastGlobalVariablesCallback before
+    it. With `steps_per_execution` neighbours average once per execution. Ranks may make different numbers of batches,
+    unless other callbacks communicate between them: MetricAverageCallback wants equal numbers.
+
+    Args:
+        trigger: when a weight is sent.
+        topology: who are neighbours, with which weights.
+        transport: "alltoall", in which all wait for all, "one_sided", where nobody waits, or "auto" for "alltoall".
+        compression: of what is sent: a compressor of hvd_compress or a `Policy`.
+        mixing: "stale", "mean_preserving", or "auto" for the second with lossy compression, else the first.
+        consensus_rate: of the way to the average that a step goes.
+        traced: keep norms, thresholds and events of every step for `event_stats()`.
+        average_at_end: make all weights the mean over ranks when training ends.
+        process_set: the ranks that take part; None for all.
+
+    Raises:
+        ValueError: a setting out of its range.
+        TypeError: an argument of another type than stated.
+        UnsupportedError: a combination of settings that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        *,
+        trigger: Trigger = SlopeThreshold(),
+        topology: Topology = Ring(),
+        transport: str = "auto",
+        compression: Any = NoCompression(),
+        mixing: str = "auto",
+        consensus_rate: float | None = None,
+        traced: bool = False,
+        average_at_end: bool = True,
+        process_set: Any = None,
+    ) -> None:
+        settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, False, traced)
+        LateMember.__init__(self, settings)
+        # Keras' own callback, which this is joined with, comes behind these two
+        super(LateMember, self).__init__()
+        self._process_set = process_set
+        self._averages_at_end = average_at_end
+        self._changes: list[Array] | None = None
+        self._keys: list[Any] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Send, receive, and find out what averaging changes."""
+        if not self.model.built:
+            # its first batch builds the model, on all ranks
+            return
+        weights = self.model.trainable_variables
+        before = self._arrays(weights)
+        mixed = [x.copy() for x in before]
+        self._member_of(weights).mix(mixed)
+        self._changes = [after - x for after, x in zip(mixed, before, strict=True)]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Add what averaging changes to the updated weights."""
+        if self._changes is None:
+            return
+        weights = self.model.trainable_variables
+        now = self._arrays(weights)
+        self._write(weights, [x + change for x, change in zip(now, self._changes, strict=True)])
+        self._changes = None
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Make the weights of all ranks their mean."""
+        if self._averages_at_end:
+            self.average_parameters()
+
+    def average_parameters(self) -> None:
+        """Make all floating weights, those that are not trained too, their mean over the ranks; a collective call."""
+        weights = self.model.trainable_variables
+        others = [v for v in self.model.non_trainable_variables if "float" in str(v.dtype)]
+        arrays = self._arrays(weights)
+        buffers = {f"buffer.{i}": x for i, x in enumerate(self._arrays(others))}
+        self._member_of(weights).average(arrays, buffers)
+        self._write(weights, arrays)
+        self._write(others, list(buffers.values()))
+
+    def consensus_distance(self) -> float:
+        """The root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
+        weights = self.model.trainable_variables
+        return self._member_of(weights).consensus_distance(self._arrays(weights))
+
+    def _member_of(self, weights: Sequence[Any]) -> Member:
+        keys = [self.link.key(v) for v in weights]
+        if self._member is None:
+            names = unique([stable_name(getattr(v, "path", None) or v.name) for v in weights])
+            tensors = [
+                Tensor(name, tuple(v.shape), str(x.dtype))
+                for name, v, x in zip(names, weights, self._arrays(weights), strict=True)
+            ]
+            process_set = self.link.all_ranks if self._process_set is None else self._process_set
+            takes_part = process_set.included() and process_set.size() > 1
+            collectives = self.link.collectives(process_set) if takes_part else None
+            member = self._made(tensors, collectives)
+            self._keys = keys
+            return member
+        if keys != self._keys:
+            raise ValueError(
+                "the trainable weights of the model are not those that this EventGraDCallback has begun with: after "
+                "freezing or unfreezing layers use a new one, on all ranks"
+            )
+        return self._member
+
+    def _arrays(self, variables: Sequence[Any]) -> list[Array]:
+        """Flat copies, float32 or float64."""
+        values = [self.link.values(v) for v in variables]
+        return [np.array(x, np.float64 if x.dtype == np.float64 else np.float32).reshape(-1) for x in values]
+
+    def _write(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array.reshape(tuple(variable.shape)))

@@ -1,0 +1,228 @@
+"""`EventGraDOptimizer`: a torch optimizer whose parameters are averaged among neighbours when they changed enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress.compressors import NoCompression
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.gossip import GossipSettings
+from hvd_compress.schedules import ConstantThreshold, SlopeThreshold, Trigger
+from hvd_compress.topology import Ring, Topology
+from hvd_compress.torch._gossip import Gossip
+from hvd_compress.torch._horovod import HorovodOptimizer, make_subclass
+
+__all__ = ["DPSGDOptimizer", "EventGraDOptimizer"]
+
+
+class _NoNeighbours:
+    """What a copy of a wrapped optimizer has in the place of its neighbours."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            "a copy of an EventGraD optimizer has no neighbours: copy the model, and wrap an optimizer of the copy"
+        )
+
+
+class _Overrides:
+    """Methods laid over those of the wrapped optimizer's class."""
+
+    _gossip: Any = _NoNeighbours()
+
+    @torch.no_grad()
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the parameters with those of the neighbours, and update them with this rank's gradients.
+
+        A closure is called once, before the averaging: gradients belong to the parameters as they were.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._gossip.check(self.param_groups)
+        self._gossip.mix()
+        super(self.__class__, self).step()  # type: ignore[misc]
+        self._gossip.after_update()
+        return loss
+
+    def average_parameters(self: Any) -> None:
+        """Make the parameters and named buffers of all ranks their mean, when all have come here; a collective call.
+
+        A rank that comes first answers its neighbours until the last one has come, so ranks may have made different
+        numbers of steps. Buffers that are not of a floating type stay those of each rank. Training may go on.
+        """
+        self._gossip.check(self.param_groups)
+        self._gossip.average()
+
+    def consensus_distance(self: Any) -> float:
+        """How far the ranks are apart: the root of the mean over ranks of ‖x - mean of x‖²; a collective call.
+
+        With the transport "alltoall" all ranks must have made the same number of steps.
+        """
+        return float(self._gossip.consensus_distance())
+
+    def event_stats(self: Any) -> dict[str, Any]:
+        """Messages and bytes that this rank has sent so far.
+
+        Returns:
+            {"total": counters, "tensors": {name: counters}}. A message is one tensor to one neighbour. Counters are
+            messages, messages_always (had everything been sent in every pass), messages_percent, and so for bytes;
+            "total" has passes (steps, one more with `overlap`), and its bytes include what a message takes beside its
+            payloads; tensors have the present threshold. With `traced` also "trace": norms, thresholds and sent,
+            arrays of (passes, tensors).
+        """
+        stats: dict[str, Any] = self._gossip.member.stats()
+        return stats
+
+    def event_state_dict(self: Any) -> dict[str, Any]:
+        """Histories, thresholds and copies of this rank, to be saved per rank, by all ranks after the same step.
+
+        Returns:
+            A dict of tensors and plain values that `torch.save` takes.
+        """
+        state: dict[str, Any] = self._gossip.state_dict()
+        return state
+
+    def load_event_state_dict(self: Any, state: dict[str, Any]) -> None:
+        """Take over what `event_state_dict` returned on this rank; training goes on as if it had not stopped.
+
+        With the transport "one_sided", whose messages may be under way when a state is saved, this is a collective
+        call, and the next step sends all tensors whole.
+
+        Raises:
+            StateError: not such a state, or of another rank, network or settings.
+        """
+        self._gossip.load_state_dict(state)
+
+    def close(self: Any) -> None:
+        """Give up the memory that the transport "one_sided" shares with the neighbours; a collective call."""
+        self._gossip.member.close()
+
+
+def EventGraDOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    trigger: Trigger = SlopeThreshold(),
+    topology: Topology = Ring(),
+    transport: str = "auto",
+    compression: Any = NoCompression(),
+    mixing: str = "auto",
+    consensus_rate: float | None = None,
+    overlap: bool = False,
+    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    traced: bool = False,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> Any:
+    """Wrap an optimizer so that each rank trains on its own and averages its parameters with its neighbours'.
+
+    Each `step()` sends the parameters that have changed enough, averages with what the neighbours sent last, and
+    updates the average with this rank's gradient at its own parameters: equation 3 of Ghosh and Gupta, EventGraD
+    (MLHPC 2020). Start all ranks from equal parameters (`hvd.broadcast_parameters`), and end with
+    `average_parameters()`. Differences from the authors' code: neighbours start from a rank's own values, not zeros;
+    of two ranks each is one neighbour, not two; the mean is made on all ranks; parameters without gradient are neither
+    sent nor averaged. All ranks of the process set must call this.
+
+    With "alltoall" a step is a collective call: ranks may make different numbers of steps only where they call no other
+    collectives in between, such as averages of losses. A GradScaler skips steps of one rank alone; let ranks agree on
+    that first, or use "one_sided".
+
+    Args:
+        optimizer: to wrap; its state (momentum) stays on its rank.
+        named_parameters: such as `model.named_parameters()`.
+        trigger: when a tensor is sent.
+        topology: who are neighbours, with which weights.
+        transport: "alltoall", one Horovod alltoall a step, in which only neighbours send anything and all wait for all;
+            "one_sided", MPI's passive-target puts, where nobody waits; "auto" is "alltoall".
+        compression: a compressor of hvd_compress or a `Policy` for what is sent: then it is the difference to what was
+            sent before, so that nothing is lost. The first message has all values.
+        mixing: "stale" averages this rank's present values with the last ones of its neighbours, as the paper does; the
+            mean over ranks then drifts by what was not sent, and with lossy compression ranks hardly move.
+            "mean_preserving" adds differences of what this rank and its neighbours sent last, which keep the mean
+            (with "one_sided", but for what is under way), and needs a copy of the parameters (Koloskova et al.,
+            CHOCO-SGD, ICML 2019, algorithm 2). "auto" is "stale", with lossy compression "mean_preserving".
+        consensus_rate: of the way to the average that a step goes. By default 1.0 for "stale"; for "mean_preserving",
+            which diverges if it is too large, at most 0.3, and twice the share of values that top-k or adaptive send.
+        overlap: send when `step()` ends, while the next gradient is computed. Same results, unless parameters are
+            changed between steps.
+        named_buffers: such as `model.named_buffers()`, averaged by `average_parameters()`.
+        traced: keep norms, thresholds and events of every step for `event_stats()`.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a setting out of its range, or parameters without or with equal names.
+        TypeError: an argument of another type than stated.
+        UnsupportedError: LBFGS; a combination of settings that cannot be honoured; "one_sided" without MPI.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        opt = hvd.EventGraDOptimizer(
+            opt, model.named_parameters(), trigger=SlopeThreshold(horizon=1.0), named_buffers=model.named_buffers()
+        )
+        ...  # train as always
+        opt.average_parameters()
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            "EventGraDOptimizer around LBFGS: it evaluates many points in one step, and neighbours average once. Use "
+            "an optimizer with one gradient per step"
+        )
+    if type(optimizer).__module__ == HorovodOptimizer.__module__:
+        raise UnsupportedError(
+            "EventGraDOptimizer around an optimizer that is distributed already: wrap the torch optimizer inside of it"
+        )
+    settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, overlap, traced)
+    buffers = _by_name("named_buffers", named_buffers or ())
+    gossip = Gossip(_trained(optimizer, named_parameters), buffers, settings, process_set)
+    cls: Any = make_subclass(type(optimizer), _Overrides)
+    wrapped: Any = cls.__new__(cls)
+    # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
+    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped._gossip = gossip
+    return wrapped
+
+
+def DPSGDOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    **settings: Any,
+) -> Any:
+    """Wrap an optimizer for decentralized SGD: `EventGraDOptimizer` that sends everything in every step.
+
+    Source: Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms? (NeurIPS 2017), algorithm 1.
+
+    Args:
+        optimizer: to wrap.
+        named_parameters: such as `model.named_parameters()`.
+        settings: those of `EventGraDOptimizer` but `trigger`.
+    """
+    return EventGraDOptimizer(optimizer, named_parameters, trigger=ConstantThreshold(0.0), **settings)
+
+
+def _trained(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters that take gradients, by name."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if named is None:
+        return {f"parameter.{i}": p for i, p in enumerate(params) if p.requires_grad}
+    known = {id(p): name for name, p in _by_name("named_parameters", named).items()}
+    if unnamed := [i for i, p in enumerate(params) if id(p) not in known]:
+        raise ValueError(
+            f"named_parameters names {len(params) - len(unnamed)} of {len(params)} parameters of the optimizer; "
+            f"parameter {unnamed[0]} of shape {tuple(params[unnamed[0]].shape)} is missing"
+        )
+    return {known[id(p)]: p for p in params if p.requires_grad}
+
+
+def _by_name(argument: str, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pairs = list(named)
+    names = [name for name, _ in pairs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{argument} has several tensors named {repeated[0]!r}; names must differ")
+    return dict(pairs)
