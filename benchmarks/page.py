@@ -17,13 +17,14 @@ matplotlib.use("Agg")
 
 import allreduce
 import auto
+import eventgrad
 import memory
 import minibatch
 import overlap
 import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
-BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, memory)
+BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, memory)
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 
