@@ -22,7 +22,7 @@ from hvd_compress.compressors import (
 )
 from hvd_compress.exchange import AdaGrad
 from hvd_compress.policy import Auto, Policy
-from hvd_compress.schedules import ConstantThreshold, SlopeThreshold
+from hvd_compress.schedules import ConstantThreshold, DasoSchedule, SlopeThreshold
 from hvd_compress.topology import Exponential, FullyConnected, Graph, Ring
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Adaptive",
     "Auto",
     "ConstantThreshold",
+    "DasoSchedule",
     "Exponential",
     "FullyConnected",
     "Graph",

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hvd_compress.compressors import Adaptive, Compressor, NoCompression, OneBit
+from hvd_compress.compressors import FP16, Adaptive, Compressor, NoCompression, OneBit
 
-__all__ = ["Assigned", "Auto", "Policy"]
+__all__ = ["Assigned", "Auto", "Policy", "given_compression"]
 
 _UNCOMPRESSED = NoCompression()
+
+# Horovod's own compressors are classes of these names, in each of its frameworks
+_HOROVODS = {"NoneCompressor": _UNCOMPRESSED, "FP16Compressor": FP16()}
 
 
 @dataclass(frozen=True)
@@ -120,3 +123,19 @@ class Assigned:
         """The assignment as a JSON-able dict."""
         compressors = {name: c.get_config() for name, c in self.compressors.items()}
         return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}
+
+
+def given_compression(argument: str, compression: Any) -> Compressor | Policy:
+    """What an optimizer that averages parameters was given as `argument`; Horovod's own compressors become ours.
+
+    Raises:
+        TypeError: no compressor, or `Auto`.
+    """
+    if isinstance(compression, Compressor | Policy):
+        return compression
+    if isinstance(compression, type) and compression.__name__ in _HOROVODS:
+        return _HOROVODS[compression.__name__]
+    raise TypeError(
+        f"{argument}={compression!r}: give a compressor of hvd_compress, such as TopK(0.01), or a Policy; Auto "
+        "chooses exchanges of gradients, which there are none of here"
+    )

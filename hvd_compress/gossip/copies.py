@@ -8,7 +8,7 @@ part of the next difference, and nothing is lost. Source: Koloskova et al., CHOC
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,32 +17,15 @@ from hvd_compress import wire
 from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
+from hvd_compress.tensors import Tensor
 
-__all__ = ["Copies", "Tensor"]
+__all__ = ["Copies"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 _RAW = NoCompression()
 _NO_KEY = Key()
-
-
-class Tensor(NamedTuple):
-    """A parameter as its name, shape and NumPy dtype, float32 or float64."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def raw_bytes(self) -> int:
-        """Of a payload that has it whole."""
-        return wire.header_bytes((1,)) + wire.padded(self.numel * np.dtype(self.dtype).itemsize)
 
 
 class Copies:

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.compressors import NoCompression
-from hvd_compress.gossip.copies import Tensor
 from hvd_compress.gossip.settings import GossipSettings
 from hvd_compress.schedules import Trigger
+from hvd_compress.tensors import Tensor
 from hvd_compress.topology import Ring, Topology
 
 __all__ = ["GossipLoopback"]

@@ -13,9 +13,10 @@ import numpy.typing as npt
 from hvd_compress.errors import StateError
 from hvd_compress.gossip.alltoall import Alltoall
 from hvd_compress.gossip.averager import Averager, Transport
-from hvd_compress.gossip.copies import Array, Tensor
+from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
+from hvd_compress.tensors import Tensor
 from hvd_compress.topology import ALONE, Neighbours
 
 __all__ = ["Collectives", "LateMember", "Member", "collective_name"]

@@ -15,11 +15,12 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import StateError, WireError
-from hvd_compress.gossip.copies import Array, Bytes, Copies, Tensor
+from hvd_compress.gossip.copies import Array, Bytes, Copies
 from hvd_compress.gossip.message import open_message, payloads_at, seal_message
 from hvd_compress.gossip.stats import Tally
 from hvd_compress.kernels import gossip as kernels
 from hvd_compress.schedules import Trigger
+from hvd_compress.tensors import Tensor
 from hvd_compress.topology import Neighbours
 
 __all__ = ["MIXINGS", "Node"]

@@ -10,10 +10,10 @@ from typing import Any
 from hvd_compress import wire
 from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.gossip.copies import Tensor
 from hvd_compress.gossip.node import MIXINGS, Node
-from hvd_compress.policy import Policy
+from hvd_compress.policy import Policy, given_compression
 from hvd_compress.schedules import ConstantThreshold, Trigger
+from hvd_compress.tensors import Tensor
 from hvd_compress.topology import Neighbours, Topology
 
 __all__ = ["TRANSPORTS", "GossipSettings"]
@@ -21,9 +21,6 @@ __all__ = ["TRANSPORTS", "GossipSettings"]
 TRANSPORTS = ("auto", "alltoall", "one_sided")
 
 _MOST_RATE = 0.3
-
-# Horovod's own compressors are classes of these names, in each of its frameworks
-_HOROVODS = {"NoneCompressor": NoCompression(), "FP16Compressor": FP16()}
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class GossipSettings:
             raise TypeError(f"topology={self.topology!r}: give a topology, such as Ring(), or Graph(networkx_graph)")
         if self.transport not in TRANSPORTS:
             raise ValueError(f"transport={self.transport!r}: must be one of {', '.join(map(repr, TRANSPORTS))}")
-        object.__setattr__(self, "compression", _known(self.compression))
+        object.__setattr__(self, "compression", given_compression("compression", self.compression))
         if self.mixing not in ("auto", *MIXINGS):
             raise ValueError(f"mixing={self.mixing!r}: must be 'auto' or one of {', '.join(map(repr, MIXINGS))}")
         if self.mixing == "auto":
@@ -119,14 +116,3 @@ def _keeps_all(compression: Compressor | Policy) -> bool:
         [c for _, c in compression.rules] + [compression.default] if isinstance(compression, Policy) else [compression]
     )
     return all(isinstance(c, NoCompression | FP16 | BF16) for c in used)
-
-
-def _known(compression: Any) -> Compressor | Policy:
-    if isinstance(compression, Compressor | Policy):
-        return compression
-    if isinstance(compression, type) and compression.__name__ in _HOROVODS:
-        return _HOROVODS[compression.__name__]
-    raise TypeError(
-        f"compression={compression!r}: give a compressor of hvd_compress, such as TopK(0.01), or a Policy; Auto "
-        "chooses exchanges of gradients, which there are none of here"
-    )

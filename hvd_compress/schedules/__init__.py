@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from hvd_compress.schedules.daso import COOLDOWN, CYCLING, WARMUP, DasoClock, DasoSchedule, Moment
 from hvd_compress.schedules.trigger import ConstantThreshold, SlopeThreshold, Trigger, Watch
 
-__all__ = ["ConstantThreshold", "SlopeThreshold", "Trigger", "Watch"]
+__all__ = [
+    "COOLDOWN",
+    "CYCLING",
+    "WARMUP",
+    "ConstantThreshold",
+    "DasoClock",
+    "DasoSchedule",
+    "Moment",
+    "SlopeThreshold",
+    "Trigger",
+    "Watch",
+]

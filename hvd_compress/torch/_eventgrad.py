@@ -15,6 +15,7 @@ from hvd_compress.schedules import ConstantThreshold, SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
 from hvd_compress.torch._gossip import Gossip
 from hvd_compress.torch._horovod import HorovodOptimizer, make_subclass
+from hvd_compress.torch._parameters import by_name, trained
 
 __all__ = ["DPSGDOptimizer", "EventGraDOptimizer"]
 
@@ -177,8 +178,8 @@ def EventGraDOptimizer(
             "EventGraDOptimizer around an optimizer that is distributed already: wrap the torch optimizer inside of it"
         )
     settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, overlap, traced)
-    buffers = _by_name("named_buffers", named_buffers or ())
-    gossip = Gossip(_trained(optimizer, named_parameters), buffers, settings, process_set)
+    buffers = by_name("named_buffers", named_buffers or ())
+    gossip = Gossip(trained(optimizer, named_parameters), buffers, settings, process_set)
     cls: Any = make_subclass(type(optimizer), _Overrides)
     wrapped: Any = cls.__new__(cls)
     # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
@@ -202,27 +203,3 @@ def DPSGDOptimizer(
         settings: those of `EventGraDOptimizer` but `trigger`.
     """
     return EventGraDOptimizer(optimizer, named_parameters, trigger=ConstantThreshold(0.0), **settings)
-
-
-def _trained(
-    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters that take gradients, by name."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if named is None:
-        return {f"parameter.{i}": p for i, p in enumerate(params) if p.requires_grad}
-    known = {id(p): name for name, p in _by_name("named_parameters", named).items()}
-    if unnamed := [i for i, p in enumerate(params) if id(p) not in known]:
-        raise ValueError(
-            f"named_parameters names {len(params) - len(unnamed)} of {len(params)} parameters of the optimizer; "
-            f"parameter {unnamed[0]} of shape {tuple(params[unnamed[0]].shape)} is missing"
-        )
-    return {known[id(p)]: p for p in params if p.requires_grad}
-
-
-def _by_name(argument: str, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    pairs = list(named)
-    names = [name for name, _ in pairs]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{argument} has several tensors named {repeated[0]!r}; names must differ")
-    return dict(pairs)

@@ -1,4 +1,4 @@
-"""Event-triggered averaging for torch: parameters as flat arrays, and Horovod's collectives on arrays."""
+"""Event-triggered averaging for torch, with Horovod's collectives on arrays."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvd_compress.gossip import GossipSettings, Member, Tensor
+from hvd_compress.gossip import GossipSettings, Member
 from hvd_compress.mpi import HorovodRanks
 from hvd_compress.torch._agreement import require_agreement
+from hvd_compress.torch._parameters import Buffers, Parameters, as_arrays, as_tensors
 
 __all__ = ["Gossip", "TorchCollectives"]
 
@@ -67,106 +68,47 @@ class Gossip:
         settings: GossipSettings,
         process_set: hvd.ProcessSet,
     ) -> None:
-        self._parameters = list(parameters.values())
-        self._known = {id(p) for p in self._parameters}
-        # a count of batches has no mean, nor have complex tables
-        self._buffers = {f"buffer {name}": b for name, b in buffers.items() if b.is_floating_point()}
+        self._parameters = Parameters(parameters, "the EventGraD optimizer")
+        self._buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
         self._overlap = settings.overlap
-        tensors = [Tensor(name, tuple(p.shape), _dtype_of(name, p)) for name, p in parameters.items()]
         takes_part = process_set.included() and process_set.size() > 1
-        self.member = Member(tensors, settings, TorchCollectives(process_set) if takes_part else None)
+        self.member = Member(self._parameters.tensors, settings, TorchCollectives(process_set) if takes_part else None)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if parameters take gradients of which this knows nothing."""
-        for group in groups:
-            for p in group["params"]:
-                if p.requires_grad and id(p) not in self._known:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} takes gradients, and did not when the optimizer was "
-                        "wrapped, so that ranks would never average it. Call average_parameters(), and wrap the inner "
-                        "optimizer anew, on all ranks"
-                    )
+        self._parameters.check(groups)
 
     @torch.no_grad()
     def mix(self) -> None:
         """Send, receive and average, in place; what is frozen by now is left as it is."""
-        arrays = self._trained_arrays()
+        arrays = self._parameters.trained_arrays()
         self.member.mix(arrays)
-        self._write(arrays)
+        self._parameters.write(arrays)
 
     @torch.no_grad()
     def after_update(self) -> None:
         """With `overlap`: send what the next step will begin with."""
         if self._overlap:
-            self.member.after_update(self._trained_arrays())
+            self.member.after_update(self._parameters.trained_arrays())
 
     @torch.no_grad()
     def average(self) -> None:
         """Make all parameters and buffers their mean over the ranks; a collective call."""
-        arrays = self._arrays()
-        buffers = {name: _on_host(b, _summable(b)) for name, b in self._buffers.items()}
-        self.member.average(arrays, {name: b.numpy() for name, b in buffers.items()})
-        self._write(arrays)
-        for name, b in self._buffers.items():
-            b.copy_(buffers[name])
+        arrays = self._parameters.arrays()
+        self.member.average(arrays, self._buffers.arrays())
+        self._parameters.write(arrays)
+        self._buffers.take()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
-        return self.member.consensus_distance(self._arrays())
+        return self.member.consensus_distance(self._parameters.arrays())
 
     def state_dict(self) -> dict[str, Any]:
         """See `Averager.state_dict`; arrays are tensors."""
-        state: dict[str, Any] = _converted(self.member.state_dict(), np.ndarray, torch.from_numpy)
+        state: dict[str, Any] = as_tensors(self.member.state_dict())
         return state
 
     def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned on this rank."""
-        self.member.load_state_dict(_converted(state, torch.Tensor, lambda tensor: tensor.cpu().numpy()))
-
-    def _arrays(self) -> list[Array]:
-        """Flat arrays of all parameters, sharing memory where that can be."""
-        return [
-            (p.detach() if _is_shared(p) else _on_host(p, _host_type(p))).view(-1).numpy() for p in self._parameters
-        ]
-
-    def _trained_arrays(self) -> list[Array | None]:
-        return [x if p.requires_grad else None for x, p in zip(self._arrays(), self._parameters, strict=True)]
-
-    def _write(self, arrays: Sequence[Array | None]) -> None:
-        for p, array in zip(self._parameters, arrays, strict=True):
-            if array is not None and not _is_shared(p):
-                p.copy_(torch.from_numpy(array).view(p.shape))
-
-
-def _dtype_of(name: str, p: torch.Tensor) -> str:
-    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"parameter {name!r} is {p.dtype}; averaging takes float16, bfloat16, float32 and float64")
-    return "float64" if p.dtype == torch.float64 else "float32"
-
-
-def _host_type(p: torch.Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
-
-
-def _summable(b: torch.Tensor) -> torch.dtype:
-    """The type in which a buffer is averaged: its own, unless it holds less than float32."""
-    return torch.float32 if b.dtype in (torch.float16, torch.bfloat16) else b.dtype
-
-
-def _is_shared(p: torch.Tensor) -> bool:
-    return bool(p.is_cpu and p.is_contiguous() and p.dtype in (torch.float32, torch.float64))
-
-
-def _on_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy, contiguous."""
-    copy = torch.empty(tensor.shape, dtype=dtype)
-    copy.copy_(tensor)
-    return copy
-
-
-def _converted(value: Any, kind: Any, convert: Any) -> Any:
-    """A state with all objects of a kind, in dicts, converted."""
-    if isinstance(value, dict):
-        return {key: _converted(entry, kind, convert) for key, entry in value.items()}
-    return convert(value) if isinstance(value, kind) else value
+        self.member.load_state_dict(as_arrays(state))

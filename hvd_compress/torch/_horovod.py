@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from horovod.common import process_sets
 from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer as HorovodOptimizer
 
-__all__ = ["HorovodOptimizer", "form_groups", "make_class", "make_subclass"]
+__all__ = ["HorovodOptimizer", "form_groups", "known_process_sets", "make_class", "make_subclass", "relay"]
 
 
 def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
@@ -54,3 +55,21 @@ def form_groups(optimizer: Any) -> None:
         optimizer._group_counts[group] = 0
         for p in group:
             optimizer._p_to_group[p] = group
+
+
+def relay(optimizer: torch.optim.Optimizer, overrides: type) -> None:
+    """Lay methods over those of an optimizer that `make_class` has made; `_below_step` is the `step` so far.
+
+    The class stays one level above the user's, for the reason given there.
+    """
+    hidden = ("__module__", "__dict__", "__weakref__", "__doc__")
+    made: Any = type(optimizer)
+    below = {k: v for k, v in vars(made).items() if k not in hidden[1:]}
+    ours = {k: v for k, v in vars(overrides).items() if k not in hidden}
+    optimizer.__class__ = type(made.__name__, made.__bases__, {**below, "_below_step": made.step, **ours})
+
+
+def known_process_sets() -> dict[int, list[int]]:
+    """The ranks of each process set by its number; horovod/common/process_sets.py l. 102 reads them in this way."""
+    sets: dict[int, list[int]] = process_sets._basics._get_process_set_ids_and_ranks()
+    return {number: list(ranks) for number, ranks in sets.items()}

@@ -1,0 +1,124 @@
+"""The tensors of one dtype, end to end, and the shares of them that the ranks of a node synchronize."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.tensors import Tensor
+
+__all__ = ["Array", "Lane", "Piece", "Share"]
+
+Array = npt.NDArray[Any]
+
+# bit streams of pieces begin on byte boundaries
+_UNIT = 8
+
+
+class Piece(NamedTuple):
+    """The part of a tensor that lies in a share.
+
+    Args:
+        name: of the tensor.
+        tensor: its index among all.
+        within: its elements of the tensor, flat.
+        at: its elements of the lane.
+        shape: rows of the tensor, if the piece has whole ones.
+    """
+
+    name: str
+    tensor: int
+    within: slice
+    at: slice
+    shape: tuple[int, ...]
+
+    def of(self, arrays: Sequence[Array]) -> Array:
+        """Its values, of the flat arrays of all tensors."""
+        return arrays[self.tensor][self.within]
+
+
+class Share(NamedTuple):
+    """What one rank of a node synchronizes.
+
+    Args:
+        pieces: of tensors.
+        at: its elements of the lane.
+    """
+
+    pieces: tuple[Piece, ...]
+    at: slice
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return int(self.at.stop - self.at.start)
+
+    def place(self, piece: Piece) -> slice:
+        """The elements of this share that a piece of it has."""
+        return slice(piece.at.start - self.at.start, piece.at.stop - self.at.start)
+
+
+class Lane:
+    """Tensors of one dtype.
+
+    Args:
+        tensors: of a network.
+        dtype: of those that belong to the lane.
+        shares: into how many parts of about equal size to cut it.
+
+    Example:
+        >>> from hvd_compress.daso.lane import Lane
+        >>> from hvd_compress.tensors import Tensor
+        >>> lane = Lane([Tensor("w", (10, 16)), Tensor("b", (10,))], "float32", shares=2)
+        >>> [[(p.name, p.shape) for p in share.pieces] for share in lane.shares]
+        [[('w', (5, 16))], [('w', (5, 16)), ('b', (10,))]]
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: str, shares: int) -> None:
+        self.dtype = np.dtype(dtype)
+        self._tensors = [(i, t) for i, t in enumerate(tensors) if t.dtype == dtype]
+        self._starts = list(accumulate((t.numel for _, t in self._tensors), initial=0))
+        self.size = self._starts[-1]
+        cuts = [self._cut(i * self.size / shares) for i in range(1, shares)]
+        self.shares = [self._share(a, b) for a, b in pairwise([0, *cuts, self.size])]
+
+    def gather(self, arrays: Sequence[Array], out: Array) -> None:
+        """Copy the values of all tensors into one array."""
+        for (i, _), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True):
+            out[a:b] = arrays[i]
+
+    def _cut(self, wanted: float) -> int:
+        """An offset near the wanted one that divides no row of a tensor."""
+        for (_, tensor), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True):
+            if a <= wanted < b:
+                row = _row_of(tensor)
+                unit = row if tensor.numel >= 2 * row else _UNIT
+                return min(a + round((wanted - a) / unit) * unit, b)
+        return self.size
+
+    def _share(self, begin: int, end: int) -> Share:
+        pieces = []
+        for (i, tensor), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True):
+            start, stop = max(a, begin), min(b, end)
+            if start < stop:
+                within = slice(start - a, stop - a)
+                pieces.append(Piece(tensor.name, i, within, slice(start, stop), _shape_of(tensor, within)))
+        return Share(tuple(pieces), slice(begin, end))
+
+
+def _row_of(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:]) if len(tensor.shape) > 1 else _UNIT
+
+
+def _shape_of(tensor: Tensor, within: slice) -> tuple[int, ...]:
+    count, row = within.stop - within.start, _row_of(tensor)
+    if count == tensor.numel:
+        return tensor.shape
+    if len(tensor.shape) > 1 and within.start % row == 0 and count % row == 0:
+        return (count // row, *tensor.shape[1:])
+    return (count,)

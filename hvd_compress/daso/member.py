@@ -1,0 +1,193 @@
+"""One rank of DASO: it asks the clock what is due after each batch, and does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress.daso.lane import Array, Lane
+from hvd_compress.daso.ranks import Groups, means
+from hvd_compress.daso.settings import DasoSettings
+from hvd_compress.daso.sync import NodeSync
+from hvd_compress.errors import StateError
+from hvd_compress.schedules import Moment
+from hvd_compress.tensors import Tensor
+
+__all__ = ["Member"]
+
+FORMAT = 1
+
+
+class Member:
+    """The parameters of one rank, flat arrays in the order of `tensors`; creating it is a collective call.
+
+    Args:
+        tensors: the same on all ranks.
+        settings: the same on all ranks.
+        groups: where this rank stands.
+
+    Raises:
+        MismatchError: the ranks disagree; raised on all of them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], settings: DasoSettings, groups: Groups) -> None:
+        self.settings = settings
+        self.groups = groups
+        self._described = {**settings.description(tensors), "nodes": [list(ranks) for ranks in groups.nodes.members]}
+        if groups.everyone is not None:
+            groups.everyone.require_agreement(self._described)
+        self._name = groups.name
+        self.clock = settings.schedule.clock()
+        shares = len(groups.nodes.groups) if settings.form == "sharded" else 1
+        dtypes = [dtype for dtype in ("float32", "float64") if any(t.dtype == dtype for t in tensors)]
+        self._syncs = [
+            NodeSync(Lane(tensors, dtype, shares), settings, groups, f"{self._name}.{dtype}")
+            for dtype in dtypes
+            if groups.nodes.count > 1
+        ]
+        self._bytes = sum(t.numel * np.dtype(t.dtype).itemsize for t in tensors)
+        self._batches = self._blocking = self._sent = self._merged = 0
+        self._epochs: list[dict[str, Any]] = []
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def batch(self) -> Moment:
+        """Count a batch; what is due, which `act` then does."""
+        # what was sent before may have become ready while this batch was computed
+        for sync in self._syncs:
+            sync.progress()
+        self._batches += 1
+        # a batch may begin an epoch of which nobody has said that the one before has ended
+        before = self.clock.epoch
+        moment = self.clock.batch()
+        if self.clock.epoch != before:
+            self._epochs.append(self._told(before, None))
+        return moment
+
+    def act(self, moment: Moment, arrays: Sequence[Array], phase: str | None = None) -> bool:
+        """Send, receive and merge, in place; whether parameters have changed.
+
+        Args:
+            moment: what is due.
+            arrays: flat, of all tensors.
+            phase: of the epoch that this belongs to; the present one by default.
+        """
+        compression = self.settings.compression_in(self.clock.phase if phase is None else phase)
+        if moment.arrives is not None:
+            for sync in self._syncs:
+                arrived = sync.receive()
+                # of what blocks all nodes take the mean of their present parameters: this would only pull it back
+                if not moment.blocks:
+                    sync.merge(arrays, arrived, moment.arrives)
+            self._merged += not moment.blocks
+        if moment.blocks:
+            for sync in self._syncs:
+                sync.send(arrays, compression, waits=False)
+            for sync in self._syncs:
+                sync.take(arrays, sync.receive())
+            self._blocking += 1
+        if moment.sends:
+            for sync in self._syncs:
+                sync.send(arrays, compression, waits=True)
+            self._sent += 1
+        return bool(self._syncs) and (moment.arrives is not None or moment.blocks)
+
+    def end_epoch(self, arrays: Sequence[Array], loss: float | None) -> bool:
+        """End an epoch: all ranks have the same parameters, and B and S of the next one; a collective call.
+
+        Args:
+            arrays: flat, of all tensors; changed in place.
+            loss: of this rank in the epoch; ranks take the mean.
+
+        Returns:
+            Whether parameters have changed.
+
+        Raises:
+            MismatchError: some ranks give a loss, others None.
+        """
+        if self.groups.everyone is not None:
+            self.groups.everyone.require_agreement({"a loss for epoch_end()": loss is not None})
+        if loss is not None and self.groups.everyone is not None:
+            loss = float(means(self.groups.everyone, [np.array([loss])], f"{self._name}.loss")[0][0])
+        told, phase = self._told(self.clock.epoch, loss), self.clock.phase
+        moment = self.clock.end_epoch(loss)
+        self._epochs.append(told)
+        return self.act(moment, arrays, phase)
+
+    def average(self, arrays: Mapping[str, Array]) -> None:
+        """Make buffers or optimizer states their mean over all ranks, in place; a collective call.
+
+        Raises:
+            MismatchError: the ranks have others.
+        """
+        if self.groups.everyone is None:
+            return
+        described = [[name, list(x.shape), str(x.dtype)] for name, x in arrays.items()]
+        self.groups.everyone.require_agreement({"averaged at the end of an epoch": described})
+        averaged = means(self.groups.everyone, list(arrays.values()), self._name)
+        for x, mean in zip(arrays.values(), averaged, strict=True):
+            x[...] = mean.reshape(x.shape)
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """See `DASO.daso_stats`."""
+        clock = self.clock
+        return {
+            "nodes": self.groups.nodes.count,
+            "ranks_of_node": len(self.groups.nodes.members[self.groups.nodes.node_of(self.groups.rank)]),
+            "phase": clock.phase,
+            "epoch": clock.epoch,
+            "global_skips": clock.skips,
+            "batches_to_wait": clock.wait,
+            "batches": self._batches,
+            "synchronizations": {"blocking": self._blocking, "sent": self._sent, "merged": self._merged},
+            "parameter_bytes": self._bytes,
+            "bytes_between_nodes": sum(sync.bytes_between for sync in self._syncs),
+            "bytes_inside_nodes": sum(sync.bytes_inside for sync in self._syncs),
+            "seconds_between_nodes": sum(sync.seconds_between for sync in self._syncs),
+            "seconds_inside_nodes": sum(sync.seconds_inside for sync in self._syncs),
+            "epochs": [*self._epochs],
+        }
+
+    def _told(self, epoch: int, loss: float | None) -> dict[str, Any]:
+        return {
+            "epoch": epoch,
+            "phase": self.settings.schedule.phase_of(epoch),
+            "global_skips": self.clock.skips,
+            "batches_to_wait": self.clock.wait,
+            "loss": loss,
+        }
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later steps depend on, of this rank; waits for what is under way."""
+        return {
+            "format": FORMAT,
+            "rank": self.groups.rank,
+            "settings": self._described,
+            "clock": self.clock.state_dict(),
+            "syncs": [sync.state_dict() for sync in self._syncs],
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            StateError: not such a state, or of another rank, network, nodes or settings.
+        """
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        if found != FORMAT:
+            raise StateError(f"not a DASO state of format {FORMAT}: its format is {found!r}")
+        if state["rank"] != self.groups.rank:
+            raise StateError(f"DASO state of rank {state['rank']}, given to rank {self.groups.rank}")
+        saved = state["settings"]
+        if different := sorted(key for key, value in self._described.items() if saved.get(key) != value):
+            raise StateError(f"DASO state of other settings: {', '.join(different)} differ")
+        self.clock.check(state["clock"])
+        for sync, of_sync in zip(self._syncs, state["syncs"], strict=True):
+            sync.load_state_dict(of_sync)
+        self.clock.load_state_dict(state["clock"])

@@ -1,0 +1,84 @@
+"""What an edge gives: collectives on arrays among some ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from hvd_compress.daso.lane import Array
+from hvd_compress.daso.nodes import Nodes
+
+__all__ = ["Groups", "Ranks", "means"]
+
+
+class Ranks(Protocol):
+    """The ranks of a process set, this one among them."""
+
+    size: int
+    position: int
+
+    def require_agreement(self, description: dict[str, Any]) -> None:
+        """Raise MismatchError on all ranks unless all say the same."""
+
+    def start(self, collective: str, array: Array, name: str, sizes: Sequence[int] | None = None, root: int = 0) -> Any:
+        """Start "allreduce" (a sum), "allgather", "alltoall" (with the elements for each rank) or "broadcast".
+
+        Args:
+            collective: its name.
+            array: flat; in use until `wait` has returned.
+            name: the same on all ranks, and of nothing else that is under way.
+            sizes: of the parts of an alltoall; None for equal ones.
+            root: of a broadcast, its position.
+        """
+
+    def poll(self, handle: Any) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self, handle: Any) -> Array:
+        """What the collective has brought, flat."""
+
+
+class Groups(NamedTuple):
+    """Where a rank stands.
+
+    Args:
+        nodes: of all ranks.
+        rank: this one.
+        everyone: all ranks; None if this one is alone.
+        within: the ranks of its node; None if it is alone there.
+        across: one rank of each node; None if there is one node, or this rank is in no group.
+        name: of the collectives, the same on all ranks, and of no other optimizer.
+    """
+
+    nodes: Nodes
+    rank: int
+    everyone: Ranks | None
+    within: Ranks | None
+    across: Ranks | None
+    name: str
+
+    @property
+    def position(self) -> int:
+        """Among the ranks of the node."""
+        return self.nodes.members[self.nodes.node_of(self.rank)].index(self.rank)
+
+    @property
+    def weight(self) -> float:
+        """Of the node."""
+        return self.nodes.weight_of(self.nodes.node_of(self.rank))
+
+
+def means(ranks: Ranks, arrays: Sequence[Array], name: str) -> list[Array]:
+    """Of flat arrays over the ranks, the same bits on all of them; one collective for each dtype."""
+    found: list[Array] = [np.empty(0)] * len(arrays)
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        of_dtype = [i for i, x in enumerate(arrays) if x.dtype == dtype]
+        together = np.concatenate([arrays[i].reshape(-1) for i in of_dtype])
+        if together.size:
+            together = ranks.wait(ranks.start("allreduce", together, f"{name}.{dtype}")) / dtype.type(ranks.size)
+        ends = np.cumsum([arrays[i].size for i in of_dtype])
+        for i, part in zip(of_dtype, np.split(together, ends[:-1]), strict=True):
+            found[i] = part
+    return found

@@ -1,0 +1,74 @@
+"""What the user asks of DASO, checked, and as the ranks compare it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_compress import wire
+from hvd_compress.compressors import BF16, Compressor, NoCompression
+from hvd_compress.compressors.settings import check_choice, check_flag
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.policy import Policy, given_compression
+from hvd_compress.schedules import CYCLING, DasoSchedule
+from hvd_compress.tensors import Tensor
+
+__all__ = ["FORMS", "DasoSettings"]
+
+FORMS = ("sharded", "rotate")
+
+
+@dataclass(frozen=True)
+class DasoSettings:
+    """The arguments of `DASO` that do not depend on a framework.
+
+    Raises:
+        TypeError: not a schedule or a compressor.
+        ValueError: a setting out of its range.
+        UnsupportedError: an elastic run.
+    """
+
+    schedule: DasoSchedule
+    form: str = "sharded"
+    merge: Any = "paper"
+    compression: Any = NoCompression()
+    blocking_compression: Any = BF16()
+    average_state: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, DasoSchedule):
+            raise TypeError(f"schedule={self.schedule!r}: give a DasoSchedule")
+        check_choice(self, "form", self.form, FORMS)
+        is_weight = isinstance(self.merge, int | float) and not isinstance(self.merge, bool) and 0 < self.merge <= 1
+        if self.merge not in ("paper", "delta") and not is_weight:
+            raise ValueError(
+                f"merge={self.merge!r}: must be 'paper', 'delta', or the weight of what arrives, greater than 0 and at "
+                "most 1"
+            )
+        check_flag(self, "average_state", self.average_state)
+        for argument in ("compression", "blocking_compression"):
+            object.__setattr__(self, argument, given_compression(argument, getattr(self, argument)))
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise UnsupportedError(
+                "DASO in an elastic run: nodes and their groups are fixed. Start with a fixed number of ranks"
+            )
+
+    def compression_in(self, phase: str) -> Compressor | Policy:
+        """Of what goes between nodes."""
+        chosen: Compressor | Policy = self.compression if phase == CYCLING else self.blocking_compression
+        return chosen
+
+    def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """What ranks compare."""
+        return {
+            "wire version": wire.VERSION,
+            "schedule": self.schedule.get_config(),
+            "form": self.form,
+            "merge": self.merge,
+            "compression": self.compression.get_config(),
+            "blocking_compression": self.blocking_compression.get_config(),
+            "average_state": self.average_state,
+            "parameters": [[t.name, list(t.shape), t.dtype] for t in tensors],
+        }

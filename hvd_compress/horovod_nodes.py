@@ -1,0 +1,92 @@
+"""Horovod's process sets for nodes and for groups across them; an edge gives its Horovod.
+
+A set is best given to `hvd.init`: where sets may be added later, Horovod asks all ranks about them in each cycle of its
+background thread, and nodes wait for each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hvd_compress.daso import Nodes
+from hvd_compress.errors import UnsupportedError
+
+__all__ = ["NodeSets", "process_sets_for", "sets_of"]
+
+# where launchers tell a process how many there are, and how many on its host
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+class NodeSets(NamedTuple):
+    """Process sets of one rank.
+
+    Args:
+        nodes: of all ranks.
+        within: the ranks of its node; None if it is alone there.
+        across: one rank of each node; None if there is one node, or this rank is in no group.
+    """
+
+    nodes: Nodes
+    within: Any
+    across: Any
+
+
+def process_sets_for(hvd: Any, ranks_per_node: int | None, size: int | None) -> list[Any]:
+    """The process sets of `DASO` for `hvd.init(process_sets=...)`, with what the launcher tells before that.
+
+    Raises:
+        UnsupportedError: the launcher does not tell how many ranks there are.
+        ValueError: the ranks are not so many times a number of nodes.
+    """
+    size = _told(_SIZES, "size", 1) if size is None else size
+    ranks_per_node = _told(_LOCAL_SIZES, "ranks_per_node", size) if ranks_per_node is None else ranks_per_node
+    return [hvd.ProcessSet(list(ranks)) for ranks in _needed(Nodes.of_equal(size, ranks_per_node))]
+
+
+def sets_of(hvd: Any, nodes: Nodes, known_sets: Callable[[], Mapping[int, Sequence[int]]]) -> NodeSets:
+    """Find the process sets of this rank, or add them on all ranks; a collective call.
+
+    Args:
+        hvd: Horovod for a framework, started.
+        nodes: of all ranks.
+        known_sets: tells the ranks of all process sets by their number.
+
+    Raises:
+        UnsupportedError: a set is missing, and Horovod was not started so that it can be added.
+    """
+    by_ranks = {tuple(ranks): number for number, ranks in known_sets().items()}
+    found: dict[tuple[int, ...], Any] = {tuple(range(nodes.size)): hvd.global_process_set}
+    for ranks in _needed(nodes):
+        if ranks in by_ranks:
+            found[ranks] = hvd.ProcessSet(list(ranks))
+            found[ranks].process_set_id = by_ranks[ranks]
+        elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+            found[ranks] = hvd.add_process_set(list(ranks))
+        else:
+            raise UnsupportedError(
+                f"DASO needs a process set of the ranks {list(ranks)}: start Horovod with "
+                "hvd.init(process_sets=hvd.daso_process_sets()), which takes ranks_per_node= where nodes are not those "
+                'that the launcher tells of, or with hvd.init(process_sets="dynamic")'
+            )
+    rank = hvd.rank()
+    within = nodes.members[nodes.node_of(rank)]
+    across = next((group for group in nodes.groups if rank in group), ())
+    return NodeSets(nodes, found[within] if len(within) > 1 else None, found[across] if len(across) > 1 else None)
+
+
+def _needed(nodes: Nodes) -> list[tuple[int, ...]]:
+    """The sets that Horovod does not have: of several ranks, and not of all."""
+    # those inside of nodes first: Horovod runs what waits in a set of a lower number first
+    return [ranks for ranks in (*nodes.members, *nodes.groups) if 1 < len(ranks) < nodes.size]
+
+
+def _told(names: Sequence[str], argument: str, otherwise: int) -> int:
+    for name in names:
+        if name in os.environ:
+            return int(os.environ[name])
+    if any(name in os.environ for name in (*_SIZES, *_LOCAL_SIZES)):
+        raise UnsupportedError(f"the launcher sets none of {', '.join(names)}: give daso_process_sets({argument}=...)")
+    return otherwise

@@ -1,0 +1,225 @@
+"""DASO's schedule: after which batches parameters are sent to the other nodes, and after which they arrive.
+
+A `DasoSchedule` is a setting; the `DasoClock` that it starts counts the batches of one rank. Source: Coquelin et al.,
+DASO (2021), section 3 and figure 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from hvd_compress.compressors.settings import check_int, check_real
+from hvd_compress.errors import StateError
+
+__all__ = ["COOLDOWN", "CYCLING", "WARMUP", "DasoClock", "DasoSchedule", "Moment"]
+
+WARMUP, CYCLING, COOLDOWN = "warm-up", "cycling", "cool-down"
+
+
+class Moment(NamedTuple):
+    """What happens between nodes after a batch, in this order.
+
+    Args:
+        arrives: batches since what arrives now was sent; None if nothing does.
+        blocks: all nodes send and wait for the mean, which replaces their parameters; what arrives counts for nothing.
+        sends: parameters are sent, and are not waited for.
+    """
+
+    arrives: int | None = None
+    blocks: bool = False
+    sends: bool = False
+
+
+@dataclass(frozen=True)
+class DasoSchedule:
+    """When nodes synchronize: every B-th batch, S batches stale, and after every batch in warm-up and cool-down.
+
+    An epoch ends with a blocking synchronization, so that all ranks evaluate and save the same parameters; where
+    `steps_per_epoch` is known, nothing is sent that could not arrive before. The first epochs warm up and the last ones
+    cool down. In between, B and S are halved, down to 1, when the loss has not fallen for more than `patience` epochs,
+    and begin anew where both are 1 already. Differences from the authors' code: S is halved as the paper says, not
+    lowered by 1; cycles begin with the given B and S; what is sent after batch t arrives after batch t + S for all S up
+    to B.
+
+    Args:
+        global_skips: B, in batches.
+        batches_to_wait: S, in batches, at most B; 0 waits for the mean, which then replaces the parameters.
+        total_epochs: of the training; None if there is no cool-down.
+        warmup_epochs: at the beginning.
+        cooldown_epochs: at the end; epochs beyond `total_epochs` belong to them.
+        patience: epochs in a row that may pass without progress; None keeps B and S.
+        stability: the share of the best loss by which a loss must be below it to count as progress.
+        steps_per_epoch: batches of an epoch, the same on all ranks; None if only `end_epoch` tells.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example:
+        >>> from hvd_compress import DasoSchedule
+        >>> clock = DasoSchedule(global_skips=2, batches_to_wait=1, steps_per_epoch=5).clock()
+        >>> ["arrives" if m.arrives else "blocks" if m.blocks else "sends" if m.sends else "" for m in
+        ...     (clock.batch() for _ in range(5))]
+        ['', 'sends', 'arrives', '', 'blocks']
+    """
+
+    global_skips: int = 4
+    batches_to_wait: int = 1
+    total_epochs: int | None = None
+    warmup_epochs: int = 0
+    cooldown_epochs: int = 0
+    patience: int | None = 2
+    stability: float = 0.05
+    steps_per_epoch: int | None = None
+
+    _MOST: ClassVar[int] = 2**31 - 1
+
+    def __post_init__(self) -> None:
+        check_int(self, "global_skips", self.global_skips, 1, self._MOST)
+        check_int(self, "batches_to_wait", self.batches_to_wait, 0, self.global_skips)
+        check_int(self, "total_epochs", self.total_epochs, 1, self._MOST, none=True)
+        check_int(self, "warmup_epochs", self.warmup_epochs, 0, self._MOST)
+        check_int(self, "cooldown_epochs", self.cooldown_epochs, 0, self._MOST)
+        check_int(self, "patience", self.patience, 0, self._MOST, none=True)
+        check_int(self, "steps_per_epoch", self.steps_per_epoch, 1, self._MOST, none=True)
+        check_real(self, "stability", self.stability, above=0.0, most=1.0)
+        if self.total_epochs is None and self.cooldown_epochs:
+            raise ValueError(
+                f"cooldown_epochs={self.cooldown_epochs} without total_epochs: the schedule must know when the last "
+                "epochs begin. Give total_epochs, or cooldown_epochs=0"
+            )
+        if self.total_epochs is not None and self.warmup_epochs + self.cooldown_epochs > self.total_epochs:
+            raise ValueError(
+                f"warmup_epochs={self.warmup_epochs} and cooldown_epochs={self.cooldown_epochs} are more than "
+                f"total_epochs={self.total_epochs}: leave room for cycles between them"
+            )
+
+    def clock(self) -> DasoClock:
+        """The state of one rank before its first batch."""
+        return DasoClock(self)
+
+    def phase_of(self, epoch: int) -> str:
+        """`WARMUP`, `CYCLING` or `COOLDOWN`, of an epoch counted from 0."""
+        if epoch < self.warmup_epochs:
+            return WARMUP
+        if self.total_epochs is not None and epoch >= self.total_epochs - self.cooldown_epochs:
+            return COOLDOWN
+        return CYCLING
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings as a JSON-able dict, which ranks compare."""
+        return asdict(self)
+
+
+class DasoClock:
+    """Counts batches and epochs; ranks that count alike act alike.
+
+    Args:
+        schedule: the settings.
+    """
+
+    _SAVED = ("skips", "wait", "epoch", "steps", "sent_at", "is_level", "best", "bad_epochs")
+
+    def __init__(self, schedule: DasoSchedule) -> None:
+        self.schedule = schedule
+        self.skips = schedule.global_skips
+        """The present B."""
+        self.wait = schedule.batches_to_wait
+        """The present S."""
+        self.epoch = 0
+        self.steps = 0
+        """Batches of this epoch so far."""
+        self.sent_at: int | None = None
+        """The batch of this epoch after which what is under way was sent."""
+        self.is_level = False
+        """Whether all nodes have the same parameters since the last batch."""
+        self.best: float | None = None
+        """The lowest loss of a cycling epoch."""
+        self.bad_epochs = 0
+
+    @property
+    def phase(self) -> str:
+        """`WARMUP`, `CYCLING` or `COOLDOWN`."""
+        return self.schedule.phase_of(self.epoch)
+
+    def batch(self) -> Moment:
+        """Count a batch whose update is made."""
+        last = self.schedule.steps_per_epoch
+        if last is not None and self.steps == last:
+            # nobody said so: then nobody has a loss
+            self.end_epoch(None)
+        self.steps += 1
+        due = self.steps % self.skips == 0
+        self.is_level = self.phase != CYCLING or self.steps == last or (due and self.wait == 0)
+        if self.is_level:
+            return Moment(self._arrive(), blocks=True)
+        arrives = self._arrive() if self.sent_at is not None and self.steps - self.sent_at == self.wait else None
+        sends = due and (last is None or self.steps + self.wait < last)
+        if sends:
+            self.sent_at = self.steps
+        return Moment(arrives, sends=sends)
+
+    def end_epoch(self, loss: float | None) -> Moment:
+        """Count an epoch, and choose B and S of the next one.
+
+        Args:
+            loss: of the epoch, the same on all ranks; None leaves B and S as they are.
+
+        Returns:
+            What is to happen, if the last batch has not done it.
+        """
+        moment = Moment() if self.is_level else Moment(self._arrive(), blocks=self.steps > 0)
+        if loss is not None and self.phase == CYCLING and self.schedule.patience is not None:
+            self._note(loss, self.schedule.patience)
+        self.epoch += 1
+        self.steps = 0
+        self.is_level = True
+        return moment
+
+    def _arrive(self) -> int | None:
+        sent_at, self.sent_at = self.sent_at, None
+        return None if sent_at is None else self.steps - sent_at
+
+    def _note(self, loss: float, patience: int) -> None:
+        is_new_best = self.best is None or loss < self.best - self.schedule.stability * abs(self.best)
+        if math.isfinite(loss) and is_new_best:
+            self.best = loss
+            self.bad_epochs = 0
+            return
+        self.bad_epochs += 1
+        if self.bad_epochs <= patience:
+            return
+        self.bad_epochs = 0
+        if self.skips > 1:
+            self.skips = max(1, self.skips // 2)
+            self.wait = max(min(1, self.wait), self.wait // 2)
+        else:
+            self.skips, self.wait = self.schedule.global_skips, self.schedule.batches_to_wait
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later moments depend on, as plain values."""
+        return {"schedule": self.schedule.get_config(), **{key: getattr(self, key) for key in self._SAVED}}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise StateError unless `state` is of this schedule."""
+        saved = state.get("schedule") or {}
+        mine = self.schedule.get_config()
+        if different := sorted(key for key in mine if saved.get(key) != mine[key]):
+            raise StateError(
+                f"DASO state of another schedule: {', '.join(f'{k}={saved.get(k)!r}' for k in different)}, here "
+                f"{', '.join(f'{k}={mine[k]!r}' for k in different)}"
+            )
+        if missing := [key for key in self._SAVED if key not in state]:
+            raise StateError(f"DASO state lacks {', '.join(missing)} of the schedule")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            StateError: of another schedule.
+        """
+        self.check(state)
+        for key in self._SAVED:
+            setattr(self, key, state[key])

@@ -1,0 +1,315 @@
+"""`DASO`: gradients averaged inside of nodes in each step, parameters between nodes now and then."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress.compressors import BF16, NoCompression
+from hvd_compress.cost import HorovodCollectives
+from hvd_compress.daso import DasoSettings, Groups, Member, Nodes
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.horovod_nodes import NodeSets, process_sets_for, sets_of
+from hvd_compress.schedules import DasoSchedule, Moment
+from hvd_compress.torch._horovod import HorovodOptimizer, known_process_sets, relay
+from hvd_compress.torch._optimizer import DistributedOptimizer
+from hvd_compress.torch._parameters import Buffers, Parameters, as_arrays, as_tensors, by_name, trained
+from hvd_compress.torch._ranks import TorchRanks
+
+__all__ = ["DASO", "daso_process_sets", "groups_of", "node_sets"]
+
+
+# all ranks wrap their optimizers in the same order, or are told so by `Member`
+_numbers = itertools.count()
+
+
+class _Alone(hvd.ProcessSet):
+    """In the place of a node's process set where this rank is alone on its node: nothing is exchanged in it."""
+
+    def __init__(self) -> None:
+        super().__init__([hvd.rank()])
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def included(self) -> bool:
+        return False
+
+
+class _Overrides:
+    """Methods laid over those of `DistributedOptimizer` of one node."""
+
+    _daso: _Daso
+    _below_step: Callable[..., Any]
+    # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
+    _step_supports_amp_scaling = True
+
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """Average gradients in the node, update, and do what is due between nodes."""
+        self._daso.parameters.check(self.param_groups)
+        loss = None
+        if _skips(self):
+            self._synchronized = False
+        else:
+            loss = self._below_step(closure)
+        self._daso.after_update()
+        return loss
+
+    def epoch_end(self: Any, loss: float | torch.Tensor | None = None) -> None:
+        """End an epoch: all ranks get the same parameters, and the schedule looks at the loss; a collective call.
+
+        Named buffers, and with `average_state` the state of the optimizer, become their mean over the ranks.
+
+        Args:
+            loss: of this rank in the epoch; ranks take the mean. None leaves B and S as they are.
+
+        Raises:
+            MismatchError: some ranks give a loss, others None.
+        """
+        self._daso.parameters.check(self.param_groups)
+        self._daso.end_epoch(None if loss is None else float(loss), self.state)
+
+    def daso_stats(self: Any) -> dict[str, Any]:
+        """What this rank has done so far.
+
+        Returns:
+            nodes, ranks_of_node; phase, epoch, global_skips (B) and batches_to_wait (S) at present; batches;
+            synchronizations: blocking, sent, merged; parameter_bytes; bytes_between_nodes and bytes_inside_nodes that
+            this rank has sent for synchronizations, an allreduce counted as a ring; seconds_between_nodes and
+            seconds_inside_nodes that it has waited for them; gradient_bytes, sent inside of the node for gradients;
+            epochs: a list of {epoch, phase, global_skips, batches_to_wait, loss}, for plots.
+        """
+        return {**self._daso.member.stats(), "gradient_bytes": self._daso.gradient_bytes}
+
+    def daso_state_dict(self: Any) -> dict[str, Any]:
+        """The schedule, what is owed, and what is under way, to be saved per rank, by all ranks after the same step.
+
+        What is under way is waited for, and merged when it is due.
+
+        Returns:
+            A dict of tensors and plain values that `torch.save` takes.
+        """
+        state: dict[str, Any] = as_tensors(self._daso.member.state_dict())
+        return state
+
+    def load_daso_state_dict(self: Any, state: dict[str, Any]) -> None:
+        """Take over what `daso_state_dict` returned on this rank; training goes on as if it had not stopped.
+
+        Raises:
+            StateError: not such a state, or of another rank, network, nodes or settings.
+        """
+        self._daso.member.load_state_dict(as_arrays(state))
+
+
+class _Daso:
+    """What a wrapped optimizer has of DASO.
+
+    Args:
+        parameters: by name.
+        buffers: by name, averaged at the end of an epoch.
+        settings: the same on all ranks.
+        sets: of this rank.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor],
+        settings: DasoSettings,
+        sets: NodeSets,
+    ) -> None:
+        self.parameters = Parameters(parameters, "DASO")
+        self.member = Member(self.parameters.tensors, settings, groups_of(sets))
+        self._buffers = {f"buffer {name}": b for name, b in buffers.items()}
+        self._by_name = parameters
+        self._averages_state = settings.average_state
+        ranks = 1 if sets.within is None else sets.within.size()
+        nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        self._gradient_bytes = round(2 * (ranks - 1) / ranks * nbytes)
+        self.gradient_bytes = 0
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Count a batch and do what is due."""
+        self.gradient_bytes += self._gradient_bytes
+        moment = self.member.batch()
+        if moment != Moment():
+            arrays = self.parameters.arrays()
+            if self.member.act(moment, arrays):
+                self.parameters.write(arrays)
+
+    @torch.no_grad()
+    def end_epoch(self, loss: float | None, state: Any) -> None:
+        """Make ranks equal, and count an epoch."""
+        arrays = self.parameters.arrays()
+        if self.member.end_epoch(arrays, loss):
+            self.parameters.write(arrays)
+        others = Buffers({**self._buffers, **(self._state_of(state) if self._averages_state else {})})
+        self.member.average(others.arrays())
+        others.take()
+
+    def _state_of(self, state: Any) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps for each element, such as momentum; its counts of steps are equal anyway."""
+        return {
+            f"{key} of {name}": value
+            for name, p in self._by_name.items()
+            for key, value in state.get(p, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim() > 0
+        }
+
+
+def DASO(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    total_epochs: int | None = None,
+    warmup_epochs: int = 0,
+    cooldown_epochs: int = 0,
+    global_skips: int = 4,
+    batches_to_wait: int = 1,
+    patience: int | None = 2,
+    stability: float = 0.05,
+    steps_per_epoch: int | None = None,
+    form: str = "sharded",
+    merge: str | float = "paper",
+    compression: Any = NoCompression(),
+    blocking_compression: Any = BF16(),
+    average_state: bool = False,
+    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ranks_per_node: int | None = None,
+    backward_passes_per_step: int = 1,
+    sparse_as_dense: bool = False,
+) -> Any:
+    """Wrap an optimizer for distributed asynchronous and selective optimization over several nodes.
+
+    Each `step()` averages gradients inside the node while backward goes on, and updates. Between nodes parameters are
+    averaged: after every step in warm-up and cool-down, else after every B-th one, arriving S steps later and merged by
+    equation 1 of Coquelin et al., DASO (2021). Call `epoch_end(loss)` after each epoch; then all ranks have equal
+    parameters. Start all ranks from equal parameters (`hvd.broadcast_parameters`), and Horovod with
+    `hvd.init(process_sets=hvd.daso_process_sets())`. With one node it is Horovod inside of it; with one rank on each,
+    gradients are not exchanged at all. Differences from the authors' code: see `DasoSchedule`; gradients are averaged
+    in every step; what is sent is a snapshot; 16 bits hold changes, not parameters, and what they leave out goes with
+    the next change. All ranks must call this.
+
+    With a GradScaler, call `opt.synchronize()` and `scaler.unscale_(opt)` before `scaler.step(opt)` inside of
+    `opt.skip_synchronize()`, as with Horovod; a step that it skips counts as a batch.
+
+    Args:
+        optimizer: to wrap; its state (momentum) stays on its rank.
+        named_parameters: such as `model.named_parameters()`.
+        total_epochs: of the training; needed for a cool-down.
+        warmup_epochs: at the beginning, in which nodes average after every step and wait for it.
+        cooldown_epochs: the same at the end.
+        global_skips: B, steps from one averaging of nodes to the next.
+        batches_to_wait: S, steps until what was sent arrives; 0 waits, at most B.
+        patience: epochs in a row without progress after which B and S are halved; None keeps them.
+        stability: the share of the best loss by which a loss must be lower to count as progress.
+        steps_per_epoch: if it is known, the last step of an epoch makes ranks equal, and nothing is sent that could not
+            arrive before.
+        form: "sharded", each rank of a node averages its share of the parameters with other nodes, all at the same
+            time; "rotate", one rank of each node averages all, in turns, as in the paper.
+        merge: "paper", (2S x + sum over nodes) / (2S + nodes); "delta", the mean plus what this node has done while it
+            waited; or the weight of the mean, in (0, 1].
+        compression: of the change since the last averaging, while cycling; a compressor of hvd_compress or a `Policy`.
+            The merge then keeps the same share of what the node has done while it waited, and nothing of how it
+            differed before: that is the residual's. Takes three more copies of the parameters.
+        blocking_compression: the same in warm-up and cool-down.
+        average_state: average the optimizer's state over the ranks at the end of each epoch.
+        named_buffers: such as `model.named_buffers()`, averaged over the ranks at the end of each epoch.
+        ranks_per_node: counted from rank 0 on; by default nodes are the hosts that Horovod reports. They need not have
+            equally many ranks: every rank counts the same.
+        backward_passes_per_step: backward passes that are summed up before a step.
+        sparse_as_dense: make sparse gradients dense before they are averaged.
+
+    Raises:
+        ValueError: a setting out of its range, or parameters without or with equal names.
+        TypeError: an argument of another type than stated.
+        UnsupportedError: a process set is missing; an elastic run; an optimizer that is distributed already.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        hvd.init(process_sets=hvd.daso_process_sets())
+        opt = hvd.DASO(opt, model.named_parameters(), total_epochs=30, warmup_epochs=3, cooldown_epochs=3)
+        for epoch in range(30):
+            ...  # train as always
+            opt.epoch_end(loss)
+    """
+    if type(optimizer).__module__ == HorovodOptimizer.__module__:
+        raise UnsupportedError("DASO around an optimizer that is distributed already: wrap the torch optimizer inside")
+    schedule = DasoSchedule(
+        global_skips,
+        batches_to_wait,
+        total_epochs,
+        warmup_epochs,
+        cooldown_epochs,
+        patience,
+        stability,
+        steps_per_epoch,
+    )
+    settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
+    named = None if named_parameters is None else list(named_parameters)
+    buffers = by_name("named_buffers", named_buffers or ())
+    parameters = trained(optimizer, named)
+    sets = node_sets(ranks_per_node)
+    daso = _Daso(parameters, buffers, settings, sets)
+    wrapped = DistributedOptimizer(
+        optimizer, named, backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
+        process_set=_Alone() if sets.within is None else sets.within,
+    )  # fmt: skip
+    relay(wrapped, _Overrides)
+    wrapped._daso = daso
+    return wrapped
+
+
+def daso_process_sets(ranks_per_node: int | None = None, size: int | None = None) -> list[hvd.ProcessSet]:
+    """The process sets that `DASO` needs, for `hvd.init(process_sets=...)`.
+
+    Args:
+        ranks_per_node: as given to `DASO`; by default what the launcher says of this host.
+        size: number of ranks; by default what the launcher says.
+
+    Raises:
+        UnsupportedError: the launcher does not say it.
+        ValueError: the ranks are not so many times a number of nodes. Where hosts differ, use
+            `hvd.init(process_sets="dynamic")`.
+    """
+    return process_sets_for(hvd, ranks_per_node, size)
+
+
+def node_sets(ranks_per_node: int | None) -> NodeSets:
+    """The process sets of this rank; a collective call."""
+    if ranks_per_node is not None:
+        nodes = Nodes.of_equal(hvd.size(), ranks_per_node)
+    else:
+        nodes = Nodes.of_numbers(HorovodCollectives(hvd, torch.from_numpy, None).host_numbers())
+    return sets_of(hvd, nodes, known_process_sets)
+
+
+def groups_of(sets: NodeSets) -> Groups:
+    """Where this rank stands, with collectives."""
+
+    def ranks_of(process_set: Any) -> TorchRanks | None:
+        return None if process_set is None or process_set.size() == 1 else TorchRanks(process_set)
+
+    everyone, within, across = (ranks_of(s) for s in (hvd.global_process_set, sets.within, sets.across))
+    return Groups(sets.nodes, hvd.rank(), everyone, within, across, f"hvd_compress.daso.{next(_numbers)}")
+
+
+def _skips(optimizer: Any) -> bool:
+    """Whether a GradScaler has found a gradient that is not finite; it has left word in attributes."""
+    if "found_inf" not in vars(optimizer):
+        return False
+    if optimizer.grad_scale is not None:
+        raise UnsupportedError(
+            "scaler.step(opt) with DASO before opt.synchronize() and scaler.unscale_(opt): ranks of a node would not "
+            "agree on what is finite. Call both first, and scaler.step(opt) inside of opt.skip_synchronize()"
+        )
+    return bool(optimizer.found_inf)

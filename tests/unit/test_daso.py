@@ -1,0 +1,461 @@
+"""DASO's core on ranks that are threads: against equation 1 and plain averaging, typed anew in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvd_compress import BF16, FP16, QSGD, Adaptive, DasoSchedule, NoCompression, OneBit, Policy, Threshold, TopK
+from hvd_compress.daso import DasoSettings, Member, Nodes
+from hvd_compress.daso.lane import Lane
+from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.schedules import Moment
+from hvd_compress.tensors import Tensor
+from tests.threads import World
+
+TENSORS = [Tensor("w", (40, 64)), Tensor("b", (40,)), Tensor("v", (7, 300)), Tensor("s", ())]
+MIXED = [*TENSORS, Tensor("d", (50, 30), "float64"), Tensor("e", (0, 5))]
+NODES = {
+    "2x2": Nodes.of_equal(4, 2),
+    "4x1": Nodes.of_equal(4, 1),
+    "1x4": Nodes.of_equal(4, 4),
+    "3x2": Nodes.of_equal(6, 2),
+    "uneven": Nodes.of_numbers([0, 0, 1, 1, 1]),
+    "shuffled": Nodes.of_numbers([5, 9, 5, 9]),
+    "alone": Nodes.of_equal(1, 1),
+}
+RAW = {"blocking_compression": NoCompression()}
+
+
+def settings(*, form="sharded", merge="paper", average_state=False, compression=None, blocking=None, **schedule):
+    schedule.setdefault("patience", None)
+    return DasoSettings(
+        DasoSchedule(**schedule),
+        form,
+        merge,
+        NoCompression() if compression is None else compression,
+        NoCompression() if blocking is None else blocking,
+        average_state,
+    )
+
+
+def start_of(tensors):
+    """Parameters that all ranks begin with."""
+    draw = np.random.default_rng(1)
+    return [draw.normal(size=t.numel).astype(t.dtype) for t in tensors]
+
+
+def update(tensors, node, step):
+    """What a node's averaged gradients change in a step; the same on its ranks."""
+    draw = np.random.default_rng([2, node, step])
+    return [(draw.normal(size=t.numel) * 0.1).astype(t.dtype) for t in tensors]
+
+
+def train(member, groups, tensors, arrays, begin, end, trace=None, ends=()):
+    node = groups.nodes.node_of(groups.rank)
+    for step in range(begin, end):
+        for x, change in zip(arrays, update(tensors, node, step), strict=True):
+            x += change
+        moment = member.batch()
+        if moment != Moment():
+            member.act(moment, arrays)
+        if step in ends:
+            member.end_epoch(arrays, float(step + groups.rank))
+        if trace is not None:
+            trace.append([x.copy() for x in arrays])
+
+
+def run(nodes, chosen, tensors=TENSORS, steps=12, ends=(), world=None):
+    """The trace of each rank."""
+    world = World() if world is None else world
+
+    def program(groups):
+        member = Member(tensors, chosen, groups)
+        trace = []
+        train(member, groups, tensors, start_of(tensors), 0, steps, trace, ends)
+        return trace, member.stats()
+
+    # a step changes arrays in place: start_of is made anew, so is kept in `train` only
+    return world.run(nodes, program)
+
+
+class Oracle:
+    """DASO by equation 1, on nodes instead of ranks."""
+
+    def __init__(self, nodes, merge, tensors):
+        self.nodes, self.merge = nodes, merge
+        self.x = [start_of(tensors) for _ in nodes.members]
+        self.sent = None
+        self.tensors = tensors
+
+    def total(self, i, of):
+        # weighted so that every rank counts the same
+        total = None
+        for node, x in enumerate(of):
+            weight = x[i].dtype.type(len(self.nodes.members[node]) * self.nodes.count / self.nodes.size)
+            part = x[i] if weight == 1 else weight * x[i]
+            total = part.copy() if total is None else total + part
+        return total
+
+    def step(self, step, moment):
+        for node, x in enumerate(self.x):
+            for i, change in enumerate(update(self.tensors, node, step)):
+                x[i] = x[i] + change
+        if self.nodes.count == 1:
+            return
+        if moment.arrives is not None and not moment.blocks:
+            self.x = [
+                [self.merged(node, i, moment.arrives) for i in range(len(self.tensors))] for node in range(len(self.x))
+            ]
+        if moment.blocks:
+            means = [self.total(i, self.x) / self.dtype(i).type(self.nodes.count) for i in range(len(self.tensors))]
+            self.x = [[m.copy() for m in means] for _ in self.x]
+        if moment.sends:
+            self.sent = [[x.copy() for x in of_node] for of_node in self.x]
+
+    def dtype(self, i):
+        return np.dtype(self.tensors[i].dtype)
+
+    def merged(self, node, i, staleness):
+        x, total, kind = self.x[node][i], self.total(i, self.sent), self.dtype(i).type
+        count = self.nodes.count
+        if self.merge == "paper":
+            return (kind(2 * staleness) * x + total) / kind(2 * staleness + count)
+        mean = total / kind(count)
+        if self.merge == "delta":
+            return mean + kind(1) * (x - self.sent[node][i])
+        w = self.merge
+        return (kind(count * (1 - w) / w) * x + total) / kind(count / w)
+
+
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+@pytest.mark.parametrize("merge", ["paper", "delta", 0.5, 1])
+@pytest.mark.parametrize("pair", [(1, 0), (1, 1), (2, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize("layout", list(NODES))
+def test_every_rank_follows_equation_1_bit_for_bit(layout, pair, merge, form):
+    nodes = NODES[layout]
+    chosen = settings(global_skips=pair[0], batches_to_wait=pair[1], steps_per_epoch=9, form=form, merge=merge)
+    traces = run(nodes, chosen, MIXED, steps=20)
+    clock, oracle = chosen.schedule.clock(), Oracle(nodes, merge, MIXED)
+    for step in range(20):
+        oracle.step(step, clock.batch())
+        for node, ranks in enumerate(nodes.members):
+            for rank in ranks:
+                for x, expected in zip(traces[rank][0][step], oracle.x[node], strict=True):
+                    np.testing.assert_array_equal(x, expected)
+
+
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+def test_ranks_issue_equally_many_collectives(form):
+    for compression in (None, TopK(0.1), OneBit()):
+        world = World()
+        run(NODES["3x2"], settings(form=form, compression=compression, global_skips=2), steps=9, ends=[8], world=world)
+        assert len(set(world.issued.values())) == 1
+        assert set(world.issued) == set(range(6))
+
+
+COMPRESSORS = [BF16(), FP16(), Adaptive(8), OneBit(), TopK(0.1), Threshold(0.05), QSGD(4), Policy([("w", OneBit())])]
+
+
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+@pytest.mark.parametrize("layout", ["2x2", "4x1", "uneven"])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_a_compressed_blocking_synchronization_makes_all_ranks_equal(compressor, layout, form):
+    chosen = settings(compression=compressor, batches_to_wait=0, global_skips=2, form=form)
+    traces = run(NODES[layout], chosen, MIXED, steps=8)
+    for step in (1, 3, 5, 7):
+        for trace, _ in traces:
+            for x, first in zip(trace[step], traces[0][0][step], strict=True):
+                np.testing.assert_array_equal(x, first)
+
+
+def owed(member, tensors):
+    """All that a rank owes, in units of the sum over nodes, of each element of its share."""
+    found = {t.name: np.zeros(t.numel) for t in tensors}
+    for sync in member._syncs:
+        out = sync._outgoing
+        if out is None:
+            continue
+        for piece in out.share.pieces:
+            part = found[piece.name][piece.within]
+            if out._debt is not None:
+                part += out._debt[out.share.place(piece)]
+            if out._bucket is None:
+                continue
+            transfer = out._bucket.transfers[f"{piece.name}:{piece.within.start}"]
+            if transfer.residual is not None:
+                part += transfer.residual
+            if transfer.owner_residual is not None:
+                part[transfer.owned] += transfer.owner_residual
+    return found
+
+
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+@pytest.mark.parametrize("compressor", [BF16(), Adaptive(8), OneBit(), TopK(0.1), Threshold(0.05)], ids=repr)
+@pytest.mark.parametrize("layout", ["2x2", "4x1", "3x2", "uneven"])
+def test_nothing_is_lost_but_only_delayed(compressor, layout, form):
+    """Blocking: the mean of what all ranks would have is what they have, plus what they owe."""
+    nodes = NODES[layout]
+    chosen = settings(
+        compression=compressor, blocking=BF16(), global_skips=2, batches_to_wait=0, form=form,
+        total_epochs=4, warmup_epochs=1, cooldown_epochs=1, steps_per_epoch=4,
+    )  # fmt: skip
+    tensors = [t._replace(dtype="float64") for t in TENSORS]
+
+    def program(groups):
+        member = Member(tensors, chosen, groups)
+        arrays = start_of(tensors)
+        train(member, groups, tensors, arrays, 0, 16)
+        return arrays, owed(member, tensors)
+
+    results = World().run(nodes, program)
+    for i, t in enumerate(tensors):
+        expected = start_of(tensors)[i]
+        for step in range(16):
+            expected = expected + sum(
+                len(ranks) / nodes.size * update(tensors, node, step)[i] for node, ranks in enumerate(nodes.members)
+            )
+        due = sum(of_rank[t.name] for _, of_rank in results) / nodes.count
+        for arrays, _ in results:
+            np.testing.assert_allclose(arrays[i] + due, expected, rtol=0, atol=1e-6)
+    assert any(np.abs(of_rank["w"]).max() > 0 for _, of_rank in results)
+
+
+@pytest.mark.parametrize(("merge", "share"), [("paper", 2 / 4), ("delta", 1.0), (0.25, 0.75)])
+def test_a_compressed_merge_keeps_a_share_of_the_local_progress(merge, share):
+    """With 16 exact bits: reference + share * what the node did while it waited."""
+    tensors = [Tensor("w", (32, 64), "float64")]
+    nodes = NODES["2x2"]
+    chosen = settings(compression=FP16(), global_skips=2, batches_to_wait=1, merge=merge)
+
+    def quarter(node, step):
+        return np.full(tensors[0].numel, (1 + node) * (1 + step) / 4)
+
+    def program(groups):
+        member = Member(tensors, chosen, groups)
+        node = groups.nodes.node_of(groups.rank)
+        arrays, trace = [np.zeros(tensors[0].numel)], []
+        for step in range(5):
+            arrays[0] += quarter(node, step)
+            moment = member.batch()
+            if moment != Moment():
+                member.act(moment, arrays)
+            trace.append(arrays[0].copy())
+        return trace
+
+    traces = World().run(nodes, program)
+    # batch 2 sends values, batch 3 merges them; batch 4 sends changes, batch 5 merges these
+    reference = np.mean([traces[rank][1] for rank in (0, 2)], axis=0)
+    following = reference + np.mean([traces[rank][3] - reference for rank in (0, 2)], axis=0)
+    for rank in range(4):
+        expected = following + share * quarter(rank // 2, 4)
+        np.testing.assert_allclose(traces[rank][4], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_change_that_is_not_finite_poisons_no_reference(bad, form):
+    tensors = [Tensor("w", (40, 64))]
+    chosen = settings(compression=OneBit(), global_skips=1, batches_to_wait=0, form=form)
+
+    def program(groups):
+        member = Member(tensors, chosen, groups)
+        arrays = start_of(tensors)
+        trace = []
+        for step in range(6):
+            arrays[0] += update(tensors, groups.nodes.node_of(groups.rank), step)[0]
+            if step == 2 and groups.rank in (0, 1):
+                good = arrays[0].copy()
+                arrays[0][5] = bad
+            member.act(member.batch(), arrays)
+            if step == 2:
+                trace.append(arrays[0].copy())
+                arrays[0] = good if groups.rank in (0, 1) else arrays[0]
+        return arrays[0], trace[0]
+
+    results = World().run(NODES["2x2"], program)
+    assert all(np.isfinite(x).all() for x, _ in results)
+    for x, _ in results:
+        np.testing.assert_array_equal(x, results[0][0])
+    # told of it the next time, when values go: here the parameters had been mended by then
+    assert not np.isfinite(results[0][1][5])
+
+
+def test_values_that_are_not_finite_reach_all():
+    tensors = [Tensor("w", (40, 64))]
+
+    def program(groups):
+        member = Member(tensors, settings(batches_to_wait=0, global_skips=1), groups)
+        arrays = start_of(tensors)
+        if groups.rank < 2:
+            arrays[0][5] = np.nan
+        member.act(member.batch(), arrays)
+        return arrays[0]
+
+    for x in World().run(NODES["2x2"], program):
+        assert np.flatnonzero(~np.isfinite(x)).tolist() == [5]
+
+
+WAYS = {
+    "raw": {},
+    "rotate": {"form": "rotate"},
+    "delta": {"merge": "delta"},
+    "adaptive": {"compression": Adaptive(8)},
+    "adaptive-delta": {"compression": Adaptive(8), "merge": "delta"},
+    "rotate-qsgd": {"compression": QSGD(4, seed=3), "form": "rotate"},
+    "phases": {
+        "compression": TopK(0.1),
+        "blocking": BF16(),
+        "total_epochs": 4,
+        "warmup_epochs": 1,
+        "cooldown_epochs": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["2x2", "4x1", "uneven"])
+def test_a_state_goes_on_exactly_from_every_step(layout, way):
+    nodes = NODES[layout]
+    chosen = settings(global_skips=3, batches_to_wait=2, steps_per_epoch=7, **WAYS[way])
+    whole = run(nodes, chosen, steps=24)
+
+    def program(groups):
+        failures = []
+        for after in range(1, 16):
+            first = Member(TENSORS, chosen, groups)
+            arrays = start_of(TENSORS)
+            train(first, groups, TENSORS, arrays, 0, after)
+            state = first.state_dict()
+            # the run that goes on is not disturbed by having been asked
+            second = Member(TENSORS, chosen, groups)
+            second.load_state_dict(state)
+            for member in (second, first):
+                copied, trace = [x.copy() for x in arrays], []
+                train(member, groups, TENSORS, copied, after, 24, trace)
+                for step, of_step in enumerate(trace, after):
+                    for x, expected in zip(of_step, whole[groups.rank][0][step], strict=True):
+                        if not np.array_equal(x, expected):
+                            failures.append((after, step))
+        return failures
+
+    assert World().run(nodes, program) == [[]] * nodes.size
+
+
+def test_a_state_of_other_settings_or_ranks_is_refused():
+    def program(groups):
+        member = Member(TENSORS, settings(), groups)
+        other = Member(TENSORS, settings(merge="delta"), groups)
+        return member, other.state_dict(), member.state_dict()
+
+    results = World().run(NODES["2x2"], program)
+    member, other, _ = results[0]
+    with pytest.raises(StateError, match="merge differ"):
+        member.load_state_dict(other)
+    with pytest.raises(StateError, match="rank 1, given to rank 0"):
+        member.load_state_dict(results[1][2])
+    with pytest.raises(StateError, match="its format is 'int'"):
+        member.load_state_dict(3)
+
+
+def test_losses_are_averaged_and_ranks_agree_on_b():
+    results = run(NODES["2x2"], settings(patience=0, global_skips=4), steps=9, ends=[2, 5, 8])
+    told = [stats["epochs"] for _, stats in results]
+    assert told[1:] == told[:-1]
+    assert [epoch["loss"] for epoch in told[0]] == [3.5, 6.5, 9.5]
+    assert [epoch["global_skips"] for epoch in told[0]] == [4, 4, 2]
+    assert results[0][1]["global_skips"] == 1
+
+
+def test_a_loss_on_some_ranks_only_is_an_error_on_all():
+    def program(groups):
+        member = Member(TENSORS, settings(), groups)
+        with pytest.raises(MismatchError, match=r"a loss for epoch_end\(\)"):
+            member.end_epoch(start_of(TENSORS), 1.0 if groups.rank else None)
+
+    World().run(NODES["2x2"], program)
+
+
+def test_ranks_that_disagree_are_told_so():
+    def program(groups):
+        with pytest.raises(MismatchError, match="global_skips"):
+            Member(TENSORS, settings(global_skips=4 + groups.rank), groups)
+
+    World().run(NODES["2x2"], program)
+
+
+def test_buffers_become_their_mean():
+    def program(groups):
+        member = Member(TENSORS, settings(), groups)
+        buffers = {"mean": np.full((2, 3), groups.rank, np.float32), "var": np.full(3, groups.rank, np.float64)}
+        member.average(buffers)
+        return buffers
+
+    for buffers in World().run(NODES["uneven"], program):
+        assert (buffers["mean"] == 2).all()
+        assert (buffers["var"] == 2).all()
+
+
+def test_bytes_between_nodes_are_those_of_the_issue():
+    """At most twice the model, divided by ranks of a node and B, per rank and batch."""
+    tensors = [Tensor("w", (256, 512))]
+    for form in ("sharded", "rotate"):
+        results = run(NODES["2x2"], settings(form=form, global_skips=4), tensors, steps=32)
+        sent = [stats["bytes_between_nodes"] / 32 for _, stats in results]
+        assert all(x <= 2 * 4 * 256 * 512 / 2 / 4 for x in sent)
+        compressed = run(NODES["2x2"], settings(form=form, compression=Adaptive(64)), tensors, steps=400)
+        assert all(s["bytes_between_nodes"] / 400 < x / 20 for (_, s), x in zip(compressed, sent, strict=True))
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7])
+def test_shares_are_rows_and_cover_everything_once(shares):
+    lane = Lane(MIXED, "float32", shares)
+    seen = np.zeros(lane.size, int)
+    for share in lane.shares:
+        for piece in share.pieces:
+            seen[piece.at] += 1
+            tensor = MIXED[piece.tensor]
+            assert int(np.prod(piece.shape)) == piece.within.stop - piece.within.start == piece.at.stop - piece.at.start
+            if tensor.name == "w":
+                assert piece.shape[1:] == (64,)
+    assert (seen == 1).all()
+    assert max(s.size for s in lane.shares) <= lane.size / shares + 300
+
+
+def test_more_shares_than_elements():
+    nodes = Nodes.of_equal(8, 4)
+    tensors = [Tensor("w", (3,))]
+    for compression in (None, TopK(0.5)):
+        traces = run(nodes, settings(batches_to_wait=0, global_skips=1, compression=compression), tensors, steps=3)
+        for trace, _ in traces:
+            np.testing.assert_array_equal(trace[2][0], traces[0][0][2][0])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "told"),
+    [
+        ({"form": "ring"}, ValueError, "form must be one of 'sharded', 'rotate'"),
+        ({"merge": "mean"}, ValueError, "must be 'paper', 'delta', or the weight"),
+        ({"merge": 0}, ValueError, "greater than 0 and at most 1"),
+        ({"merge": True}, ValueError, "greater than 0 and at most 1"),
+        ({"compression": 3}, TypeError, "compression=3: give a compressor"),
+        ({"blocking_compression": "fp16"}, TypeError, "blocking_compression='fp16': give a compressor"),
+        ({"average_state": 1}, ValueError, "average_state must be True or False"),
+        ({"schedule": 4}, TypeError, "give a DasoSchedule"),
+    ],
+)
+def test_settings_out_of_range_are_refused(given, error, told):
+    with pytest.raises(error, match=told):
+        DasoSettings(**{"schedule": DasoSchedule(), **given})
+
+
+def test_elastic_runs_are_refused(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(UnsupportedError, match="elastic"):
+        DasoSettings(DasoSchedule())
+
+
+@pytest.mark.parametrize("wrong", [0, 3, -1, 2.0, True])
+def test_ranks_per_node_must_divide(wrong):
+    with pytest.raises(ValueError, match="divides the 4 ranks"):
+        Nodes.of_equal(4, wrong)
