@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from hvd_compress.cost import HorovodCollectives
 from hvd_compress.daso import DasoSettings, Groups, Member, Nodes
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.horovod_nodes import NodeSets, process_sets_for, sets_of
+from hvd_compress.policy import Policy
 from hvd_compress.schedules import DasoSchedule, Moment
 from hvd_compress.torch._horovod import HorovodOptimizer, known_process_sets, relay
 from hvd_compress.torch._optimizer import DistributedOptimizer
@@ -55,10 +57,15 @@ class _Overrides:
         """Average gradients in the node, update, and do what is due between nodes."""
         self._daso.parameters.check(self.param_groups)
         loss = None
-        if _skips(self):
-            self._synchronized = False
-        else:
-            loss = self._below_step(closure)
+        # what a GradScaler leaves here is for an optimizer that unscales itself, and it takes it away afterwards
+        told = {key: vars(self).pop(key) for key in ("grad_scale", "found_inf") if key in vars(self)}
+        try:
+            if _skips(told):
+                self._synchronized = False
+            else:
+                loss = self._below_step(closure)
+        finally:
+            vars(self).update(told)
         self._daso.after_update()
         return loss
 
@@ -255,14 +262,17 @@ def DASO(
         steps_per_epoch,
     )
     settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
-    named = None if named_parameters is None else list(named_parameters)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    named = (
+        [(f"parameter.{i}", p) for i, p in enumerate(params)] if named_parameters is None else list(named_parameters)
+    )
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
     sets = node_sets(ranks_per_node)
     daso = _Daso(parameters, buffers, settings, sets)
     wrapped = DistributedOptimizer(
-        optimizer, named, backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
-        process_set=_Alone() if sets.within is None else sets.within,
+        optimizer, named, _inside(parameters), backward_passes_per_step, sparse_as_dense=sparse_as_dense,
+        process_set=_Alone() if sets.within is None else sets.within, min_numel=0,
     )  # fmt: skip
     relay(wrapped, _Overrides)
     wrapped._daso = daso
@@ -303,13 +313,17 @@ def groups_of(sets: NodeSets) -> Groups:
     return Groups(sets.nodes, hvd.rank(), everyone, within, across, f"hvd_compress.daso.{next(_numbers)}")
 
 
-def _skips(optimizer: Any) -> bool:
-    """Whether a GradScaler has found a gradient that is not finite; it has left word in attributes."""
-    if "found_inf" not in vars(optimizer):
-        return False
-    if optimizer.grad_scale is not None:
+def _inside(parameters: dict[str, torch.Tensor]) -> Any:
+    """How gradients go inside of a node: Horovod's allreduce knows no bfloat16."""
+    halves = [name for name, p in parameters.items() if p.dtype == torch.bfloat16]
+    return Policy([(glob.escape(name), BF16()) for name in halves]) if halves else NoCompression()
+
+
+def _skips(told: dict[str, Any]) -> bool:
+    """Whether a GradScaler, which has told this, has found a gradient that is not finite."""
+    if told.get("grad_scale") is not None:
         raise UnsupportedError(
             "scaler.step(opt) with DASO before opt.synchronize() and scaler.unscale_(opt): ranks of a node would not "
             "agree on what is finite. Call both first, and scaler.step(opt) inside of opt.skip_synchronize()"
         )
-    return bool(optimizer.found_inf)
+    return bool(told.get("found_inf", False))

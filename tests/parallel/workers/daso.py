@@ -1,0 +1,388 @@
+"""DASO among real ranks, on PyTorch: 4 processes of one machine stand for 2 nodes of 2."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from unittest import mock
+
+import horovod.torch as plain
+import numpy as np
+import pytest
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress import BF16, Adaptive, DasoSchedule, NoCompression, OneBit, TopK
+from hvd_compress.cost import HorovodCollectives
+from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.schedules import Moment
+from tests.parallel.cases import Cases
+
+cases = Cases()
+
+SIZE = int(os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
+RANKS_PER_NODE = {1: 1, 2: 1, 4: 2}[SIZE]
+UNEVEN = [0, 1, 1, 1]
+PROCESS_SETS = hvd.daso_process_sets(ranks_per_node=RANKS_PER_NODE)
+if SIZE == 4:
+    # of the uneven nodes, which need [0, 1] too
+    PROCESS_SETS += [hvd.ProcessSet([1, 2, 3])]
+
+RAW = {"blocking_compression": NoCompression()}
+
+
+def network(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(
+        torch.nn.Linear(30, 60), torch.nn.Tanh(), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 5)
+    ).to(dtype)
+
+
+def batch(step: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng([step, rank]).normal(size=(16, 30))).to(dtype)
+
+
+def wrapped(model, *, momentum=0.9, **settings):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    settings = {"ranks_per_node": RANKS_PER_NODE, "patience": None, **RAW, **settings}
+    return hvd.DASO(sgd, model.named_parameters(), **settings)
+
+
+def train(optimizer, model, begin: int, end: int, between=lambda loss: None) -> None:
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        loss = model(batch(step, hvd.rank(), next(model.parameters()).dtype)).square().mean()
+        loss.backward()
+        between(loss.detach())
+        optimizer.step()
+
+
+def everyone(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    return plain.allgather(tensor.detach()[None].contiguous(), name=name)
+
+
+def assert_same_everywhere(model) -> None:
+    for name, p in model.named_parameters():
+        of_all = everyone(p, f"same.{name}")
+        assert torch.equal(of_all, of_all[:1].expand_as(of_all)), name
+
+
+def assert_equal(model, other) -> None:
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert p.detach().numpy().tobytes() == q.detach().numpy().tobytes(), name
+
+
+def simulated(schedule: DasoSchedule, merge: str, steps: int) -> torch.nn.Module:
+    """All ranks in this process, by equation 1 of the paper, and torch's own optimizer."""
+    ranks, per = hvd.size(), RANKS_PER_NODE
+    nodes = ranks // per
+    models = [network() for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in models]
+    clock = schedule.clock()
+    sent: list[list[torch.Tensor]] = []
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            model(batch(step, rank)).square().mean().backward()
+        for begin in range(0, ranks, per):
+            of_node = models[begin : begin + per]
+            for ps in zip(*(m.parameters() for m in of_node), strict=True):
+                mean = sum(p.grad for p in ps) / per
+                for p in ps:
+                    p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        moment = clock.batch()
+        params = [[p.data for p in m.parameters()] for m in models[::per]]
+        if nodes == 1 or moment == Moment():
+            continue
+        if moment.arrives is not None and not moment.blocks:
+            s = moment.arrives
+            for model in models:
+                for i, p in enumerate(model.parameters()):
+                    total = sum(node[i] for node in sent)
+                    if merge == "paper":
+                        p.data = (2 * s * p.data + total) / (2 * s + nodes)
+                    else:
+                        own = sent[models.index(model) // per][i]
+                        p.data = total / nodes + (p.data - own)
+        if moment.blocks:
+            means = [sum(node[i] for node in params) / nodes for i in range(len(params[0]))]
+            for model in models:
+                for p, mean in zip(model.parameters(), means, strict=True):
+                    p.data = mean.clone()
+        if moment.sends:
+            sent = [[p.data.clone() for p in m.parameters()] for m in models[::per]]
+    return models[hvd.rank()]
+
+
+GRID = {
+    f"{form}-{merge}-B{b}-S{s}": (form, merge, b, s)
+    for form, merge in itertools.product(("sharded", "rotate"), ("paper", "delta"))
+    for b, s in ((1, 0), (1, 1), (3, 2), (4, 4))
+}
+
+
+@cases.each(GRID)
+def ranks_follow_equation_1_bit_for_bit(settings) -> None:
+    form, merge, skips, wait = settings
+    model = network()
+    optimizer = wrapped(model, form=form, merge=merge, global_skips=skips, batches_to_wait=wait, steps_per_epoch=10)
+    train(optimizer, model, 0, 17)
+    schedule = DasoSchedule(skips, wait, patience=None, steps_per_epoch=10)
+    assert_equal(model, simulated(schedule, merge, 17))
+
+
+@cases.add
+def b_1_and_s_0_is_plain_averaging_of_parameters_bit_for_bit() -> None:
+    model, other = network(), network()
+    optimizer = wrapped(model, global_skips=1, batches_to_wait=0, ranks_per_node=1)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+    for step in range(12):
+        train(optimizer, model, step, step + 1)
+        sgd.zero_grad()
+        other(batch(step, hvd.rank())).square().mean().backward()
+        sgd.step()
+        for name, p in other.named_parameters():
+            p.data = plain.allreduce(p.data, op=plain.Average, name=f"plain.{name}")
+        assert_equal(model, other)
+
+
+@cases.add
+def on_one_node_it_is_horovod_inside() -> None:
+    model, other = network(), network()
+    optimizer = wrapped(model, ranks_per_node=hvd.size(), global_skips=2)
+    sgd = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.9)
+    distributed = plain.DistributedOptimizer(sgd, other.named_parameters())
+    train(optimizer, model, 0, 9)
+    train(distributed, other, 0, 9)
+    optimizer.epoch_end(1.0)
+    assert_equal(model, other)
+    assert optimizer.daso_stats()["bytes_between_nodes"] == 0
+
+
+COMPRESSED = {
+    "bf16": {"compression": BF16()},
+    "adaptive": {"compression": Adaptive(8)},
+    "onebit-rotate": {"compression": OneBit(), "form": "rotate"},
+    "topk-delta": {"compression": TopK(0.1), "merge": "delta"},
+    "phases": {
+        "compression": Adaptive(8), "blocking_compression": BF16(), "total_epochs": 3, "warmup_epochs": 1,
+        "cooldown_epochs": 1,
+    },
+}  # fmt: skip
+
+
+@cases.each(COMPRESSED)
+def compressed_training_makes_ranks_equal_and_goes_on_from_a_state(settings) -> None:
+    model, other = network(), network()
+    make = {"global_skips": 3, "batches_to_wait": 2, "steps_per_epoch": 10, **settings}
+    optimizer = wrapped(model, **make)
+    first = model(batch(99, 0)).square().mean()
+    # in the middle of a cycle: what was sent after step 13 is under way after step 14
+    train(optimizer, model, 0, 14)
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": optimizer.state_dict(), "daso": optimizer.daso_state_dict()}, saved)
+    train(optimizer, model, 14, 30)
+    assert_same_everywhere(model)
+    assert model(batch(99, 0)).square().mean() < first
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    again = wrapped(other, **make)
+    other.load_state_dict(state["model"])
+    again.load_state_dict(state["opt"])
+    again.load_daso_state_dict(state["daso"])
+    train(again, other, 14, 30)
+    assert_equal(model, other)
+    with pytest.raises(StateError, match="format"):
+        again.load_daso_state_dict({"daso": 1})
+
+
+@cases.each({"sharded": {}, "rotate": {"form": "rotate"}, "rotate-onebit": {"form": "rotate", "compression": OneBit()}})
+def unnamed_calls_of_the_user_are_not_disturbed(settings) -> None:
+    model = network()
+    optimizer = wrapped(model, global_skips=2, batches_to_wait=1, **settings)
+
+    def between(loss: torch.Tensor) -> None:
+        mine = torch.full((3,), float(hvd.rank()))
+        mean = (hvd.size() - 1) / 2
+        for horovod in (hvd, plain):
+            assert torch.equal(horovod.allreduce(mine), torch.full((3,), mean))
+            assert horovod.allgather(mine).numel() == 3 * hvd.size()
+
+    def after_the_exchange(loss: torch.Tensor) -> None:
+        optimizer.synchronize()
+        between(loss)
+
+    for step in range(9):
+        train(optimizer, model, step, step + 1, lambda loss: None)
+        between(torch.zeros(1))
+    del after_the_exchange
+
+
+@cases.add
+def buffers_and_states_become_their_mean_when_an_epoch_ends() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DASO(
+        sgd, model.named_parameters(), named_buffers=model.named_buffers(), average_state=True,
+        ranks_per_node=RANKS_PER_NODE, **RAW,
+    )  # fmt: skip
+    train(optimizer, model, 0, 5)
+    running = everyone(model[2].running_mean, "running").mean(0)
+    momentum = everyone(optimizer.state[model[0].weight]["momentum_buffer"], "momentum").mean(0)
+    counted = model[2].num_batches_tracked.item()
+    optimizer.epoch_end(torch.tensor(float(hvd.rank())))
+    assert torch.allclose(model[2].running_mean, running, rtol=1e-6)
+    assert torch.allclose(optimizer.state[model[0].weight]["momentum_buffer"], momentum, rtol=1e-6)
+    assert model[2].num_batches_tracked.item() == counted
+    assert_same_everywhere(model)
+    told = optimizer.daso_stats()["epochs"]
+    assert [epoch["loss"] for epoch in told] == [(hvd.size() - 1) / 2]
+    train(optimizer, model, 5, 8)
+
+
+@cases.add
+def a_step_that_a_scaler_skips_on_one_node_counts_on_all() -> None:
+    model = network()
+    optimizer = wrapped(model, global_skips=2, batches_to_wait=1, momentum=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    skipped = 0
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(batch(step, hvd.rank())).square().mean()
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        if step in (2, 3) and hvd.rank() < RANKS_PER_NODE:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        before, scale = model[0].weight.detach().clone(), scaler.get_scale()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+            # what arrives from the other nodes is merged all the same
+            arrived = hvd.size() > 1 and step == 2
+            assert torch.equal(model[0].weight, before) != arrived
+    assert skipped == (2 if hvd.rank() < RANKS_PER_NODE else 0)
+    assert optimizer.daso_stats()["batches"] == 8
+    optimizer.epoch_end()
+    assert_same_everywhere(model)
+    optimizer.zero_grad()
+    scaler.scale(model(batch(0, 0)).square().mean()).backward()
+    with pytest.raises(UnsupportedError, match="before opt.synchronize"):
+        scaler.step(optimizer)
+    optimizer.synchronize()
+
+
+@cases.add
+def frozen_shared_and_grouped_parameters() -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 30), torch.nn.Linear(30, 30))
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    frozen = model[0].bias.detach().clone() + hvd.rank()
+    model[0].bias.data = frozen.clone()
+    groups = [
+        {"params": [model[0].weight, model[1].bias, model[0].bias]},
+        {"params": model[2].parameters(), "lr": 0.01},
+    ]
+    adam = torch.optim.Adam(groups, lr=0.02)
+    optimizer = hvd.DASO(adam, model.named_parameters(), global_skips=2, ranks_per_node=RANKS_PER_NODE, **RAW)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(5):
+        train(optimizer, model, step, step + 1)
+        scheduler.step()
+    optimizer.epoch_end()
+    assert torch.equal(model[0].bias, frozen)
+    assert model[1].weight is model[0].weight
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.01 * 0.1**2)
+    for p in (model[0].weight, model[1].bias, model[2].weight, model[2].bias):
+        of_all = everyone(p, "frozen.same")
+        assert torch.equal(of_all, of_all[:1].expand_as(of_all))
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="takes gradients, and did not when DASO"):
+        optimizer.step()
+
+
+@cases.each({"bfloat16": torch.bfloat16, "float64": torch.float64})
+def other_types_of_parameters(dtype) -> None:
+    model = network(dtype)
+    optimizer = wrapped(model, global_skips=2, steps_per_epoch=5)
+    train(optimizer, model, 0, 10)
+    assert all(p.dtype == dtype for p in model.parameters())
+    for name, p in model.named_parameters():
+        of_all = everyone(p.float(), f"other.{name}")
+        assert torch.equal(of_all, of_all[:1].expand_as(of_all))
+
+
+@cases.add
+def closures_and_accumulated_passes() -> None:
+    model, other = network(), network()
+    optimizer = wrapped(model, global_skips=2, steps_per_epoch=4)
+    accumulating = wrapped(other, global_skips=2, steps_per_epoch=4, backward_passes_per_step=2)
+
+    def closure(step: int):
+        optimizer.zero_grad()
+        loss = model(batch(step, hvd.rank())).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(4):
+        assert optimizer.step(lambda step=step: closure(step)) > 0
+        accumulating.zero_grad()
+        for half in range(2):
+            other(batch(2 * step + half, hvd.rank())).square().mean().backward()
+        accumulating.step()
+    assert_same_everywhere(model)
+    assert_same_everywhere(other)
+    assert accumulating.daso_stats()["batches"] == 4
+
+
+@cases.add
+def nodes_that_horovod_reports_may_differ_in_size() -> None:
+    if hvd.size() != 4:
+        return
+    model, other = network(), network()
+    with mock.patch.object(HorovodCollectives, "host_numbers", lambda self: UNEVEN):
+        optimizer = wrapped(model, global_skips=1, batches_to_wait=0, ranks_per_node=None, momentum=0.0)
+    train(optimizer, model, 0, 6)
+    assert_same_everywhere(model)
+    # every rank counts the same: with plain SGD and B = 1 that is the mean of all gradients
+    sgd = plain.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.05), other.named_parameters())
+    train(sgd, other, 0, 6)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=1e-5)
+
+
+@cases.add
+def wrong_use_is_told_on_all_ranks() -> None:
+    model = network()
+    if hvd.size() > 1:
+        with pytest.raises(MismatchError, match="global_skips"):
+            wrapped(model, global_skips=2 + hvd.rank())
+    optimizer = wrapped(model)
+    with pytest.raises(UnsupportedError, match="distributed already"):
+        hvd.DASO(optimizer, model.named_parameters())
+    with pytest.raises(ValueError, match="ranks_per_node=3"):
+        wrapped(model, ranks_per_node=3)
+    with pytest.raises(ValueError, match="without total_epochs"):
+        wrapped(model, cooldown_epochs=1)
+    if hvd.size() == 4:
+        numbers = [0, 1, 1, 0]
+        with (
+            mock.patch.object(HorovodCollectives, "host_numbers", lambda self: numbers),
+            pytest.raises(UnsupportedError, match=r"process set of the ranks \[0, 3\].*daso_process_sets"),
+        ):
+            wrapped(model, ranks_per_node=None)
+
+
+@cases.add
+def states_can_be_broadcast_without_a_step() -> None:
+    model = network()
+    optimizer = wrapped(model)
+    plain.broadcast_parameters(model.state_dict(), root_rank=0)
+    plain.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.daso_stats()["batches"] == 0
