@@ -114,30 +114,35 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 
 class Place:
-    """A number of hosts with a rank each.
+    """A number of hosts.
 
     Args:
         hosts: their number.
+        ranks_per_host: of each.
         cluster: that they are of; None for this machine, on which the links are unlimited.
         progress: is told what is complete.
     """
 
-    def __init__(self, hosts: int, cluster: Cluster | None, progress: Progress) -> None:
+    def __init__(self, hosts: int, ranks_per_host: int, cluster: Cluster | None, progress: Progress) -> None:
         self.hosts = hosts
+        self._ranks_per_host = ranks_per_host
         self._cluster = cluster
         self._progress = progress
 
     def run(self, script: str, task: Mapping[str, Any], rate: str = UNLIMITED) -> Any:
-        """What the ranks of `script --task JSON`, one on each host, deliver."""
+        """What the ranks of `script --task JSON` deliver."""
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
             command = [sys.executable, script, "--task", json.dumps({**task, "result": str(result)})]
             try:
                 if self._cluster is None:
-                    _run_here(self.hosts, command, self._progress)
+                    _run_here(self.hosts * self._ranks_per_host, command, self._progress)
                 else:
                     self._cluster.set_rate(rate)
-                    self._cluster.run(command, env=_environment(), timeout=LIMIT_SECONDS, echo=self._progress)
+                    self._cluster.run(
+                        command, ranks_per_host=self._ranks_per_host, env=_environment(), timeout=LIMIT_SECONDS,
+                        echo=self._progress,
+                    )  # fmt: skip
             except RunError:
                 self._progress.say(self._progress.tail())
                 raise
@@ -145,13 +150,13 @@ class Place:
 
 
 @contextlib.contextmanager
-def place(hosts: int, progress: Progress) -> Iterator[Place]:
+def place(hosts: int, progress: Progress, ranks_per_host: int = 1) -> Iterator[Place]:
     """Virtual hosts, or this machine in their place; waits while another process has the cluster."""
     if unavailable() is not None:
-        yield Place(hosts, None, progress)
+        yield Place(hosts, ranks_per_host, None, progress)
         return
     with contextlib.ExitStack() as stack:
-        yield Place(hosts, _entered(stack, hosts, progress), progress)
+        yield Place(hosts, ranks_per_host, _entered(stack, hosts, progress), progress)
 
 
 def _entered(stack: contextlib.ExitStack, hosts: int, progress: Progress) -> Cluster:
@@ -171,7 +176,7 @@ def _entered(stack: contextlib.ExitStack, hosts: int, progress: Progress) -> Clu
 
 def local(ranks: int, progress: Progress) -> Place:
     """Ranks on this machine, without a cluster."""
-    return Place(ranks, None, progress)
+    return Place(ranks, 1, None, progress)
 
 
 def rates_to_be_had(rates: Sequence[str]) -> list[str]:
