@@ -326,8 +326,9 @@ def _grid(result: dict[str, Any]) -> list[str]:
     width, seeds = result["grid_width"], len({row["seed"] for row in rows})
     said = (
         f"MNIST, 784-{width}-{width}-10, {PER_NODE} ranks on each node, {BATCH} images a rank and step, SGD "
-        f"{RATE} with momentum {MOMENTUM}, {result['epochs']} epochs of at most {result['steps']} steps, fixed B and S, "
-        f"no phases; {seeds} seeds: mean, and the extremes in brackets. The loss is that of training in the last epoch."
+        f"{RATE} with momentum {MOMENTUM}, {result['epochs']} epochs of at most {result['steps']} steps, fixed B and "
+        f"S, no phases; {seeds} seeds: mean, and the extremes in brackets. The loss is that of training in the last "
+        "epoch."
     )
     return [said, "", table(head, lines), "", *_trends(rows, nodes), "", _figure(result)]
 
@@ -420,7 +421,8 @@ def _times(result: dict[str, Any]) -> list[str]:
     width = result["width"]
     said = (
         f"784-{width}-{width}-10, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each, the mean of "
-        f"{result['cycle']} steps. Bytes are counted at the hosts' interfaces. Where no B and S are told they are 4 and 1."
+        f"{result['cycle']} steps. Bytes are counted at the hosts' interfaces. Where no B and S are told they are 4 "
+        "and 1."
     )
     return [said, "", table(head, lines)]
 
@@ -472,9 +474,9 @@ def _schedule(result: dict[str, Any]) -> list[str]:
     width = result["schedule_width"]
     targets = [_aimed_at(case) for case in result["schedule"]]
     said = (
-        f"784-{width}-{width}-10 on MNIST, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each; {EPOCHS} epochs of "
-        f"{STEPS_OF_EPOCH} steps, of which the first warms up and the last cools down, B = 4, S = 1. The accuracy that "
-        f"all reach is {min(targets):.2f} to {max(targets):.2f} %. The paper has 25 to 35 % less time than Horovod."
+        f"784-{width}-{width}-10 on MNIST, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each; {EPOCHS} "
+        f"epochs of {STEPS_OF_EPOCH} steps, of which the first warms up and the last cools down, B = 4, S = 1. The "
+        f"accuracy that all reach is {min(targets):.2f} to {max(targets):.2f} %. The paper has 25 to 35 % less time than Horovod."
     )
     return [said, "", table(head, lines)]
 

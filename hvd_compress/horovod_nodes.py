@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
-from hvd_compress.daso import Nodes
+from hvd_compress.cost import HorovodCollectives
+from hvd_compress.daso import Groups, Nodes, Ranks
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["NodeSets", "process_sets_for", "sets_of"]
+__all__ = ["HorovodNodes", "NodeSets"]
 
 # where launchers tell a process how many there are, and how many on its host
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -25,8 +27,8 @@ class NodeSets(NamedTuple):
 
     Args:
         nodes: of all ranks.
-        within: the ranks of its node; None if it is alone there.
-        across: one rank of each node; None if there is one node, or this rank is in no group.
+        within: the ranks of its node.
+        across: one rank of each node, of the group that this rank is in.
     """
 
     nodes: Nodes
@@ -34,47 +36,99 @@ class NodeSets(NamedTuple):
     across: Any
 
 
-def process_sets_for(hvd: Any, ranks_per_node: int | None, size: int | None) -> list[Any]:
-    """The process sets of `DASO` for `hvd.init(process_sets=...)`, with what the launcher tells before that.
-
-    Raises:
-        UnsupportedError: the launcher does not tell how many ranks there are.
-        ValueError: the ranks are not so many times a number of nodes.
-    """
-    size = _told(_SIZES, "size", 1) if size is None else size
-    ranks_per_node = _told(_LOCAL_SIZES, "ranks_per_node", size) if ranks_per_node is None else ranks_per_node
-    return [hvd.ProcessSet(list(ranks)) for ranks in _needed(Nodes.of_equal(size, ranks_per_node))]
-
-
-def sets_of(hvd: Any, nodes: Nodes, known_sets: Callable[[], Mapping[int, Sequence[int]]]) -> NodeSets:
-    """Find the process sets of this rank, or add them on all ranks; a collective call.
+class HorovodNodes:
+    """Nodes, as Horovod for a framework knows them.
 
     Args:
-        hvd: Horovod for a framework, started.
-        nodes: of all ranks.
+        hvd: Horovod for the framework.
+        tensor: makes a tensor of an array.
         known_sets: tells the ranks of all process sets by their number.
-
-    Raises:
-        UnsupportedError: a set is missing, and Horovod was not started so that it can be added.
+        ranks_of: makes `daso.Ranks` of a process set that this rank is in.
     """
-    by_ranks = {tuple(ranks): number for number, ranks in known_sets().items()}
-    found: dict[tuple[int, ...], Any] = {tuple(range(nodes.size)): hvd.global_process_set}
-    for ranks in _needed(nodes):
-        if ranks in by_ranks:
-            found[ranks] = hvd.ProcessSet(list(ranks))
-            found[ranks].process_set_id = by_ranks[ranks]
-        elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
-            found[ranks] = hvd.add_process_set(list(ranks))
+
+    def __init__(
+        self,
+        hvd: Any,
+        tensor: Callable[[Any], Any],
+        known_sets: Callable[[], Mapping[int, Sequence[int]]],
+        ranks_of: Callable[[Any], Ranks],
+    ) -> None:
+        self._hvd = hvd
+        self._tensor = tensor
+        self._known_sets = known_sets
+        self._ranks_of = ranks_of
+        self._numbers = count()
+
+    def process_sets(self, ranks_per_node: int | None = None, size: int | None = None) -> list[Any]:
+        """The process sets of `DASO` for `hvd.init(process_sets=...)`, with what the launcher tells before that.
+
+        Raises:
+            UnsupportedError: the launcher does not tell how many ranks there are.
+            ValueError: the ranks are not so many times a number of nodes.
+        """
+        size = _told(_SIZES, "size", 1) if size is None else size
+        ranks_per_node = _told(_LOCAL_SIZES, "ranks_per_node", size) if ranks_per_node is None else ranks_per_node
+        return [self._hvd.ProcessSet(list(ranks)) for ranks in _needed(Nodes.of_equal(size, ranks_per_node))]
+
+    def sets(self, ranks_per_node: int | None) -> NodeSets:
+        """Find the process sets of this rank, or add them on all ranks; a collective call.
+
+        Args:
+            ranks_per_node: counted from rank 0 on; None for those of the hosts that Horovod reports.
+
+        Raises:
+            UnsupportedError: a set is missing, and Horovod was not started so that it can be added.
+            ValueError: the ranks are not so many times a number of nodes.
+        """
+        hvd = self._hvd
+        if ranks_per_node is not None:
+            nodes = Nodes.of_equal(hvd.size(), ranks_per_node)
         else:
-            raise UnsupportedError(
-                f"DASO needs a process set of the ranks {list(ranks)}: start Horovod with "
-                "hvd.init(process_sets=hvd.daso_process_sets()), which takes ranks_per_node= where nodes are not those "
-                'that the launcher tells of, or with hvd.init(process_sets="dynamic")'
-            )
-    rank = hvd.rank()
-    within = nodes.members[nodes.node_of(rank)]
-    across = next((group for group in nodes.groups if rank in group), ())
-    return NodeSets(nodes, found[within] if len(within) > 1 else None, found[across] if len(across) > 1 else None)
+            nodes = Nodes.of_numbers(HorovodCollectives(hvd, self._tensor, None).host_numbers())
+        by_ranks = {tuple(ranks): number for number, ranks in self._known_sets().items()}
+        found: dict[tuple[int, ...], Any] = {tuple(range(nodes.size)): hvd.global_process_set}
+        for ranks in _needed(nodes):
+            if ranks in by_ranks:
+                found[ranks] = hvd.ProcessSet(list(ranks))
+                found[ranks].process_set_id = by_ranks[ranks]
+            elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+                found[ranks] = hvd.add_process_set(list(ranks))
+            else:
+                raise UnsupportedError(
+                    f"DASO needs a process set of the ranks {list(ranks)}: start Horovod with "
+                    "hvd.init(process_sets=hvd.daso_process_sets()), which takes ranks_per_node= where nodes are not "
+                    'those that the launcher tells of, or with hvd.init(process_sets="dynamic")'
+                )
+        rank = hvd.rank()
+        within = nodes.members[nodes.node_of(rank)]
+        across = next((group for group in nodes.groups if rank in group), ())
+        return NodeSets(nodes, found.get(within) or _alone(hvd), found.get(across) or _alone(hvd))
+
+    def groups(self, sets: NodeSets) -> Groups:
+        """Where this rank stands, with collectives that are named for one more optimizer."""
+        everyone, within, across = (
+            self._ranks_of(s) if s.size() > 1 else None
+            for s in (self._hvd.global_process_set, sets.within, sets.across)
+        )
+        # all ranks wrap their optimizers in the same order, or are told so by `Member`
+        name = f"hvd_compress.daso.{next(self._numbers)}"
+        return Groups(sets.nodes, self._hvd.rank(), everyone, within, across, name)
+
+
+def _alone(hvd: Any) -> Any:
+    """In the place of a process set that this rank would be alone in, and which Horovod does not need to know."""
+
+    class Alone(hvd.ProcessSet):
+        def size(self) -> int:
+            return 1
+
+        def rank(self) -> int:
+            return 0
+
+        def included(self) -> bool:
+            return False
+
+    return Alone([hvd.rank()])
 
 
 def _needed(nodes: Nodes) -> list[tuple[int, ...]]:

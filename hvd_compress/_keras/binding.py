@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from hvd_compress._keras import callbacks, compression_callbacks, eventgrad
+from hvd_compress._keras import callbacks, compression_callbacks, daso, eventgrad
 from hvd_compress._keras.interface import Interface
 from hvd_compress._keras.link import Link
 
@@ -15,6 +15,7 @@ __all__ = ["bound"]
 _MIXINS = [
     *(callbacks.__dict__[name] for name in callbacks.__all__ if name not in ("ALL_RANKS", "LinkedCallback")),
     *(compression_callbacks.__dict__[name] for name in compression_callbacks.__all__),
+    daso.DASOCallback,
     eventgrad.EventGraDCallback,
 ]
 

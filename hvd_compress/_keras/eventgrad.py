@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hvd_compress._keras.callbacks import LinkedCallback
-from hvd_compress._keras.names import stable_name, unique
+from hvd_compress._keras.weights import arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import NoCompression
-from hvd_compress.gossip import GossipSettings, LateMember, Member, Tensor
+from hvd_compress.gossip import GossipSettings, LateMember, Member
 from hvd_compress.schedules import SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
 
@@ -74,7 +74,7 @@ class EventGraDCallback(LateMember, LinkedCallback):
             # its first batch builds the model, on all ranks
             return
         weights = self.model.trainable_variables
-        before = self._arrays(weights)
+        before = arrays_of(self.link, weights)
         mixed = [x.copy() for x in before]
         self._member_of(weights).mix(mixed)
         self._changes = [after - x for after, x in zip(mixed, before, strict=True)]
@@ -84,8 +84,8 @@ class EventGraDCallback(LateMember, LinkedCallback):
         if self._changes is None:
             return
         weights = self.model.trainable_variables
-        now = self._arrays(weights)
-        self._write(weights, [x + change for x, change in zip(now, self._changes, strict=True)])
+        now = arrays_of(self.link, weights)
+        write(weights, [x + change for x, change in zip(now, self._changes, strict=True)])
         self._changes = None
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -96,26 +96,22 @@ class EventGraDCallback(LateMember, LinkedCallback):
     def average_parameters(self) -> None:
         """Make all floating weights, those that are not trained too, their mean over the ranks; a collective call."""
         weights = self.model.trainable_variables
-        others = [v for v in self.model.non_trainable_variables if "float" in str(v.dtype)]
-        arrays = self._arrays(weights)
-        buffers = {f"buffer.{i}": x for i, x in enumerate(self._arrays(others))}
+        others = [v for v in self.model.non_trainable_variables if is_floating(v)]
+        arrays = arrays_of(self.link, weights)
+        buffers = {f"buffer.{i}": x for i, x in enumerate(arrays_of(self.link, others))}
         self._member_of(weights).average(arrays, buffers)
-        self._write(weights, arrays)
-        self._write(others, list(buffers.values()))
+        write(weights, arrays)
+        write(others, list(buffers.values()))
 
     def consensus_distance(self) -> float:
         """The root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
         weights = self.model.trainable_variables
-        return self._member_of(weights).consensus_distance(self._arrays(weights))
+        return self._member_of(weights).consensus_distance(arrays_of(self.link, weights))
 
     def _member_of(self, weights: Sequence[Any]) -> Member:
         keys = [self.link.key(v) for v in weights]
         if self._member is None:
-            names = unique([stable_name(getattr(v, "path", None) or v.name) for v in weights])
-            tensors = [
-                Tensor(name, tuple(v.shape), str(x.dtype))
-                for name, v, x in zip(names, weights, self._arrays(weights), strict=True)
-            ]
+            tensors = tensors_of(weights, arrays_of(self.link, weights))
             process_set = self.link.all_ranks if self._process_set is None else self._process_set
             takes_part = process_set.included() and process_set.size() > 1
             collectives = self.link.collectives(process_set) if takes_part else None
@@ -128,12 +124,3 @@ class EventGraDCallback(LateMember, LinkedCallback):
                 "freezing or unfreezing layers use a new one, on all ranks"
             )
         return self._member
-
-    def _arrays(self, variables: Sequence[Any]) -> list[Array]:
-        """Flat copies, float32 or float64."""
-        values = [self.link.values(v) for v in variables]
-        return [np.array(x, np.float64 if x.dtype == np.float64 else np.float32).reshape(-1) for x in values]
-
-    def _write(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
-        for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array.reshape(tuple(variable.shape)))

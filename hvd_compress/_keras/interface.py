@@ -131,6 +131,39 @@ class Interface:
             wrapped.register_local_var(variable)
         return wrapped
 
+    def DASO(self, optimizer: Any, ranks_per_node: int | None = None, **settings: Any) -> Any:
+        """`DistributedOptimizer` that combines gradients inside of a node; `callbacks.DASOCallback` does the rest.
+
+        Source: Coquelin et al., DASO (2021), figure 2. Start Horovod with
+        `hvd.init(process_sets=hvd.daso_process_sets())`. All ranks must call this.
+
+        Args:
+            optimizer: to wrap.
+            ranks_per_node: counted from rank 0 on; by default nodes are the hosts that Horovod reports.
+            settings: of `DistributedOptimizer`, by name.
+
+        Raises:
+            ValueError: a setting out of its range.
+            UnsupportedError: a process set is missing.
+        """
+        return self.DistributedOptimizer(
+            optimizer, process_set=self._link.nodes.sets(ranks_per_node).within, **settings
+        )
+
+    def daso_process_sets(self, ranks_per_node: int | None = None, size: int | None = None) -> list[Any]:
+        """The process sets that `DASO` needs, for `hvd.init(process_sets=...)`.
+
+        Args:
+            ranks_per_node: as given to `DASO`; by default what the launcher says of this host.
+            size: number of ranks; by default what the launcher says.
+
+        Raises:
+            UnsupportedError: the launcher does not say it.
+            ValueError: the ranks are not so many times a number of nodes. Where hosts differ, use
+                `hvd.init(process_sets="dynamic")`.
+        """
+        return self._link.nodes.process_sets(ranks_per_node, size)
+
     def load_model(
         self,
         filepath: str | os.PathLike[str],

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from hvd_compress.engine import check_settings, refuse_other_ops
 from hvd_compress.gossip import Collectives
+from hvd_compress.horovod_nodes import HorovodNodes
 
 __all__ = ["Exchange", "Link"]
 
@@ -41,6 +42,7 @@ class Link(ABC):
         allreduce: of the edge.
         horovod_compressor: of the edge.
         require_agreement: of the edge.
+        nodes: of the edge.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Link(ABC):
         allreduce: Callable[..., Any],
         horovod_compressor: Callable[[Any], Any],
         require_agreement: Callable[[dict[str, Any], Any], None],
+        nodes: HorovodNodes,
     ) -> None:
+        self.nodes = nodes
         self.none, self.average_op, self.all_ranks = hvd.Compression.none, hvd.Average, hvd.global_process_set
         self._hvd = hvd
         self._allreduce = allreduce

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,38 +10,17 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import BF16, NoCompression
-from hvd_compress.cost import HorovodCollectives
-from hvd_compress.daso import DasoSettings, Groups, Member, Nodes
+from hvd_compress.daso import DasoSettings, Member
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.horovod_nodes import NodeSets, process_sets_for, sets_of
+from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.policy import Policy
 from hvd_compress.schedules import DasoSchedule, Moment
-from hvd_compress.torch._horovod import HorovodOptimizer, known_process_sets, relay
+from hvd_compress.torch._horovod import HorovodOptimizer, relay
 from hvd_compress.torch._optimizer import DistributedOptimizer
 from hvd_compress.torch._parameters import Buffers, Parameters, as_arrays, as_tensors, by_name, trained
-from hvd_compress.torch._ranks import TorchRanks
+from hvd_compress.torch._ranks import NODES
 
-__all__ = ["DASO", "daso_process_sets", "groups_of", "node_sets"]
-
-
-# all ranks wrap their optimizers in the same order, or are told so by `Member`
-_numbers = itertools.count()
-
-
-class _Alone(hvd.ProcessSet):
-    """In the place of a node's process set where this rank is alone on its node: nothing is exchanged in it."""
-
-    def __init__(self) -> None:
-        super().__init__([hvd.rank()])
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-    def included(self) -> bool:
-        return False
+__all__ = ["DASO", "daso_process_sets"]
 
 
 class _Overrides:
@@ -133,11 +111,11 @@ class _Daso:
         sets: NodeSets,
     ) -> None:
         self.parameters = Parameters(parameters, "DASO")
-        self.member = Member(self.parameters.tensors, settings, groups_of(sets))
+        self.member = Member(self.parameters.tensors, settings, NODES.groups(sets))
         self._buffers = {f"buffer {name}": b for name, b in buffers.items()}
         self._by_name = parameters
         self._averages_state = settings.average_state
-        ranks = 1 if sets.within is None else sets.within.size()
+        ranks = sets.within.size()
         nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._gradient_bytes = round(2 * (ranks - 1) / ranks * nbytes)
         self.gradient_bytes = 0
@@ -268,11 +246,11 @@ def DASO(
     )
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
-    sets = node_sets(ranks_per_node)
+    sets = NODES.sets(ranks_per_node)
     daso = _Daso(parameters, buffers, settings, sets)
     wrapped = DistributedOptimizer(
         optimizer, named, _inside(parameters), backward_passes_per_step, sparse_as_dense=sparse_as_dense,
-        process_set=_Alone() if sets.within is None else sets.within, min_numel=0,
+        process_set=sets.within, min_numel=0,
     )  # fmt: skip
     relay(wrapped, _Overrides)
     wrapped._daso = daso
@@ -291,26 +269,7 @@ def daso_process_sets(ranks_per_node: int | None = None, size: int | None = None
         ValueError: the ranks are not so many times a number of nodes. Where hosts differ, use
             `hvd.init(process_sets="dynamic")`.
     """
-    return process_sets_for(hvd, ranks_per_node, size)
-
-
-def node_sets(ranks_per_node: int | None) -> NodeSets:
-    """The process sets of this rank; a collective call."""
-    if ranks_per_node is not None:
-        nodes = Nodes.of_equal(hvd.size(), ranks_per_node)
-    else:
-        nodes = Nodes.of_numbers(HorovodCollectives(hvd, torch.from_numpy, None).host_numbers())
-    return sets_of(hvd, nodes, known_process_sets)
-
-
-def groups_of(sets: NodeSets) -> Groups:
-    """Where this rank stands, with collectives."""
-
-    def ranks_of(process_set: Any) -> TorchRanks | None:
-        return None if process_set is None or process_set.size() == 1 else TorchRanks(process_set)
-
-    everyone, within, across = (ranks_of(s) for s in (hvd.global_process_set, sets.within, sets.across))
-    return Groups(sets.nodes, hvd.rank(), everyone, within, across, f"hvd_compress.daso.{next(_numbers)}")
+    return NODES.process_sets(ranks_per_node, size)
 
 
 def _inside(parameters: dict[str, torch.Tensor]) -> Any:

@@ -70,6 +70,6 @@ def relay(optimizer: torch.optim.Optimizer, overrides: type) -> None:
 
 
 def known_process_sets() -> dict[int, list[int]]:
-    """The ranks of each process set by its number; horovod/common/process_sets.py l. 102 reads them in this way."""
+    """The ranks of each process set by its number; horovod/common/process_sets.py l. 105 reads them in this way."""
     sets: dict[int, list[int]] = process_sets._basics._get_process_set_ids_and_ranks()
     return {number: list(ranks) for number, ranks in sets.items()}

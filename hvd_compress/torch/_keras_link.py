@@ -17,6 +17,7 @@ from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._functions import allreduce
 from hvd_compress.torch._gossip import TorchCollectives
+from hvd_compress.torch._ranks import NODES
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering
 from hvd_compress.torch.compression import dense_route, horovod_compressor
@@ -190,4 +191,4 @@ class TorchExchange:
             self._engine.load_state_dict(state)
 
 
-LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement)
+LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement, NODES)

@@ -9,9 +9,11 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_compress.horovod_nodes import HorovodNodes
 from hvd_compress.torch._agreement import require_agreement
+from hvd_compress.torch._horovod import known_process_sets
 
-__all__ = ["TorchRanks"]
+__all__ = ["NODES", "TorchRanks"]
 
 Array = np.ndarray[Any, Any]
 
@@ -53,3 +55,6 @@ class TorchRanks:
         tensor = output[0] if isinstance(output, tuple) else output
         array: Array = tensor.numpy()
         return array
+
+
+NODES = HorovodNodes(hvd, torch.from_numpy, known_process_sets, TorchRanks)

@@ -43,5 +43,12 @@ def test_fit(ranks: int, launcher: str, flavour: str) -> None:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
+def test_daso(flavour: str) -> None:
+    # two nodes of two ranks; in the main environment Keras 2 has two of one
+    ranks, launcher = (2, "gloo") if flavour == "tf_keras" else (4, "mpi")
+    check_all("keras_daso", ranks, launcher, flavour)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_corners(flavour: str) -> None:
     check_all("keras_corners", 2, "mpi", flavour)

@@ -13,6 +13,7 @@ from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings
 from hvd_compress.tensorflow._functions import allreduce
 from hvd_compress.tensorflow._gossip import TensorFlowCollectives
+from hvd_compress.tensorflow._ranks import NODES
 from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -116,4 +117,4 @@ def _sendable(variable: tf.Variable) -> tf.Tensor:
     return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
 
 
-LINK = TensorFlowLink(hvd, allreduce, horovod_compressor, require_agreement)
+LINK = TensorFlowLink(hvd, allreduce, horovod_compressor, require_agreement, NODES)

@@ -272,7 +272,7 @@ def a_step_that_a_scaler_skips_on_one_node_counts_on_all() -> None:
     assert_same_everywhere(model)
     optimizer.zero_grad()
     scaler.scale(model(batch(0, 0)).square().mean()).backward()
-    with pytest.raises(UnsupportedError, match="before opt.synchronize"):
+    with pytest.raises(UnsupportedError, match=r"before opt\.synchronize"):
         scaler.step(optimizer)
     optimizer.synchronize()
 
@@ -346,7 +346,7 @@ def nodes_that_horovod_reports_may_differ_in_size() -> None:
     if hvd.size() != 4:
         return
     model, other = network(), network()
-    with mock.patch.object(HorovodCollectives, "host_numbers", lambda self: UNEVEN):
+    with mock.patch.object(HorovodCollectives, "host_numbers", return_value=UNEVEN):
         optimizer = wrapped(model, global_skips=1, batches_to_wait=0, ranks_per_node=None, momentum=0.0)
     train(optimizer, model, 0, 6)
     assert_same_everywhere(model)
@@ -373,7 +373,7 @@ def wrong_use_is_told_on_all_ranks() -> None:
     if hvd.size() == 4:
         numbers = [0, 1, 1, 0]
         with (
-            mock.patch.object(HorovodCollectives, "host_numbers", lambda self: numbers),
+            mock.patch.object(HorovodCollectives, "host_numbers", return_value=numbers),
             pytest.raises(UnsupportedError, match=r"process set of the ranks \[0, 3\].*daso_process_sets"),
         ):
             wrapped(model, ranks_per_node=None)

@@ -1,0 +1,166 @@
+"""`DASOCallback`: averages a model's weights between nodes in `fit`; gradients are averaged inside by `hvd.DASO`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_compress._keras.callbacks import LinkedCallback
+from hvd_compress._keras.weights import arrays_of, is_floating, tensors_of, write
+from hvd_compress.compressors import BF16, NoCompression
+from hvd_compress.daso import DasoSettings, Member
+from hvd_compress.schedules import DasoSchedule, Moment
+
+__all__ = ["DASOCallback"]
+
+
+class DASOCallback(LinkedCallback):
+    """Averages the weights between nodes after every B-th batch, S batches stale, and makes ranks equal at epoch ends.
+
+    Compile the model with `hvd.DASO(optimizer)`, which averages gradients inside of a node, and start from equal
+    weights: put BroadcastGlobalVariablesCallback before it. The loss of an epoch, averaged over the ranks, decides
+    about B and S; the last batch of an epoch makes ranks equal, so that validation is of the same weights. With
+    `steps_per_execution` an execution counts as one batch. The arguments are those of `DASO` of `hvd_compress.torch`;
+    `steps_per_epoch` comes from `fit`. All ranks must make equally many batches.
+
+    Args:
+        total_epochs: of the training; needed for a cool-down.
+        warmup_epochs: at the beginning, in which nodes average after every batch and wait for it.
+        cooldown_epochs: the same at the end.
+        global_skips: B, batches from one averaging of nodes to the next.
+        batches_to_wait: S, batches until what was sent arrives; 0 waits, at most B.
+        patience: epochs in a row without progress after which B and S are halved; None keeps them.
+        stability: the share of the best loss by which a loss must be lower to count as progress.
+        form: "sharded" or "rotate".
+        merge: "paper", "delta", or the weight of what arrives.
+        compression: of the change since the last averaging, while cycling.
+        blocking_compression: the same in warm-up and cool-down.
+        average_state: average the optimizer's floating variables over the ranks at the end of each epoch.
+        average_buffers: the same for weights that are not trained, such as moving means.
+        monitor: the entry of an epoch's logs that decides about B and S.
+        ranks_per_node: as given to `hvd.DASO`.
+
+    Raises:
+        ValueError: a setting out of its range.
+        TypeError: an argument of another type than stated.
+        UnsupportedError: an elastic run.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_epochs: int | None = None,
+        warmup_epochs: int = 0,
+        cooldown_epochs: int = 0,
+        global_skips: int = 4,
+        batches_to_wait: int = 1,
+        patience: int | None = 2,
+        stability: float = 0.05,
+        form: str = "sharded",
+        merge: str | float = "paper",
+        compression: Any = NoCompression(),
+        blocking_compression: Any = BF16(),
+        average_state: bool = False,
+        average_buffers: bool = True,
+        monitor: str = "loss",
+        ranks_per_node: int | None = None,
+    ) -> None:
+        super().__init__()
+        self._schedule: dict[str, Any] = {
+            "global_skips": global_skips, "batches_to_wait": batches_to_wait, "total_epochs": total_epochs,
+            "warmup_epochs": warmup_epochs, "cooldown_epochs": cooldown_epochs, "patience": patience,
+            "stability": stability,
+        }  # fmt: skip
+        self._settings = (form, merge, compression, blocking_compression, average_state)
+        # wrong settings are told here, not when training has begun
+        DasoSettings(DasoSchedule(**self._schedule), *self._settings)
+        self._averages_buffers = average_buffers
+        self._monitor = monitor
+        self._ranks_per_node = ranks_per_node
+        self._member: Member | None = None
+        self._keys: list[Any] = []
+        self._saved: Any = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count a batch, and do what is due."""
+        member = self._member_of()
+        moment = member.batch()
+        if moment != Moment():
+            weights = self.model.trainable_variables
+            arrays = arrays_of(self.link, weights)
+            if member.act(moment, arrays):
+                write(weights, arrays)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Make ranks equal, and let the schedule look at the loss."""
+        member = self._member_of()
+        weights = self.model.trainable_variables
+        arrays = arrays_of(self.link, weights)
+        loss = (logs or {}).get(self._monitor)
+        if member.end_epoch(arrays, None if loss is None else float(loss)):
+            write(weights, arrays)
+        others = self._others()
+        named = {f"{i}": x for i, x in enumerate(arrays_of(self.link, others))}
+        member.average(named)
+        write(others, list(named.values()))
+
+    def daso_stats(self) -> dict[str, Any]:
+        """What this rank has done so far, as `daso_stats` of `DASO`; {} before the first batch."""
+        return {} if self._member is None else self._member.stats()
+
+    def daso_state_dict(self) -> dict[str, Any]:
+        """The schedule, what is owed and under way, as plain values and NumPy arrays; {} before the first batch.
+
+        To be called between batches, on all ranks after the same one.
+        """
+        return {} if self._member is None else self._member.state_dict()
+
+    def load_daso_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `daso_state_dict` returned on this rank; before the first batch, when that is made.
+
+        Raises:
+            StateError: not such a state, or of another rank, network, nodes or settings.
+        """
+        if self._member is None:
+            self._saved = state
+        else:
+            self._member.load_state_dict(state)
+
+    def _member_of(self) -> Member:
+        weights = self.model.trainable_variables
+        keys = [self.link.key(v) for v in weights]
+        if self._member is None:
+            # of this rank's own choosing, a callback could be in another place than the optimizer
+            sets = self.link.nodes.sets(self._ranks_per_node)
+            if list(self.optimizer()._hvd.settings["process_set"].ranks) != list(sets.within.ranks):
+                raise ValueError(
+                    "DASOCallback needs a model compiled with hvd.DASO(optimizer), with the same ranks_per_node: its "
+                    f"node is the ranks {list(sets.within.ranks)}"
+                )
+            schedule = DasoSchedule(**self._schedule, steps_per_epoch=self._steps())
+            settings = DasoSettings(schedule, *self._settings)
+            tensors = tensors_of(weights, arrays_of(self.link, weights))
+            member = Member(tensors, settings, self.link.nodes.groups(sets))
+            if self._saved:
+                member.load_state_dict(self._saved)
+            self._member, self._keys = member, keys
+        if keys != self._keys:
+            raise ValueError(
+                "the trainable weights of the model are not those that this DASOCallback has begun with: after "
+                "freezing or unfreezing layers use a new one, on all ranks"
+            )
+        return self._member
+
+    def _steps(self) -> int | None:
+        """Batches of an epoch, where Keras knows them and calls after each."""
+        each = getattr(self.model, "steps_per_execution", 1)
+        each = int(each.numpy()) if hasattr(each, "numpy") else each
+        steps = self.params.get("steps")
+        return int(steps) if steps and (each or 1) == 1 else None
+
+    def _others(self) -> list[Any]:
+        found = [v for v in self.model.non_trainable_variables if self._averages_buffers and is_floating(v)]
+        if self._settings[-1]:
+            of_optimizer = self.model.optimizer.variables
+            of_optimizer = of_optimizer if isinstance(of_optimizer, list) else of_optimizer()
+            found += [v for v in of_optimizer if is_floating(v) and len(v.shape)]
+        return found
