@@ -84,13 +84,13 @@ class Member:
             self._merged += not moment.blocks
         if moment.blocks:
             for sync in self._syncs:
-                sync.send(arrays, compression, waits=False)
+                sync.send(arrays, compression, wait=0)
             for sync in self._syncs:
                 sync.take(arrays, sync.receive())
             self._blocking += 1
         if moment.sends:
             for sync in self._syncs:
-                sync.send(arrays, compression, waits=True)
+                sync.send(arrays, compression, self.clock.wait)
             self._sent += 1
         return bool(self._syncs) and (moment.arrives is not None or moment.blocks)
 

@@ -20,6 +20,8 @@ __all__ = ["Outgoing"]
 
 # of smaller tensors a payload costs more than it saves
 _MIN_NUMEL = 1024
+# a collective of less takes as long
+_PART_BYTES = 2**18
 
 
 class Outgoing:
@@ -51,12 +53,22 @@ class Outgoing:
         self._sent: Array = np.empty(0)
         self._handle: Any = None
         self._collective = ""
-        """What is under way; "allreduce" for values."""
+        """What is under way of a change."""
+        self._parts: list[Array] = []
+        """Of the values, those that are not under way yet."""
+        self._handles: list[Any] = []
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def send_values(self, arrays: Sequence[Array], dtype: np.dtype[Any]) -> None:
-        """Start to sum the values, weighted by node."""
+    def parts_of_values(self, dtype: np.dtype[Any], wait: int) -> int:
+        """How many collectives values take that may arrive so many batches later: one for each of these, if they pay.
+
+        Horovod runs one collective after the other: a long one would keep the next gradients of the node waiting.
+        """
+        return max(1, min(wait, self.share.size * dtype.itemsize // _PART_BYTES))
+
+    def send_values(self, arrays: Sequence[Array], dtype: np.dtype[Any], wait: int) -> None:
+        """Start to sum the values, weighted by node; each call of `progress` starts another part."""
         self._owe_residuals()
         share = self.share
         if self._sent.size != share.size:
@@ -67,12 +79,23 @@ class Outgoing:
             self._sent *= dtype.type(self._weight)
         if self._debt is not None:
             self._sent += self._debt
-        self._issue("allreduce", self._sent, None)
+        self._parts = np.array_split(self._sent, self.parts_of_values(dtype, wait))
+        self._send_part()
         self.bytes_sent += round(ring_bytes(self._sent.nbytes, self._across.size))
+
+    def _send_part(self) -> None:
+        name = f"{self._name}.values.{len(self._handles)}"
+        self._handles.append(self._across.start("allreduce", self._parts.pop(0), name))
 
     def receive_values(self) -> Array:
         """Their sum."""
-        total = self._wait()
+        while self._parts:
+            self._send_part()
+        begin = time.perf_counter()
+        handles, self._handles = self._handles, []
+        received = [self._across.wait(handle) for handle in handles]
+        self.seconds += time.perf_counter() - begin
+        total: Array = received[0] if len(received) == 1 else np.concatenate(received)
         if self._debt is not None and np.isfinite(total).all():
             self._debt = None
         return total
@@ -98,7 +121,9 @@ class Outgoing:
         self._send_parcel(bucket, bucket.collectives[0], bucket.parcel())
 
     def progress(self) -> None:
-        """Move on what is ready, never waiting."""
+        """Move on what is ready, never waiting; to be called once after each batch."""
+        if self._parts:
+            self._send_part()
         bucket = self._bucket
         if bucket is not None and self._collective in bucket.collectives[:-1] and self._across.poll(self._handle):
             self._advance(bucket)

@@ -103,26 +103,28 @@ class NodeSync:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def send(self, arrays: Sequence[Array], compression: Compressor | Policy, waits: bool) -> None:
+    def send(self, arrays: Sequence[Array], compression: Compressor | Policy, wait: int) -> None:
         """Start to synchronize these values; they may change as soon as this returns.
 
         Args:
             arrays: flat, of all tensors.
             compression: of changes.
-            waits: whether training goes on before they arrive.
+            wait: batches until they are to arrive; 0 if nothing else happens before.
         """
         follows = compression != NoCompression()
         kinds = tuple(VALUES if needs or not follows else CHANGES for needs in self._needs_values)
-        if waits and (self._settings.merge == "delta" or CHANGES in kinds):
+        if wait and (self._settings.merge == "delta" or CHANGES in kinds):
             self._lane.gather(arrays, self._fitting("_snapshot"))
         group, self._turn = self._turn, (self._turn + 1) % self._group_count
         idle: Sequence[Any] = ()
         if self._outgoing is not None and self._outgoing.share.size:
             if not self._sends_in(group):
-                count = 1 if kinds[0] == VALUES else self._outgoing.collectives_of(compression)
-                idle = self._outgoing.idle(count)
+                of_values = self._outgoing.parts_of_values(self._lane.dtype, wait)
+                idle = self._outgoing.idle(
+                    of_values if kinds[0] == VALUES else self._outgoing.collectives_of(compression)
+                )
             elif kinds[self._index] == VALUES:
-                self._outgoing.send_values(arrays, self._lane.dtype)
+                self._outgoing.send_values(arrays, self._lane.dtype, wait)
             else:
                 self._outgoing.send_changes(arrays, self._reference, compression)
         self._flight = _Flight(kinds, group, follows, idle)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, DasoSchedule, NoCompression, OneBit, Policy, Threshold, TopK
-from hvd_compress.daso import DasoSettings, Member, Nodes
+from hvd_compress.daso import DasoSettings, Member, Nodes, outgoing
 from hvd_compress.daso.lane import Lane
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
@@ -405,6 +405,23 @@ def test_bytes_between_nodes_are_those_of_the_issue():
         assert all(x <= 2 * 4 * 256 * 512 / 2 / 4 for x in sent)
         compressed = run(NODES["2x2"], settings(form=form, compression=Adaptive(64)), tensors, steps=400)
         assert all(s["bytes_between_nodes"] / 400 < x / 20 for (_, s), x in zip(compressed, sent, strict=True))
+
+
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+@pytest.mark.parametrize("length", [9, 11, 12])
+def test_large_values_go_in_parts_and_change_nothing(monkeypatch, form, length):
+    nodes = NODES["2x2"]
+    chosen = settings(global_skips=4, batches_to_wait=4, form=form)
+    whole = run(nodes, chosen, MIXED, steps=12, ends=[length - 1])
+    monkeypatch.setattr(outgoing, "_PART_BYTES", 1024)
+    world = World()
+    parts = run(nodes, chosen, MIXED, steps=12, ends=[length - 1], world=world)
+    for (found, _), (expected, _) in zip(parts, whole, strict=True):
+        for of_step, of_whole in zip(found, expected, strict=True):
+            for x, y in zip(of_step, of_whole, strict=True):
+                np.testing.assert_array_equal(x, y)
+    assert any("values.3" in name for _, name, _ in world.posted)
+    assert len(set(world.issued.values())) == 1
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
