@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 
 import allreduce
 import auto
+import daso
 import eventgrad
 import memory
 import minibatch
@@ -24,7 +25,7 @@ import overlap
 import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
-BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, memory)
+BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, daso, memory)
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 

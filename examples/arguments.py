@@ -33,8 +33,8 @@ def compressor(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
-def mnist_arguments(description: str | None) -> argparse.Namespace:
-    """The options of a short training on MNIST."""
+def mnist_arguments(description: str | None, nodes: bool = False) -> argparse.Namespace:
+    """The options of a short training on MNIST; with `nodes` also how many ranks each has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
     parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")
@@ -45,4 +45,6 @@ def mnist_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--data-dir", help="holds MNIST's four idx.gz files, or a folder mnist/ with them")
     parser.add_argument("--limit-train", type=int, help="use only so many training images")
     parser.add_argument("--json", type=Path, help="rank 0 writes its results there")
+    if nodes:
+        parser.add_argument("--ranks-per-node", type=int, help="those of each host by default")
     return parser.parse_args()

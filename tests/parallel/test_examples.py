@@ -17,13 +17,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--limit-train", "1280", "--width", "256", "--batch-size", "16", "--epochs", "3"]
 
 
-def train(monkeypatch: pytest.MonkeyPatch, script: str, **environment: str) -> dict[str, Any]:
+def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environment: str) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     for name, value in {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", **environment}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES)]))
     launcher = importlib.import_module("launcher")
-    return launcher.train(2, *SMALL, limit_seconds=200, script=script)
+    return launcher.train(2, *SMALL, *options, limit_seconds=200, script=script)
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,16 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, **environment: str) -> d
     [
         ("pytorch_mnist.py", {}),
         ("eventgrad_mnist.py", {}),
+        ("daso_mnist.py", {}),
         ("tensorflow2_mnist.py", {}),
         ("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
         ("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
     ],
 )
 def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environment: dict[str, str]) -> None:
-    result = train(monkeypatch, script, **environment)
+    # one host stands for two nodes
+    options = ["--ranks-per-node", "1"] if script == "daso_mnist.py" else []
+    result = train(monkeypatch, script, *options, **environment)
     assert result["replicas_identical"]
     assert result["ranks"] == 2
     # guessing gives 0.1
@@ -52,6 +55,7 @@ HEADINGS = [
     "### Without ranks",
     "### Let it choose",
     "### Neighbours instead of all: EventGraD",
+    "### Nodes that train on their own for a while: DASO",
 ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from hvd_compress import DasoSchedule
 from hvd_compress.errors import StateError
 from hvd_compress.schedules import COOLDOWN, CYCLING, WARMUP, Moment
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "daso.json"
 PAIRS = [(b, s) for b in range(1, 9) for s in range(b + 1)]
 
 
@@ -83,6 +86,25 @@ def trajectory(schedule: DasoSchedule, losses: list[float]) -> list[tuple[str, i
         clock.batch()
         clock.end_epoch(loss)
     return seen
+
+
+def word(moment: Moment) -> str:
+    """What is due, as a golden trajectory writes it: what arrives, then what is done."""
+    arrives = "" if moment.arrives is None else f"{moment.arrives}"
+    return arrives + ("b" if moment.blocks else "s" if moment.sends else "") or "-"
+
+
+def test_golden_trajectories():
+    """Frozen: a saved schedule must go on as it began, with later versions of this package too."""
+    golden = json.loads(GOLDEN.read_text())
+    assert len(golden) >= 6
+    for trajectory in golden:
+        clock = DasoSchedule(**trajectory["settings"]).clock()
+        for epoch in trajectory["epochs"]:
+            assert [clock.phase, clock.skips, clock.wait] == epoch["begins"]
+            words = [word(clock.batch()) for _ in range(epoch["steps"])]
+            assert " ".join(words) == epoch["batches"]
+            assert word(clock.end_epoch(epoch["loss"])) == epoch["end"]
 
 
 def test_phases_and_plateaus_of_a_whole_training():
