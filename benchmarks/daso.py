@@ -240,23 +240,36 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         _measure_grid(options, pairs, result)
     rates = rates_to_be_had(options.rates)
     if "times" in options.only:
-        common = {"part": "times", "width": options.width, "pairs": pairs, "cycle": 32}
-        result |= {"width": options.width, "cycle": 32, "times": []}
+        settings = {"width": options.width, "cycle": options.largest_b}
+        pairs = [pair for pair in pairs if pair[0] <= options.largest_b]
         with Progress("daso, times", len(rates)) as progress, place(2, progress, PER_NODE) as here:
             for rate in rates:
-                task = {**common, "seconds": options.seconds, "least": options.least, "label": rate}
-                rows = here.run(__file__, task, rate)
-                result["times"].append({"rate": rate, "rows": rows})
+                task = {
+                    "part": "times", "pairs": pairs, "seconds": options.seconds, "least": options.least, "label": rate,
+                    **settings,
+                }  # fmt: skip
+                found = {"rate": rate, **settings, "rows": here.run(__file__, task, rate)}
+                result["times"] = _merged(result.get("times", []), found, ("rate",))
     if "schedule" in options.only:
         units = len(rates) * len(options.seeds) * len(SCHEDULED)
-        result |= {"schedule_width": options.schedule_width, "schedule": []}
         with Progress("daso, schedule", units) as progress, place(2, progress, PER_NODE) as here:
             for seed in options.seeds:
                 for rate in rates:
                     task = {"part": "schedule", "seed": seed, "width": options.schedule_width, "label": rate}
-                    result["schedule"].append({"rate": rate, "seed": seed, "rows": here.run(__file__, task, rate)})
+                    found = {
+                        "rate": rate, "seed": seed, "width": options.schedule_width,
+                        "rows": here.run(__file__, task, rate),
+                    }  # fmt: skip
+                    result["schedule"] = _merged(result.get("schedule", []), found, ("rate", "seed"))
+                    # minutes of work are not to be lost with the last ones
                     write("daso", result)
     return result
+
+
+def _merged(before: list[dict[str, Any]], found: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """All cases, the one found anew in the place of what it repeats."""
+    cases = {tuple(case[key] for key in keys): case for case in [*before, found]}
+    return [cases[key] for key in sorted(cases)]
 
 
 def _measure_grid(options: argparse.Namespace, pairs: list[tuple[int, int]], result: dict[str, Any]) -> None:
@@ -282,13 +295,15 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+")
     parser.add_argument("--grid-width", type=int, default=256)
     parser.add_argument("--width", type=int, default=1024, help="of the network that is timed")
-    parser.add_argument("--schedule-width", type=int, default=1024)
+    parser.add_argument("--largest-b", type=int, help="that is timed; the mean of as many steps is taken")
+    parser.add_argument("--schedule-width", type=int)
     parser.add_argument(
         "--only", nargs="+", choices=("grid", "times", "schedule"), default=("grid", "times", "schedule")
     )
     return parsed(
         parser, given, seeds=([0], [0, 1, 2]), nodes=([2], [2, 4]), epochs=(1, 2), steps=(200, 500),
-        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(25.0, 120.0), least=(3, 5),
+        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(15.0, 120.0), least=(3, 5), largest_b=(8, 32),
+        schedule_width=(512, 1024),
     )  # fmt: skip
 
 
@@ -394,14 +409,14 @@ def _parameter_bytes(width: int) -> int:
 
 def _times(result: dict[str, Any]) -> list[str]:
     lines: list[list[object]] = []
-    model = _parameter_bytes(result["width"])
     for case in result["times"]:
         rows = case["rows"]
+        model = _parameter_bytes(case["width"])
         for name in [n for n in rows if n != ALONE]:
             seconds = rows[name]["seconds"]
             against = [Spread.of(ratios(rows[other]["seconds"], seconds)) for other in (FP32, FP16)]
             # both ranks of a host count its interface
-            nbytes = [b / result["cycle"] / PER_NODE for b in rows[name]["bytes"]]
+            nbytes = [b / case["cycle"] / PER_NODE for b in rows[name]["bytes"]]
             label = "B = {}, S = {}".format(*name.split(",")) if name[0].isdigit() else name
             lines.append(
                 [
@@ -420,10 +435,12 @@ def _times(result: dict[str, Any]) -> list[str]:
         "kB between hosts a rank and step",
         "of the model",
     ]
-    width = result["width"]
+    widths = ", ".join(
+        f"W = {case['width']} at {case['rate']} (mean of {case['cycle']} steps)" for case in result["times"]
+    )
     said = (
-        f"784-{width}-{width}-10, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each, the mean of "
-        f"{result['cycle']} steps. Bytes are counted at the hosts' interfaces. Where no B and S are told they are 4 "
+        f"784-W-W-10, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each; {widths}. "
+        "Bytes are counted at the hosts' interfaces. Where no B and S are told they are 4 "
         "and 1."
     )
     return [said, "", table(head, lines)]
@@ -473,10 +490,10 @@ def _schedule(result: dict[str, Any]) -> list[str]:
         "of fp16's",
         "whole, of fp16's",
     ]
-    width = result["schedule_width"]
+    widths = ", ".join(dict.fromkeys(f"W = {case['width']} at {case['rate']}" for case in result["schedule"]))
     targets = [_aimed_at(case) for case in result["schedule"]]
     said = (
-        f"784-{width}-{width}-10 on MNIST, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each; {EPOCHS} "
+        f"784-W-W-10 on MNIST, {widths}, {BATCH} images a rank, 2 hosts with {PER_NODE} ranks each; {EPOCHS} "
         f"epochs of {STEPS_OF_EPOCH} steps, of which the first warms up and the last cools down, B = 4, S = 1. The "
         f"accuracy that all reach is {min(targets):.2f} to {max(targets):.2f} %. The paper has 25 to 35 % less time "
         "than Horovod."
@@ -493,8 +510,8 @@ def aims(result: dict[str, Any]) -> list[Aim]:
                 found.append(Aim(f"{name}, {rate}: time to equal accuracy, of {other}'s", "≤", 0.5, share))
     for case in result.get("times", []):
         rows = case["rows"]
-        model = _parameter_bytes(result["width"])
-        dense = [b / result["cycle"] / PER_NODE for b in rows["4,1"]["bytes"]]
+        model = _parameter_bytes(case["width"])
+        dense = [b / case["cycle"] / PER_NODE for b in rows["4,1"]["bytes"]]
         most = model * 2 / (PER_NODE * 4)
         said = f"DASO, {case['rate']}, B = 4, S = 1: bytes between hosts a rank and step"
         found.append(
