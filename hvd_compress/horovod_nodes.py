@@ -44,6 +44,7 @@ class HorovodNodes:
         tensor: makes a tensor of an array.
         known_sets: tells the ranks of all process sets by their number.
         ranks_of: makes `daso.Ranks` of a process set that this rank is in.
+        require_agreement: of the edge.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class HorovodNodes:
         tensor: Callable[[Any], Any],
         known_sets: Callable[[], Mapping[int, Sequence[int]]],
         ranks_of: Callable[[Any], Ranks],
+        require_agreement: Callable[[dict[str, Any], Any], None],
     ) -> None:
+        self._require_agreement = require_agreement
         self._hvd = hvd
         self._tensor = tensor
         self._known_sets = known_sets
@@ -79,8 +82,12 @@ class HorovodNodes:
         Raises:
             UnsupportedError: a set is missing, and Horovod was not started so that it can be added.
             ValueError: the ranks are not so many times a number of nodes.
+            MismatchError: the ranks disagree.
         """
         hvd = self._hvd
+        is_dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+        told = {"ranks_per_node": ranks_per_node, "process sets may be added": is_dynamic}
+        self._require_agreement(told, hvd.global_process_set)
         if ranks_per_node is not None:
             nodes = Nodes.of_equal(hvd.size(), ranks_per_node)
         else:
@@ -91,7 +98,7 @@ class HorovodNodes:
             if ranks in by_ranks:
                 found[ranks] = hvd.ProcessSet(list(ranks))
                 found[ranks].process_set_id = by_ranks[ranks]
-            elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+            elif is_dynamic:
                 found[ranks] = hvd.add_process_set(list(ranks))
             else:
                 raise UnsupportedError(

@@ -71,10 +71,6 @@ class ThreadRanks:
         self._world.issued[self._members[self.position]] += 1
         return collective, self._post(name, (array, sizes)), root, name
 
-    def poll(self, handle: Any) -> bool:
-        with self._world.changed:
-            return len(self._world.posted[handle[1]]) == self.size
-
     def wait(self, handle: Any) -> Any:
         collective, key, root, _ = handle
         everyone = self._all_of(key)

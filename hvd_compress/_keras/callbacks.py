@@ -29,6 +29,8 @@ class LinkedCallback:
     """What all callbacks here have: the link to the edge, and the distributed optimizer of the model."""
 
     link: ClassVar[Link]
+    wrapper: ClassVar[str] = "hvd.DistributedOptimizer(...)"
+    """What the model's optimizer is to be wrapped with."""
     model: Any
     params: dict[str, Any]
 
@@ -53,8 +55,7 @@ class LinkedCallback:
         found = distributed(self.model.optimizer)
         if found is None:
             raise ValueError(
-                f"{type(self).__name__} needs a model compiled with hvd.DistributedOptimizer(...), "
-                f"not with {self.model.optimizer!r}"
+                f"{type(self).__name__} needs a model compiled with {self.wrapper}, not with {self.model.optimizer!r}"
             )
         return found
 

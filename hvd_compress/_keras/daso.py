@@ -18,7 +18,7 @@ class DASOCallback(LinkedCallback):
 
     Compile the model with `hvd.DASO(optimizer)`, which averages gradients inside of a node, and start from equal
     weights: put BroadcastGlobalVariablesCallback before it. The loss of an epoch, averaged over the ranks, decides
-    about B and S; the last batch of an epoch makes ranks equal, so that validation is of the same weights. With
+    about B and S; the last batch of an epoch makes ranks equal, and so does the beginning of a validation. With
     `steps_per_execution` an execution counts as one batch. The arguments are those of `DASO` of `hvd_compress.torch`;
     `steps_per_epoch` comes from `fit`. All ranks must make equally many batches.
 
@@ -79,6 +79,27 @@ class DASOCallback(LinkedCallback):
         self._member: Member | None = None
         self._keys: list[Any] = []
         self._saved: Any = None
+        self._trains = False
+
+    wrapper = "hvd.DASO(optimizer)"
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Learn how many batches the epochs of this `fit` have."""
+        self._trains = True
+        if self._member is not None and self._member.clock.schedule.steps_per_epoch != self._steps():
+            self._member.declare_steps(self._steps())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """What is evaluated from here on is no validation."""
+        self._trains = False
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Make ranks equal before validation, if the last batch has not done it."""
+        if self._trains and self._member is not None:
+            weights = self.model.trainable_variables
+            arrays = arrays_of(self.link, weights)
+            if self._member.level(arrays):
+                write(weights, arrays)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count a batch, and do what is due."""
@@ -112,7 +133,7 @@ class DASOCallback(LinkedCallback):
 
         To be called between batches, on all ranks after the same one.
         """
-        return {} if self._member is None else self._member.state_dict()
+        return self._saved or {} if self._member is None else self._member.state_dict()
 
     def load_daso_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `daso_state_dict` returned on this rank; before the first batch, when that is made.
@@ -151,11 +172,12 @@ class DASOCallback(LinkedCallback):
         return self._member
 
     def _steps(self) -> int | None:
-        """Batches of an epoch, where Keras knows them and calls after each."""
-        each = getattr(self.model, "steps_per_execution", 1)
-        each = int(each.numpy()) if hasattr(each, "numpy") else each
+        """Executions of an epoch, where Keras knows them."""
+        of_keras_2 = getattr(self.model, "_steps_per_execution", None)
+        each: Any = getattr(self.model, "steps_per_execution", 1) if of_keras_2 is None else of_keras_2
+        each = int(each.numpy()) if hasattr(each, "numpy") else int(each or 1)
         steps = self.params.get("steps")
-        return int(steps) if steps and (each or 1) == 1 else None
+        return -(-int(steps) // each) if steps else None
 
     def _others(self) -> list[Any]:
         found = [v for v in self.model.non_trainable_variables if self._averages_buffers and is_floating(v)]

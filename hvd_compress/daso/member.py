@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from hvd_compress.compressors import NoCompression
 from hvd_compress.daso.lane import Array, Lane
 from hvd_compress.daso.ranks import Groups, means
 from hvd_compress.daso.settings import DasoSettings
@@ -87,6 +89,10 @@ class Member:
                 sync.send(arrays, compression, wait=0)
             for sync in self._syncs:
                 sync.take(arrays, sync.receive())
+                if sync.needs_values and compression != NoCompression():
+                    # a change was not finite: as values it reaches all ranks, which are to be equal now
+                    sync.send(arrays, compression, wait=0)
+                    sync.take(arrays, sync.receive())
             self._blocking += 1
         if moment.sends:
             for sync in self._syncs:
@@ -115,6 +121,23 @@ class Member:
         moment = self.clock.end_epoch(loss)
         self._epochs.append(told)
         return self.act(moment, arrays, phase)
+
+    def level(self, arrays: Sequence[Array]) -> bool:
+        """Make all ranks equal in the middle of an epoch; whether parameters have changed. A collective call."""
+        return self.act(self.clock.level(), arrays)
+
+    def declare_steps(self, steps_per_epoch: int | None) -> None:
+        """Between epochs: the next ones have so many batches; a collective call.
+
+        Raises:
+            MismatchError: the ranks have different numbers.
+        """
+        if self.groups.everyone is not None:
+            self.groups.everyone.require_agreement({"steps_per_epoch": steps_per_epoch})
+        schedule = replace(self.settings.schedule, steps_per_epoch=steps_per_epoch)
+        self.settings = replace(self.settings, schedule=schedule)
+        self.clock.schedule = schedule
+        self._described["schedule"] = schedule.get_config()
 
     def average(self, arrays: Mapping[str, Array]) -> None:
         """Make buffers or optimizer states their mean over all ranks, in place; a collective call.

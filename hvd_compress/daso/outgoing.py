@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Piece, Share
 from hvd_compress.daso.ranks import Ranks
 from hvd_compress.errors import StateError
-from hvd_compress.exchange import Bucket, Transfer, aligned_empty, plan_together, ring_bytes
+from hvd_compress.exchange import COLLECTIVES, Bucket, Parcel, Transfer, aligned_empty, plan_together, ring_bytes
 from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy
 
@@ -22,27 +23,33 @@ __all__ = ["Outgoing"]
 _MIN_NUMEL = 1024
 # a collective of less takes as long
 _PART_BYTES = 2**18
+_NOTHING = np.zeros(1, np.float32)
 
 
 class Outgoing:
     """Sums the values, or averages the changes, of a share over the nodes.
 
     What compression leaves out of a change is its residual, and goes with the next one. Where the next one goes another
-    way it is a debt, added to what is sent; so nothing is lost whichever ways alternate.
+    way it is a debt, added to what is sent until that has been taken over; so nothing is lost whichever ways alternate.
+
+    Ranks of a node issue equally many collectives after each batch, whatever the others do, and never as time has it:
+    Horovod numbers the user's unnamed operations by how many there were.
 
     Args:
         share: of this rank.
+        largest: bytes of the largest share of the node.
         across: the same share of the other nodes.
         weight: of this node.
         name: of its collectives.
     """
 
-    def __init__(self, share: Share, across: Ranks, weight: float, name: str) -> None:
+    def __init__(self, share: Share, largest: int, across: Ranks, weight: float, name: str) -> None:
         self.share = share
         self._pieces = {f"{p.name}:{p.within.start}": p for p in share.pieces}
         self.seconds = 0.0
         """Waited for other nodes."""
         self.bytes_sent = 0
+        self._largest = largest
         self._across = across
         self._weight = weight
         self._name = name
@@ -51,24 +58,27 @@ class Outgoing:
         self._compression: Compressor | Policy = NoCompression()
         self._spare: dict[str, Array] = {}
         self._sent: Array = np.empty(0)
-        self._handle: Any = None
+        self._later: list[tuple[int, Callable[[], None]]] = []
+        """Collectives that are to be started: (batches after the one before, how)."""
+        self._handles: list[Any] = []
+        """Of values, and of what stands in for a share that is not sent."""
+        self._change: Any = None
         self._collective = ""
         """What is under way of a change."""
-        self._parts: list[Array] = []
-        """Of the values, those that are not under way yet."""
-        self._handles: list[Any] = []
+
+    def progress(self) -> None:
+        """Start what is due; to be called once after each batch."""
+        if self._later:
+            batches, start = self._later[0]
+            self._later[0] = batches - 1, start
+            if batches <= 1:
+                del self._later[0]
+                start()
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def parts_of_values(self, dtype: np.dtype[Any], wait: int) -> int:
-        """How many collectives values take that may arrive so many batches later: one for each of these, if they pay.
-
-        Horovod runs one collective after the other: a long one would keep the next gradients of the node waiting.
-        """
-        return max(1, min(wait, self.share.size * dtype.itemsize // _PART_BYTES))
-
     def send_values(self, arrays: Sequence[Array], dtype: np.dtype[Any], wait: int) -> None:
-        """Start to sum the values, weighted by node; each call of `progress` starts another part."""
+        """Start to sum the values, weighted by node, which may arrive `wait` batches later."""
         self._owe_residuals()
         share = self.share
         if self._sent.size != share.size:
@@ -79,35 +89,33 @@ class Outgoing:
             self._sent *= dtype.type(self._weight)
         if self._debt is not None:
             self._sent += self._debt
-        self._parts = np.array_split(self._sent, self.parts_of_values(dtype, wait))
-        self._send_part()
+        count = self._parts_of_values(wait)
+        parts = np.array_split(self._sent, min(count, share.size))
+        self._start_one_by_one([*parts, *[_NOTHING] * (count - len(parts))])
         self.bytes_sent += round(ring_bytes(self._sent.nbytes, self._across.size))
-
-    def _send_part(self) -> None:
-        name = f"{self._name}.values.{len(self._handles)}"
-        self._handles.append(self._across.start("allreduce", self._parts.pop(0), name))
 
     def receive_values(self) -> Array:
         """Their sum."""
-        while self._parts:
-            self._send_part()
-        begin = time.perf_counter()
-        handles, self._handles = self._handles, []
-        received = [self._across.wait(handle) for handle in handles]
-        self.seconds += time.perf_counter() - begin
-        total: Array = received[0] if len(received) == 1 else np.concatenate(received)
+        received = self._received()
+        count = sum(part.size > 0 for part in received)
+        total: Array = received[0] if count == 1 else np.concatenate(received)
+        return total[: self.share.size]
+
+    def settle_values(self, total: Array, left: float) -> None:
+        """The sum was merged: this share of what was owed has not got into the parameters."""
         if self._debt is not None and np.isfinite(total).all():
-            self._debt = None
-        return total
+            self._debt = self._debt * self._debt.dtype.type(left) if left else None
+
+    def _parts_of_values(self, wait: int) -> int:
+        # one for each batch: a long collective would keep the next gradients of the node waiting
+        return max(1, min(wait, self._largest // _PART_BYTES))
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
-    def collectives_of(self, compression: Compressor | Policy) -> int:
-        """How many a change takes."""
-        return len(self._bucket_of(compression).collectives)
-
-    def send_changes(self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy) -> None:
-        """Start to average the change since the reference, flat, of the lane."""
+    def send_changes(
+        self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int
+    ) -> None:
+        """Start to average the change since the reference, flat, of the lane; it may arrive `wait` batches later."""
         bucket = self._bucket_of(compression)
         for key, piece in self._pieces.items():
             x = piece.of(arrays)
@@ -119,22 +127,14 @@ class Outgoing:
                 change += self._debt[self.share.place(piece)]
             bucket.encode(key, change)
         self._send_parcel(bucket, bucket.collectives[0], bucket.parcel())
-
-    def progress(self) -> None:
-        """Move on what is ready, never waiting; to be called once after each batch."""
-        if self._parts:
-            self._send_part()
-        bucket = self._bucket
-        if bucket is not None and self._collective in bucket.collectives[:-1] and self._across.poll(self._handle):
-            self._advance(bucket)
+        self._later = [(_halfway(wait), partial(self._advance, bucket)) for _ in bucket.collectives[1:]]
 
     def receive_changes(self, out: Array) -> bool:
         """Write the mean change of the share; False where it is not finite, and then nothing has changed."""
         bucket = self._bucket
         assert bucket is not None
-        while self._collective != bucket.collectives[-1]:
-            self._advance(bucket)
-        finite = bucket.arrive(self._wait())
+        self._start_the_rest()
+        finite = bucket.arrive(self._wait_for_change())
         for key, change in bucket.finish(keep=finite, scale=1 / self._across.size).items():
             assert change is not None
             out[self.share.place(self._pieces[key])] = change
@@ -143,15 +143,20 @@ class Outgoing:
             self._debt = None
         return finite
 
-    def idle(self, count: int) -> list[Any]:
-        """Issue as many collectives as a change would, of next to nothing: handles for `forget`."""
-        nothing = np.zeros(1, np.float32)
-        return [self._across.start("allreduce", nothing, f"{self._name}.idle.{i}") for i in range(count)]
+    # -- in the place of a share that is not sent ----------------------------------------------------------------------
 
-    def forget(self, handles: Sequence[Any]) -> None:
-        """Wait for what `idle` has issued."""
-        for handle in handles:
-            self._across.wait(handle)
+    def idle(self, of_values: bool, wait: int) -> None:
+        """Start as many collectives as values, or a change, would take, of next to nothing."""
+        if of_values:
+            self._start_one_by_one([_NOTHING] * self._parts_of_values(wait))
+            return
+        self._start_part(_NOTHING)
+        rest = len(COLLECTIVES[_exchange_of(self._across.size)]) - 1
+        self._later = [(_halfway(wait), partial(self._start_part, _NOTHING)) for _ in range(rest)]
+
+    def forget(self) -> None:
+        """Wait for what `idle` has started."""
+        self._received()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -199,7 +204,7 @@ class Outgoing:
             self._owe_residuals()
             self._compression = compression
             chosen = {key: (p.shape, _compressor_of(compression, p)) for key, p in self._pieces.items()}
-            plans = plan_together("auto", chosen, self._across.size)
+            plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
             position = self._across.position
             self._bucket = Bucket(
                 {key: Transfer(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
@@ -220,8 +225,28 @@ class Outgoing:
                 self._debt[place][part] += owed
         self._bucket = None
 
-    def _send_parcel(self, bucket: Bucket[Transfer], collective: str, parcel: Any) -> None:
-        self._issue(collective, parcel.buffer, parcel.sizes)
+    def _start_one_by_one(self, parts: Sequence[Array]) -> None:
+        self._start_part(parts[0])
+        self._later = [(1, partial(self._start_part, part)) for part in parts[1:]]
+
+    def _start_part(self, part: Array) -> None:
+        self._handles.append(self._across.start("allreduce", part, f"{self._name}.part.{len(self._handles)}"))
+
+    def _start_the_rest(self) -> None:
+        while self._later:
+            self._later.pop(0)[1]()
+
+    def _received(self) -> list[Array]:
+        self._start_the_rest()
+        begin = time.perf_counter()
+        handles, self._handles = self._handles, []
+        received = [self._across.wait(handle) for handle in handles]
+        self.seconds += time.perf_counter() - begin
+        return received
+
+    def _send_parcel(self, bucket: Bucket[Transfer], collective: str, parcel: Parcel) -> None:
+        self._change = self._across.start(collective, parcel.buffer, f"{self._name}.{collective}", parcel.sizes)
+        self._collective = collective
         ranks, me = self._across.size, self._across.position
         if collective == "allgather":
             self.bytes_sent += (ranks - 1) * parcel.buffer.size
@@ -232,18 +257,23 @@ class Outgoing:
     def _advance(self, bucket: Bucket[Transfer]) -> None:
         collective = self._collective
         following = bucket.collectives[bucket.collectives.index(collective) + 1]
-        self._send_parcel(bucket, following, bucket.advance(collective, self._wait()))
+        self._send_parcel(bucket, following, bucket.advance(collective, self._wait_for_change()))
 
-    def _issue(self, collective: str, buffer: Array, sizes: Sequence[int] | None) -> None:
-        self._handle = self._across.start(collective, buffer, f"{self._name}.{collective}", sizes)
-        self._collective = collective
-
-    def _wait(self) -> Array:
+    def _wait_for_change(self) -> Array:
         begin = time.perf_counter()
-        handle, self._handle, self._collective = self._handle, None, ""
+        handle, self._change = self._change, None
         received = self._across.wait(handle)
         self.seconds += time.perf_counter() - begin
         return received
+
+
+def _exchange_of(nodes: int) -> str:
+    """Among two nodes both send equally many bytes, and one collective is enough."""
+    return "allgather" if nodes == 2 else "two_phase"
+
+
+def _halfway(wait: int) -> int:
+    return max(1, wait // 2)
 
 
 def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor:

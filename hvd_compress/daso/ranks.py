@@ -33,9 +33,6 @@ class Ranks(Protocol):
             root: of a broadcast, its position.
         """
 
-    def poll(self, handle: Any) -> bool:
-        """Whether `wait` would return at once."""
-
     def wait(self, handle: Any) -> Array:
         """What the collective has brought, flat."""
 

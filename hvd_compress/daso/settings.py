@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_compress import wire
-from hvd_compress.compressors import BF16, Compressor, NoCompression
+from hvd_compress.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_compress.compressors.settings import check_choice, check_flag
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy, given_compression
@@ -27,7 +27,7 @@ class DasoSettings:
     Raises:
         TypeError: not a schedule or a compressor.
         ValueError: a setting out of its range.
-        UnsupportedError: an elastic run.
+        UnsupportedError: an elastic run; FP16, which keeps no residual.
     """
 
     schedule: DasoSchedule
@@ -49,7 +49,14 @@ class DasoSettings:
             )
         check_flag(self, "average_state", self.average_state)
         for argument in ("compression", "blocking_compression"):
-            object.__setattr__(self, argument, given_compression(argument, getattr(self, argument)))
+            given = given_compression(argument, getattr(self, argument))
+            object.__setattr__(self, argument, given)
+            used = [c for _, c in given.rules] + [given.default] if isinstance(given, Policy) else [given]
+            if FP16() in used:
+                raise UnsupportedError(
+                    f"{argument}=FP16(): changes below 6e-8 would be rounded to nothing, again and again. Use BF16(), "
+                    "whose rounding errors go with the next change"
+                )
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise UnsupportedError(
                 "DASO in an elastic run: nodes and their groups are fixed. Start with a fixed number of ranks"

@@ -27,30 +27,28 @@ class _Flight(NamedTuple):
     """A synchronization that has begun.
 
     Args:
-        kinds: how each share goes.
+        kind: `VALUES` or `CHANGES`.
         group: whose turn it is, with form "rotate".
         follows: whether changes will follow, so that what arrives is to be remembered.
-        idle: what a rank has issued whose turn it is not.
-    """
-
-    kinds: tuple[str, ...]
-    group: int
-    follows: bool
-    idle: Sequence[Any] = ()
-
-
-class _Arrived(NamedTuple):
-    """What has come of a share.
-
-    Args:
-        kind: `VALUES`, a sum over the nodes, or `CHANGES`, which the reference has taken in.
-        share: of the lane.
-        values: of its elements.
     """
 
     kind: str
-    share: Share
-    values: Array
+    group: int
+    follows: bool
+
+
+class _Arrived(NamedTuple):
+    """What has come.
+
+    Args:
+        kind: `VALUES`, a sum over the nodes, or `CHANGES`, which the reference has taken in.
+        parts: of the lane; one that is not finite is left out.
+        mine: this rank's own part, if it has sent one.
+    """
+
+    kind: str
+    parts: Sequence[tuple[Share, Array]]
+    mine: Array | None
 
 
 class NodeSync:
@@ -78,13 +76,14 @@ class NodeSync:
         self._outgoing: Outgoing | None = None
         if groups.across is not None:
             mine = lane.shares[self._position if settings.form == "sharded" else 0]
-            self._outgoing = Outgoing(mine, groups.across, groups.weight, f"{name}.{self._position}")
+            largest = max(share.size for share in lane.shares) * lane.dtype.itemsize
+            self._outgoing = Outgoing(mine, largest, groups.across, groups.weight, f"{name}.{self._position}")
         self._turn = 0
         self._flight: _Flight | None = None
         self._snapshot: Array = np.empty(0, lane.dtype)
         self._reference: Array = np.empty(0, lane.dtype)
-        self._needs_values = [True] * len(lane.shares)
-        """Of which shares there is no reference."""
+        self.needs_values = True
+        """Whether there is no reference that a change could be added to, or it has not got everywhere."""
         self._mine: Array | None = None
         """This rank's share of what has arrived, until it is shared in the node."""
         self._whole: Array = np.empty(0, lane.dtype)
@@ -112,25 +111,22 @@ class NodeSync:
             wait: batches until they are to arrive; 0 if nothing else happens before.
         """
         follows = compression != NoCompression()
-        kinds = tuple(VALUES if needs or not follows else CHANGES for needs in self._needs_values)
-        if wait and (self._settings.merge == "delta" or CHANGES in kinds):
+        kind = CHANGES if follows and not self.needs_values else VALUES
+        if wait and (self._settings.merge == "delta" or kind == CHANGES):
             self._lane.gather(arrays, self._fitting("_snapshot"))
         group, self._turn = self._turn, (self._turn + 1) % self._group_count
-        idle: Sequence[Any] = ()
-        if self._outgoing is not None and self._outgoing.share.size:
-            if not self._sends_in(group):
-                of_values = self._outgoing.parts_of_values(self._lane.dtype, wait)
-                idle = self._outgoing.idle(
-                    of_values if kinds[0] == VALUES else self._outgoing.collectives_of(compression)
-                )
-            elif kinds[self._index] == VALUES:
-                self._outgoing.send_values(arrays, self._lane.dtype, wait)
-            else:
-                self._outgoing.send_changes(arrays, self._reference, compression)
-        self._flight = _Flight(kinds, group, follows, idle)
+        self._flight = _Flight(kind, group, follows)
+        if self._outgoing is None:
+            return
+        if not self._sends_in(group):
+            self._outgoing.idle(kind == VALUES, wait)
+        elif kind == VALUES:
+            self._outgoing.send_values(arrays, self._lane.dtype, wait)
+        else:
+            self._outgoing.send_changes(arrays, self._reference, compression, wait)
 
     def progress(self) -> None:
-        """Move on what is ready, never waiting."""
+        """Start what is due; to be called once after each batch."""
         if self._outgoing is not None:
             self._outgoing.progress()
 
@@ -141,21 +137,20 @@ class NodeSync:
         flight, out = self._flight, self._outgoing
         if flight is None or self._mine is not None:
             return
-        share = self._own_share()
         self._mine = np.empty(0, self._lane.dtype)
-        if out is None or share is None or not share.size:
+        if out is None:
             return
         if not self._sends_in(flight.group):
-            out.forget(flight.idle)
-        elif flight.kinds[self._index] == VALUES:
+            out.forget()
+        elif flight.kind == VALUES:
             self._mine = out.receive_values()
         else:
             # the last element tells whether the others are to be taken
-            self._mine = np.ones(share.size + 1, self._lane.dtype)
+            self._mine = np.ones(out.share.size + 1, self._lane.dtype)
             if not out.receive_changes(self._mine[:-1]):
                 self._mine[-1] = 0
 
-    def receive(self) -> list[_Arrived]:
+    def receive(self) -> _Arrived:
         """Wait for what is under way, and share it in the node; remember what changes will follow."""
         self.drain()
         flight, mine = self._flight, self._mine
@@ -165,26 +160,28 @@ class NodeSync:
         begin = time.perf_counter()
         whole = self._shared(flight, mine)
         self.seconds_inside += time.perf_counter() - begin
-        arrived = []
+        parts = []
         at = 0
-        for i, (kind, share) in enumerate(zip(flight.kinds, self._lane.shares, strict=True)):
+        self.needs_values = not flight.follows
+        for i, share in enumerate(self._lane.shares):
             values = whole[at : at + share.size]
             at += share.size
-            is_usable = True
-            if kind == CHANGES and share.size:
-                is_usable = bool(whole[at] == 1)
+            if flight.kind == CHANGES and self._is_sent(i):
+                is_finite = bool(whole[at] == 1)
                 at += 1
-            self._needs_values[i] = not (is_usable and flight.follows)
-            if is_usable:
-                self._remember(kind, share, values, flight.follows)
-                arrived.append(_Arrived(kind, share, values))
-        return arrived
+                self.needs_values = self.needs_values or not is_finite
+                if not is_finite:
+                    continue
+            self._remember(flight, share, values)
+            parts.append((share, values))
+        has_sent = self._outgoing is not None and self._sends_in(flight.group)
+        return _Arrived(flight.kind, parts, mine if has_sent else None)
 
-    def _remember(self, kind: str, share: Share, values: Array, follows: bool) -> None:
+    def _remember(self, flight: _Flight, share: Share, values: Array) -> None:
         """Bring the reference up to date."""
-        if kind == CHANGES:
+        if flight.kind == CHANGES:
             self._reference[share.at] += values
-        elif follows:
+        elif flight.follows:
             kernels.divided(values, self._count, self._fitting("_reference")[share.at])
 
     def _shared(self, flight: _Flight, mine: Array) -> Array:
@@ -194,7 +191,7 @@ class NodeSync:
         if self._settings.form == "sharded":
             self.bytes_inside += (within.size - 1) * mine.nbytes
             return within.wait(within.start("allgather", mine, f"{self._name}.share"))
-        count = self._lane.size + (flight.kinds[0] == CHANGES and self._lane.size > 0)
+        count = self._lane.size + (flight.kind == CHANGES and self._is_sent(0))
         if not self._sends_in(flight.group):
             mine = self._whole = self._whole if self._whole.size == count else np.empty(count, self._lane.dtype)
         else:
@@ -203,30 +200,38 @@ class NodeSync:
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
-    def take(self, arrays: Sequence[Array], arrived: Sequence[_Arrived]) -> None:
+    def take(self, arrays: Sequence[Array], arrived: _Arrived) -> None:
         """Replace parameters by what has arrived."""
-        for kind, share, values in arrived:
+        for share, values in arrived.parts:
             for piece in share.pieces:
-                if kind == CHANGES:
+                if arrived.kind == CHANGES:
                     piece.of(arrays)[...] = self._reference[piece.at]
                 else:
                     kernels.divided(values[share.place(piece)], self._count, piece.of(arrays))
+        self._settle(arrived, 0.0)
 
-    def merge(self, arrays: Sequence[Array], arrived: Sequence[_Arrived], staleness: int) -> None:
+    def merge(self, arrays: Sequence[Array], arrived: _Arrived, staleness: int) -> None:
         """Merge what has arrived with parameters that have made `staleness` further steps."""
         keep, divisor = self._weights(staleness)
         number = self._lane.dtype.type
-        for kind, share, values in arrived:
+        for share, values in arrived.parts:
             for piece in share.pieces:
                 x, part = piece.of(arrays), values[share.place(piece)]
-                if kind == CHANGES:
+                if arrived.kind == CHANGES:
                     reference, snapshot = self._reference[piece.at], self._snapshot[piece.at]
                     kernels.follow(x, reference, snapshot, number(keep / divisor))
                 elif self._settings.merge == "delta":
-                    kernels.divided(part, self._count, part)
-                    kernels.follow(x, part, self._snapshot[piece.at], number(1))
+                    mean = np.empty_like(part)
+                    kernels.divided(part, self._count, mean)
+                    kernels.follow(x, mean, self._snapshot[piece.at], number(1))
                 else:
                     kernels.blend(x, part, number(keep), number(divisor))
+        self._settle(arrived, 0.0 if self._settings.merge == "delta" else keep / divisor)
+
+    def _settle(self, arrived: _Arrived, left: float) -> None:
+        """What was owed has got into the parameters, but for a share of it."""
+        if arrived.kind == VALUES and arrived.mine is not None and self._outgoing is not None:
+            self._outgoing.settle_values(arrived.mine, left)
 
     def _weights(self, staleness: int) -> tuple[float, float]:
         """Factors (k, d): parameters become (k x + sum over nodes) / d."""
@@ -246,7 +251,7 @@ class NodeSync:
         if self._flight is not None and self._mine is not None:
             # Horovod's memory may be used again, and snapshots are taken into ours
             flight = {
-                "kinds": list(self._flight.kinds),
+                "kind": self._flight.kind,
                 "group": self._flight.group,
                 "follows": self._flight.follows,
                 "mine": self._mine.copy(),
@@ -254,7 +259,7 @@ class NodeSync:
             }
         return {
             "turn": self._turn,
-            "needs_values": list(self._needs_values),
+            "needs_values": self.needs_values,
             "reference": self._reference.copy(),
             "outgoing": None if self._outgoing is None else self._outgoing.state_dict(),
             "flight": flight,
@@ -277,31 +282,29 @@ class NodeSync:
             known = (self._settings.compression, self._settings.blocking_compression)
             self._outgoing.load_state_dict(state["outgoing"], known)
         self._turn = int(state["turn"])
-        self._needs_values = [bool(needs) for needs in state["needs_values"]]
+        self.needs_values = bool(state["needs_values"])
         self._reference = np.array(state["reference"], self._lane.dtype)
         flight = state["flight"]
         self._flight = self._mine = None
         if flight is not None:
-            self._flight = _Flight(tuple(flight["kinds"]), int(flight["group"]), bool(flight["follows"]))
+            self._flight = _Flight(str(flight["kind"]), int(flight["group"]), bool(flight["follows"]))
             self._mine = np.array(flight["mine"], self._lane.dtype)
             self._snapshot = np.array(flight["snapshot"], self._lane.dtype)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     @property
-    def _index(self) -> int:
-        """Of this rank's share."""
-        return self._position if self._settings.form == "sharded" else 0
-
-    @property
     def _count(self) -> Any:
         return self._lane.dtype.type(self._nodes)
 
-    def _own_share(self) -> Share | None:
-        return None if self._outgoing is None else self._outgoing.share
-
     def _sends_in(self, group: int) -> bool:
-        return self._settings.form == "sharded" or self._position == group
+        """Whether this rank has something to send."""
+        mine = self._position if self._settings.form == "sharded" else 0
+        return self._is_sent(mine) and (self._settings.form == "sharded" or self._position == group)
+
+    def _is_sent(self, index: int) -> bool:
+        """Whether a share has elements; there may be fewer of these than ranks in a node."""
+        return index < len(self._lane.shares) and self._lane.shares[index].size > 0
 
     def _fitting(self, name: str) -> Array:
         """A buffer of this object for all elements of the lane, made when it is needed."""

@@ -14,10 +14,11 @@ from hvd_compress.exchange.adagrad import Accumulator, AdaGrad, exchange_with
 from hvd_compress.exchange.bucket import Bucket, Parcel
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
-from hvd_compress.exchange.plan import EXCHANGES, Plan, chunk_bounds, make_plan, plan_together, ring_bytes
+from hvd_compress.exchange.plan import COLLECTIVES, EXCHANGES, Plan, chunk_bounds, make_plan, plan_together, ring_bytes
 from hvd_compress.exchange.transfer import Transfer
 
 __all__ = [
+    "COLLECTIVES",
     "EXCHANGES",
     "Accumulator",
     "AdaGrad",

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from hvd_compress.compressors import Compressor, TopK
 
-__all__ = ["EXCHANGES", "Plan", "chunk_bounds", "make_plan", "plan_together", "ring_bytes"]
+__all__ = ["COLLECTIVES", "EXCHANGES", "Plan", "chunk_bounds", "make_plan", "plan_together", "ring_bytes"]
 
 EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical")
 

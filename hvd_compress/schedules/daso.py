@@ -120,7 +120,7 @@ class DasoClock:
         schedule: the settings.
     """
 
-    _SAVED = ("skips", "wait", "epoch", "steps", "sent_at", "is_level", "best", "bad_epochs")
+    _SAVED = ("skips", "wait", "epoch", "steps", "sent_at", "is_level", "is_told", "best", "bad_epochs")
 
     def __init__(self, schedule: DasoSchedule) -> None:
         self.schedule = schedule
@@ -135,6 +135,8 @@ class DasoClock:
         """The batch of this epoch after which what is under way was sent."""
         self.is_level = False
         """Whether all nodes have the same parameters since the last batch."""
+        self.is_told = False
+        """Whether somebody says when epochs end; else they end with `steps_per_epoch`."""
         self.best: float | None = None
         """The lowest loss of a cycling epoch."""
         self.bad_epochs = 0
@@ -145,11 +147,19 @@ class DasoClock:
         return self.schedule.phase_of(self.epoch)
 
     def batch(self) -> Moment:
-        """Count a batch whose update is made."""
+        """Count a batch whose update is made.
+
+        Raises:
+            ValueError: the epoch has more batches than declared, and was not ended.
+        """
         last = self.schedule.steps_per_epoch
-        if last is not None and self.steps == last:
-            # nobody said so: then nobody has a loss
-            self.end_epoch(None)
+        if last is not None and self.steps >= last:
+            if self.is_told:
+                raise ValueError(
+                    f"this epoch has more batches than steps_per_epoch={last}, and ends when epoch_end() says so. Give "
+                    "steps_per_epoch as it is on all ranks, or leave it out"
+                )
+            self._count_epoch()
         self.steps += 1
         due = self.steps % self.skips == 0
         self.is_level = self.phase != CYCLING or self.steps == last or (due and self.wait == 0)
@@ -170,13 +180,23 @@ class DasoClock:
         Returns:
             What is to happen, if the last batch has not done it.
         """
-        moment = Moment() if self.is_level else Moment(self._arrive(), blocks=self.steps > 0)
+        moment = self.level()
+        self.is_told = True
         if loss is not None and self.phase == CYCLING and self.schedule.patience is not None:
             self._note(loss, self.schedule.patience)
+        self._count_epoch()
+        return moment
+
+    def level(self) -> Moment:
+        """What is to happen so that all nodes have the same parameters, if the last batch has not done it."""
+        moment = Moment() if self.is_level else Moment(self._arrive(), blocks=self.steps > 0)
+        self.is_level = True
+        return moment
+
+    def _count_epoch(self) -> None:
         self.epoch += 1
         self.steps = 0
         self.is_level = True
-        return moment
 
     def _arrive(self) -> int | None:
         sent_at, self.sent_at = self.sent_at, None

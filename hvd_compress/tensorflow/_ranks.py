@@ -1,7 +1,7 @@
 """Horovod's collectives on arrays, among the ranks of a process set; they run while training goes on.
 
-Horovod's TensorFlow has no handles, so one thread issues these collectives and waits for each. All ranks of a set start
-them in the same order, so no two threads wait for each other.
+Horovod's TensorFlow has no handles, so one thread issues these collectives and waits for each. That needs all ranks to
+start them in the same order, which `daso` does: never as time has it.
 """
 
 from __future__ import annotations
@@ -66,10 +66,6 @@ class TensorFlowRanks:
         # TensorFlow's own memory is not to be written to
         return np.array(received.numpy())
 
-    def poll(self, handle: Future[Array]) -> bool:
-        """Whether it has ended."""
-        return handle.done()
-
     def wait(self, handle: Future[Array]) -> Array:
         """What it has brought."""
         return handle.result()
@@ -80,4 +76,4 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "hvd_compress")
 
 
-NODES = HorovodNodes(hvd, tf.constant, known_process_sets, TensorFlowRanks)
+NODES = HorovodNodes(hvd, tf.constant, known_process_sets, TensorFlowRanks, require_agreement)

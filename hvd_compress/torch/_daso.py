@@ -202,8 +202,9 @@ def DASO(
             time; "rotate", one rank of each node averages all, in turns, as in the paper.
         merge: "paper", (2S x + sum over nodes) / (2S + nodes); "delta", the mean plus what this node has done while it
             waited; or the weight of the mean, in (0, 1].
-        compression: of the change since the last averaging, while cycling; a compressor of hvd_compress or a `Policy`.
-            The merge then keeps the same share of what the node has done while it waited, and nothing of how it
+        compression: of the change since the last averaging, while cycling; a compressor of hvd_compress but FP16, whose
+            rounding would lose small changes for ever, or a `Policy`. One without error feedback loses what it leaves
+            out. The merge then keeps the same share of what the node has done while it waited, and nothing of how it
             differed before: that is the residual's. Takes three more copies of the parameters.
         blocking_compression: the same in warm-up and cool-down.
         average_state: average the optimizer's state over the ranks at the end of each epoch.
@@ -216,7 +217,7 @@ def DASO(
     Raises:
         ValueError: a setting out of its range, or parameters without or with equal names.
         TypeError: an argument of another type than stated.
-        UnsupportedError: a process set is missing; an elastic run; an optimizer that is distributed already.
+        UnsupportedError: a process set is missing; FP16; an elastic run; an optimizer that is distributed already.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::

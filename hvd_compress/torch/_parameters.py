@@ -24,6 +24,7 @@ class Parameters:
 
     Raises:
         TypeError: one is of a type that has no mean.
+        ValueError: two share their memory, which would be averaged twice.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: str) -> None:
@@ -31,6 +32,17 @@ class Parameters:
         self._parameters = list(parameters.values())
         self._known = {id(p) for p in self._parameters}
         self._optimizer = optimizer
+        self._refuse_shared(parameters)
+
+    @staticmethod
+    def _refuse_shared(parameters: Mapping[str, torch.Tensor]) -> None:
+        seen: dict[int, str] = {}
+        for name, p in parameters.items():
+            if p.numel() and seen.setdefault(p.data_ptr(), name) != name:
+                raise ValueError(
+                    f"parameters {seen[p.data_ptr()]!r} and {name!r} share their memory, which would be averaged "
+                    "twice: use one Parameter in both places"
+                )
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if parameters take gradients of which this knows nothing."""

@@ -45,10 +45,6 @@ class TorchRanks:
         splits = None if sizes is None else torch.tensor(sizes, dtype=torch.int32)
         return hvd.alltoall_async(tensor, splits, **common)
 
-    def poll(self, handle: Any) -> bool:
-        """Whether it has ended."""
-        return bool(hvd.poll(handle))
-
     def wait(self, handle: Any) -> Array:
         """What it has brought."""
         output = hvd.synchronize(handle)
@@ -57,4 +53,4 @@ class TorchRanks:
         return array
 
 
-NODES = HorovodNodes(hvd, torch.from_numpy, known_process_sets, TorchRanks)
+NODES = HorovodNodes(hvd, torch.from_numpy, known_process_sets, TorchRanks, require_agreement)

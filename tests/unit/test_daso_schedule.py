@@ -71,6 +71,24 @@ def test_an_epoch_that_is_not_ended_ends_with_its_steps():
     assert clock.epoch == 2
 
 
+def test_an_epoch_with_more_batches_than_declared_is_told_of_where_it_is_ended():
+    clock = DasoSchedule(2, 1, steps_per_epoch=3).clock()
+    for _ in range(3):
+        clock.batch()
+    clock.end_epoch(None)
+    for _ in range(3):
+        clock.batch()
+    with pytest.raises(ValueError, match="more batches than steps_per_epoch=3"):
+        clock.batch()
+
+
+def test_level_makes_ranks_equal_once():
+    clock = DasoSchedule(2, 1).clock()
+    assert [clock.batch() for _ in range(2)] == [Moment(), Moment(sends=True)]
+    assert clock.level() == Moment(0, blocks=True)
+    assert clock.level() == clock.end_epoch(None) == Moment()
+
+
 def test_a_shorter_epoch_than_declared_ends_when_it_is_told():
     clock = DasoSchedule(2, 1, steps_per_epoch=10).clock()
     assert [clock.batch() for _ in range(2)] == [Moment(), Moment(sends=True)]

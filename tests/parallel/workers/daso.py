@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import time
 from unittest import mock
 
 import horovod.torch as plain
@@ -163,6 +164,7 @@ def on_one_node_it_is_horovod_inside() -> None:
 
 
 COMPRESSED = {
+    "nodes-of-one": {"compression": Adaptive(8), "ranks_per_node": 1, "form": "rotate"},
     "bf16": {"compression": BF16()},
     "adaptive": {"compression": Adaptive(8)},
     "onebit-rotate": {"compression": OneBit(), "form": "rotate"},
@@ -199,26 +201,52 @@ def compressed_training_makes_ranks_equal_and_goes_on_from_a_state(settings) -> 
         again.load_daso_state_dict({"daso": 1})
 
 
-@cases.each({"sharded": {}, "rotate": {"form": "rotate"}, "rotate-onebit": {"form": "rotate", "compression": OneBit()}})
-def unnamed_calls_of_the_user_are_not_disturbed(settings) -> None:
-    model = network()
-    optimizer = wrapped(model, global_skips=2, batches_to_wait=1, **settings)
+UNNAMED = {
+    "sharded": {},
+    "rotate": {"form": "rotate"},
+    "rotate-in-parts": {"form": "rotate", "global_skips": 3, "batches_to_wait": 3},
+    "rotate-onebit": {"form": "rotate", "compression": OneBit()},
+    # among more than two nodes a change takes two collectives
+    "two-phases": {"compression": Adaptive(8), "global_skips": 3, "batches_to_wait": 3, "ranks_per_node": 1},
+}
 
-    def between(loss: torch.Tensor) -> None:
+
+@cases.each(UNNAMED)
+def unnamed_calls_of_the_user_are_not_disturbed(settings) -> None:
+    torch.manual_seed(7)
+    # large enough to go in parts
+    model = torch.nn.Sequential(torch.nn.Linear(30, 7000), torch.nn.Tanh(), torch.nn.Linear(7000, 5))
+    optimizer = wrapped(model, **{"global_skips": 2, "batches_to_wait": 1, **settings})
+    mean = (hvd.size() - 1) / 2
+    for step in range(9):
+        # one rank is slow, so that collectives have ended on some ranks earlier than on others
+        if hvd.rank() == 0:
+            time.sleep(0.01)
+        train(optimizer, model, step, step + 1)
         mine = torch.full((3,), float(hvd.rank()))
-        mean = (hvd.size() - 1) / 2
         for horovod in (hvd, plain):
             assert torch.equal(horovod.allreduce(mine), torch.full((3,), mean))
             assert horovod.allgather(mine).numel() == 3 * hvd.size()
+    optimizer.epoch_end()
+    assert_same_everywhere(model)
 
-    def after_the_exchange(loss: torch.Tensor) -> None:
-        optimizer.synchronize()
-        between(loss)
 
-    for step in range(9):
-        train(optimizer, model, step, step + 1, lambda loss: None)
-        between(torch.zeros(1))
-    del after_the_exchange
+@cases.add
+def a_bad_number_reaches_all_when_an_epoch_ends() -> None:
+    model = network()
+    optimizer = wrapped(model, compression=OneBit(), global_skips=2, steps_per_epoch=4)
+    train(optimizer, model, 0, 7)
+    if hvd.rank() < RANKS_PER_NODE:
+        model[0].weight.data[1, 2] = torch.nan
+    optimizer.epoch_end()
+    assert torch.isnan(model[0].weight[1, 2])
+    assert_same_everywhere_but_nan(model)
+
+
+def assert_same_everywhere_but_nan(model) -> None:
+    for name, p in model.named_parameters():
+        of_all = everyone(p, f"nan.{name}")
+        assert torch.allclose(of_all, of_all[:1].expand_as(of_all), rtol=0, atol=0, equal_nan=True), name
 
 
 @cases.add
@@ -370,6 +398,13 @@ def wrong_use_is_told_on_all_ranks() -> None:
         wrapped(model, ranks_per_node=3)
     with pytest.raises(ValueError, match="without total_epochs"):
         wrapped(model, cooldown_epochs=1)
+    model[3].bias.data = model[0].bias.data[:5]
+    with pytest.raises(ValueError, match="share their memory"):
+        wrapped(model)
+    model = network()
+    if hvd.size() > 1:
+        with pytest.raises(MismatchError, match="ranks_per_node"):
+            wrapped(model, ranks_per_node=None if hvd.rank() else RANKS_PER_NODE)
     if hvd.size() == 4:
         numbers = [0, 1, 1, 0]
         with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -149,8 +150,60 @@ def a_state_goes_on_in_the_middle_of_a_cycle() -> None:
     again, resumed = start()
     again.set_weights(weights)
     resumed.load_daso_state_dict(state)
+    assert resumed.daso_state_dict() is state
     batches(again, resumed, 10, 20)
     np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
+
+
+@cases.add
+def validation_is_of_equal_weights_and_epochs_may_be_of_unknown_length() -> None:
+    """Among nodes of one rank, where a change takes two collectives; one rank is slow."""
+    seen: list[list[np.ndarray]] = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_begin(self, logs: Any = None) -> None:
+            seen.append(self.model.get_weights()[:1])
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if hvd.rank() == 0:
+                time.sleep(0.01)
+
+    def endless() -> Any:
+        x, y = data(hvd.rank())
+        while True:
+            for begin in range(0, 112, 16):
+                yield x[begin : begin + 16], y[begin : begin + 16]
+
+    model = larger()
+    callback = hvd.callbacks.DASOCallback(
+        **RAW, global_skips=3, batches_to_wait=3, compression=Adaptive(8), ranks_per_node=1
+    )
+    model.compile(hvd.DASO(keras.optimizers.SGD(0.05), ranks_per_node=1), "mse")
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), callback, Watch()]
+    settings = {"verbose": 0, "shuffle": False, "callbacks": callbacks, "validation_data": data(0, 16)}
+    # as long as Keras is told, and then longer
+    model.fit(endless(), steps_per_epoch=4, epochs=2, **settings)
+    model.fit(endless(), steps_per_epoch=7, epochs=2, **settings)
+    for i, (weights,) in enumerate(seen):
+        everyone = np.asarray(hvd.allgather(weights.reshape(1, -1), name=f"validated.{i}"))
+        np.testing.assert_array_equal(everyone, np.broadcast_to(everyone[:1], everyone.shape))
+    assert len(seen) == 4
+    stats = callback.daso_stats()
+    assert (len(stats["epochs"]), stats["batches"]) == (4, 22)
+
+
+@cases.add
+def executions_of_several_steps_count_once() -> None:
+    # Keras on torch has one step in each
+    each = 1 if FRAMEWORK == "torch" else 2
+    model, callback = linear(), daso(global_skips=2)
+    model.compile(hvd.DASO(keras.optimizers.SGD(RATE), ranks_per_node=PER_NODE), "mse", steps_per_execution=each)
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(*data(hvd.rank()), batch_size=16, epochs=2, verbose=0, callbacks=[first, callback])
+    check_equal_on_all_ranks(model)
+    # of the 7 batches of an epoch the last is alone
+    assert callback.daso_stats()["batches"] == {1: 14, 2: 8}[each]
+    assert len(callback.daso_stats()["epochs"]) == 2
 
 
 @cases.add
