@@ -57,7 +57,6 @@ class Member:
 
     def batch(self) -> Moment:
         """Count a batch; what is due, which `act` then does."""
-        # what was sent before may have become ready while this batch was computed
         for sync in self._syncs:
             sync.progress()
         self._batches += 1
@@ -194,6 +193,7 @@ class Member:
             "settings": self._described,
             "clock": self.clock.state_dict(),
             "syncs": [sync.state_dict() for sync in self._syncs],
+            "epochs": [dict(told) for told in self._epochs],
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -214,3 +214,4 @@ class Member:
         for sync, of_sync in zip(self._syncs, state["syncs"], strict=True):
             sync.load_state_dict(of_sync)
         self.clock.load_state_dict(state["clock"])
+        self._epochs = [dict(told) for told in state["epochs"]]

@@ -395,6 +395,19 @@ def test_losses_are_averaged_and_ranks_agree_on_b():
     assert results[0][1]["global_skips"] == 1
 
 
+def test_a_state_knows_the_epochs_before_it():
+    def program(groups):
+        first, second = (Member(TENSORS, settings(steps_per_epoch=2), groups) for _ in range(2))
+        arrays = start_of(TENSORS)
+        train(first, groups, TENSORS, arrays, 0, 4, ends=[1, 3])
+        second.load_state_dict(first.state_dict())
+        return first.stats()["epochs"], second.stats()["epochs"]
+
+    for before, after in World().run(NODES["2x2"], program):
+        assert len(before) == 2
+        assert after == before
+
+
 def test_a_loss_on_some_ranks_only_is_an_error_on_all():
     def program(groups):
         member = Member(TENSORS, settings(), groups)
