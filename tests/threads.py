@@ -13,7 +13,7 @@ import numpy as np
 from hvd_compress.daso import Groups, Nodes
 from hvd_compress.fingerprint import check_agreement, serialize
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class World:
