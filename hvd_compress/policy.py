@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_compress.compressors import FP16, Adaptive, Compressor, NoCompression, OneBit
 
-__all__ = ["Assigned", "Auto", "Policy", "given_compression"]
+__all__ = ["Assigned", "Auto", "Policy", "compressor_for", "compressors_in", "given_compression"]
 
 _UNCOMPRESSED = NoCompression()
 
@@ -123,6 +123,18 @@ class Assigned:
         """The assignment as a JSON-able dict."""
         compressors = {name: c.get_config() for name, c in self.compressors.items()}
         return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}
+
+
+def compressor_for(compression: Compressor | Policy, name: str) -> Compressor:
+    """What a tensor of this name gets."""
+    return compression.for_tensor(name) if isinstance(compression, Policy) else compression
+
+
+def compressors_in(compression: Compressor | Policy) -> list[Compressor]:
+    """All that some tensor may get."""
+    if isinstance(compression, Policy):
+        return [*(compressor for _, compressor in compression.rules), compression.default]
+    return [compression]
 
 
 def given_compression(argument: str, compression: Any) -> Compressor | Policy:

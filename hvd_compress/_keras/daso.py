@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hvd_compress._keras.callbacks import LinkedCallback
-from hvd_compress._keras.weights import arrays_of, is_floating, tensors_of, write
+from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoSettings, Member
 from hvd_compress.schedules import DasoSchedule, Moment
@@ -65,14 +67,10 @@ class DASOCallback(LinkedCallback):
         ranks_per_node: int | None = None,
     ) -> None:
         super().__init__()
-        self._schedule: dict[str, Any] = {
-            "global_skips": global_skips, "batches_to_wait": batches_to_wait, "total_epochs": total_epochs,
-            "warmup_epochs": warmup_epochs, "cooldown_epochs": cooldown_epochs, "patience": patience,
-            "stability": stability,
-        }  # fmt: skip
-        self._settings = (form, merge, compression, blocking_compression, average_state)
-        # wrong settings are told here, not when training has begun
-        DasoSettings(DasoSchedule(**self._schedule), *self._settings)
+        schedule = DasoSchedule(
+            global_skips, batches_to_wait, total_epochs, warmup_epochs, cooldown_epochs, patience, stability
+        )
+        self._settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
         self._averages_buffers = average_buffers
         self._monitor = monitor
         self._ranks_per_node = ranks_per_node
@@ -96,29 +94,20 @@ class DASOCallback(LinkedCallback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Make ranks equal before validation, if the last batch has not done it."""
         if self._trains and self._member is not None:
-            weights = self.model.trainable_variables
-            arrays = arrays_of(self.link, weights)
-            if self._member.level(arrays):
-                write(weights, arrays)
+            self._change(self._member.level)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count a batch, and do what is due."""
         member = self._member_of()
         moment = member.batch()
         if moment != Moment():
-            weights = self.model.trainable_variables
-            arrays = arrays_of(self.link, weights)
-            if member.act(moment, arrays):
-                write(weights, arrays)
+            self._change(lambda arrays: member.act(moment, arrays))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Make ranks equal, and let the schedule look at the loss."""
         member = self._member_of()
-        weights = self.model.trainable_variables
-        arrays = arrays_of(self.link, weights)
         loss = (logs or {}).get(self._monitor)
-        if member.end_epoch(arrays, None if loss is None else float(loss)):
-            write(weights, arrays)
+        self._change(lambda arrays: member.end_epoch(arrays, None if loss is None else float(loss)))
         others = self._others()
         named = {f"{i}": x for i, x in enumerate(arrays_of(self.link, others))}
         member.average(named)
@@ -146,6 +135,13 @@ class DASOCallback(LinkedCallback):
         else:
             self._member.load_state_dict(state)
 
+    def _change(self, call: Callable[[list[Array]], bool]) -> None:
+        """Let a call work on the weights, which it may change."""
+        weights = self.model.trainable_variables
+        arrays = arrays_of(self.link, weights)
+        if call(arrays):
+            write(weights, arrays)
+
     def _member_of(self) -> Member:
         weights = self.model.trainable_variables
         keys = [self.link.key(v) for v in weights]
@@ -157,8 +153,8 @@ class DASOCallback(LinkedCallback):
                     "DASOCallback needs a model compiled with hvd.DASO(optimizer), with the same ranks_per_node: its "
                     f"node is the ranks {list(sets.within.ranks)}"
                 )
-            schedule = DasoSchedule(**self._schedule, steps_per_epoch=self._steps())
-            settings = DasoSettings(schedule, *self._settings)
+            schedule = replace(self._settings.schedule, steps_per_epoch=self._steps())
+            settings = replace(self._settings, schedule=schedule)
             tensors = tensors_of(weights, arrays_of(self.link, weights))
             member = Member(tensors, settings, self.link.nodes.groups(sets))
             if self._saved:
@@ -181,7 +177,7 @@ class DASOCallback(LinkedCallback):
 
     def _others(self) -> list[Any]:
         found = [v for v in self.model.non_trainable_variables if self._averages_buffers and is_floating(v)]
-        if self._settings[-1]:
+        if self._settings.average_state:
             of_optimizer = self.model.optimizer.variables
             of_optimizer = of_optimizer if isinstance(of_optimizer, list) else of_optimizer()
             found += [v for v in of_optimizer if is_floating(v) and len(v.shape)]

@@ -11,7 +11,7 @@ from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.tensors import Tensor
 
-__all__ = ["arrays_of", "is_floating", "tensors_of", "write"]
+__all__ = ["Array", "arrays_of", "is_floating", "tensors_of", "write"]
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ from hvd_compress.daso.ranks import Ranks
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import COLLECTIVES, Bucket, Parcel, Transfer, aligned_empty, plan_together, ring_bytes
 from hvd_compress.kernels import merge as kernels
-from hvd_compress.policy import Policy
+from hvd_compress.policy import Policy, compressor_for
 
 __all__ = ["Outgoing"]
 
@@ -277,7 +277,7 @@ def _halfway(wait: int) -> int:
 
 
 def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor:
-    chosen = compression.for_tensor(piece.name) if isinstance(compression, Policy) else compression
+    chosen = compressor_for(compression, piece.name)
     return chosen if piece.within.stop - piece.within.start >= _MIN_NUMEL else NoCompression()
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from hvd_compress.daso.lane import Array
 from hvd_compress.daso.nodes import Nodes
+from hvd_compress.tensors import averaged
 
 __all__ = ["Groups", "Ranks", "means"]
 
@@ -69,13 +68,9 @@ class Groups(NamedTuple):
 
 def means(ranks: Ranks, arrays: Sequence[Array], name: str) -> list[Array]:
     """Of flat arrays over the ranks, the same bits on all of them; one collective for each dtype."""
-    found: list[Array] = [np.empty(0)] * len(arrays)
-    for dtype in dict.fromkeys(x.dtype for x in arrays):
-        of_dtype = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-        together = np.concatenate([arrays[i].reshape(-1) for i in of_dtype])
-        if together.size:
-            together = ranks.wait(ranks.start("allreduce", together, f"{name}.{dtype}")) / dtype.type(ranks.size)
-        ends = np.cumsum([arrays[i].size for i in of_dtype])
-        for i, part in zip(of_dtype, np.split(together, ends[:-1]), strict=True):
-            found[i] = part
-    return found
+
+    def mean(together: Array) -> Array:
+        handle = ranks.start("allreduce", together, f"{name}.{together.dtype}")
+        return ranks.wait(handle) / together.dtype.type(ranks.size)
+
+    return averaged(arrays, mean)

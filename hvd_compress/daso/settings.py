@@ -11,7 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_compress.compressors.settings import check_choice, check_flag
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.policy import Policy, given_compression
+from hvd_compress.policy import Policy, compressors_in, given_compression
 from hvd_compress.schedules import CYCLING, DasoSchedule
 from hvd_compress.tensors import Tensor
 
@@ -51,8 +51,7 @@ class DasoSettings:
         for argument in ("compression", "blocking_compression"):
             given = given_compression(argument, getattr(self, argument))
             object.__setattr__(self, argument, given)
-            used = [c for _, c in given.rules] + [given.default] if isinstance(given, Policy) else [given]
-            if FP16() in used:
+            if FP16() in compressors_in(given):
                 raise UnsupportedError(
                     f"{argument}=FP16(): changes below 6e-8 would be rounded to nothing, again and again. Use BF16(), "
                     "whose rounding errors go with the next change"

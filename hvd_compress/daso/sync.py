@@ -182,7 +182,7 @@ class NodeSync:
         if flight.kind == CHANGES:
             self._reference[share.at] += values
         elif flight.follows:
-            kernels.divided(values, self._count, self._fitting("_reference")[share.at])
+            np.divide(values, self._count, out=self._fitting("_reference")[share.at])
 
     def _shared(self, flight: _Flight, mine: Array) -> Array:
         within = self._within
@@ -207,7 +207,7 @@ class NodeSync:
                 if arrived.kind == CHANGES:
                     piece.of(arrays)[...] = self._reference[piece.at]
                 else:
-                    kernels.divided(values[share.place(piece)], self._count, piece.of(arrays))
+                    np.divide(values[share.place(piece)], self._count, out=piece.of(arrays))
         self._settle(arrived, 0.0)
 
     def merge(self, arrays: Sequence[Array], arrived: _Arrived, staleness: int) -> None:
@@ -221,9 +221,7 @@ class NodeSync:
                     reference, snapshot = self._reference[piece.at], self._snapshot[piece.at]
                     kernels.follow(x, reference, snapshot, number(keep / divisor))
                 elif self._settings.merge == "delta":
-                    mean = np.empty_like(part)
-                    kernels.divided(part, self._count, mean)
-                    kernels.follow(x, mean, self._snapshot[piece.at], number(1))
+                    kernels.follow(x, part / self._count, self._snapshot[piece.at], number(1))
                 else:
                     kernels.blend(x, part, number(keep), number(divisor))
         self._settle(arrived, 0.0 if self._settings.merge == "delta" else keep / divisor)

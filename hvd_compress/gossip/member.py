@@ -16,7 +16,7 @@ from hvd_compress.gossip.averager import Averager, Transport
 from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import Tensor, averaged
 from hvd_compress.topology import ALONE, Neighbours
 
 __all__ = ["Collectives", "LateMember", "Member", "collective_name"]
@@ -120,17 +120,8 @@ class Member:
     def _means(self, arrays: Sequence[Array]) -> list[Array]:
         """Over the ranks, flat; one collective for all arrays of a dtype."""
         assert self._collectives is not None
-        means: list[Array] = [np.empty(0)] * len(arrays)
-        for dtype in ("float32", "float64"):
-            of_dtype = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-            if not of_dtype:
-                continue
-            together = np.concatenate([arrays[i].reshape(-1) for i in of_dtype])
-            mean = self._collectives.mean(together, f"mean.{dtype}") if together.size else together
-            ends = np.cumsum([arrays[i].size for i in of_dtype])
-            for i, part in zip(of_dtype, np.split(mean, ends[:-1]), strict=True):
-                means[i] = part
-        return means
+        mean = self._collectives.mean
+        return averaged(arrays, lambda together: mean(together, f"mean.{together.dtype}"))
 
     def stats(self) -> dict[str, Any]:
         """See `event_stats` of the optimizers."""

@@ -11,7 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.node import MIXINGS, Node
-from hvd_compress.policy import Policy, given_compression
+from hvd_compress.policy import Policy, compressor_for, compressors_in, given_compression
 from hvd_compress.schedules import ConstantThreshold, Trigger
 from hvd_compress.tensors import Tensor
 from hvd_compress.topology import Neighbours, Topology
@@ -87,10 +87,7 @@ class GossipSettings:
 
     def node(self, tensors: Sequence[Tensor], part: Neighbours) -> Node:
         """The node of one rank."""
-        compressors = [
-            self.compression.for_tensor(t.name) if isinstance(self.compression, Policy) else self.compression
-            for t in tensors
-        ]
+        compressors = [compressor_for(self.compression, t.name) for t in tensors]
         rates = [self._rate_of(c, t) for c, t in zip(compressors, tensors, strict=True)]
         return Node(tensors, part, self.trigger, compressors, self.mixing, rates, self.traced, not self.is_one_sided)
 
@@ -112,7 +109,4 @@ class GossipSettings:
 
 def _keeps_all(compression: Compressor | Policy) -> bool:
     """Whether copies follow at once, but for the rounding of 16 bits."""
-    used = (
-        [c for _, c in compression.rules] + [compression.default] if isinstance(compression, Policy) else [compression]
-    )
-    return all(isinstance(c, NoCompression | FP16 | BF16) for c in used)
+    return all(isinstance(c, NoCompression | FP16 | BF16) for c in compressors_in(compression))

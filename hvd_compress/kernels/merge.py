@@ -13,13 +13,6 @@ def blend(x, total, keep, divisor):
 
 
 @kernel_in_order
-def divided(total, divisor, out):
-    """out = total / divisor."""
-    for i in range(total.size):
-        out[i] = total[i] / divisor
-
-
-@kernel_in_order
 def follow(x, mean, snapshot, keep):
     """x = mean + keep * (x - snapshot), in place."""
     for i in range(x.size):
