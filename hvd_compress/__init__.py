@@ -20,7 +20,7 @@ from hvd_compress.compressors import (
     decode,
     from_config,
 )
-from hvd_compress.exchange import AdaGrad
+from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.schedules import ConstantThreshold, DasoSchedule, SlopeThreshold
 from hvd_compress.topology import Exponential, FullyConnected, Graph, Ring
@@ -40,6 +40,7 @@ __all__ = [
     "Key",
     "NoCompression",
     "OneBit",
+    "ParameterServer",
     "Policy",
     "Ring",
     "SlopeThreshold",

@@ -16,8 +16,11 @@ from hvd_compress.exchange import (
     AdaGrad,
     Bucket,
     Hosts,
+    ParameterServer,
     Parcel,
     Transfer,
+    checked,
+    checked_exchange,
     exchange_with,
     make_plan,
     plan_together,
@@ -35,8 +38,8 @@ class Loopback:
     Args:
         ranks: how many.
         compressor: of every rank.
-        exchange: "auto", "two_phase", "allgather" or "hierarchical". Where "auto" would go dense (the payload saves
-            nothing) the arrays take the two-phase way all the same.
+        exchange: "auto", "two_phase", "allgather", "hierarchical" or a `ParameterServer`. Where "auto" would go dense
+            (the payload saves nothing) the arrays take the two-phase way all the same.
         op: "average" or "sum".
         ranks_per_host: for exchange="hierarchical"; ranks are counted host by host.
         adagrad: makes the results AdaGrad's updates; "auto" is then "two_phase".
@@ -59,7 +62,7 @@ class Loopback:
         self,
         ranks: int,
         compressor: Compressor,
-        exchange: str = "auto",
+        exchange: str | ParameterServer = "auto",
         op: str = "average",
         ranks_per_host: int = 1,
         adagrad: AdaGrad | None = None,
@@ -73,9 +76,9 @@ class Loopback:
         self.ranks = ranks
         hosts = Hosts.of_names([rank // ranks_per_host for rank in range(ranks)])
         self._hosts = hosts if exchange == "hierarchical" else None
-        self.compressor = compressor
+        self._exchange = exchange_with(adagrad, checked_exchange(exchange))
+        self.compressor = checked(compressor) if isinstance(self._exchange, ParameterServer) else compressor
         self.bytes_sent = [0] * ranks
-        self._exchange = exchange_with(adagrad, exchange)
         self._adagrad = adagrad
         self._scale = 1.0 / ranks if op == "average" else 1.0
         self._transfers: dict[str, list[Transfer]] = {}
@@ -120,7 +123,7 @@ class Loopback:
         for collective in earlier:
             received = self._run(collective, parcels)
             parcels = [b.advance(collective, bytes_) for b, bytes_ in zip(buckets, received, strict=True)]
-        received = self._run(last, parcels)
+        received = self._run(last, parcels, buckets[0].root)
 
         finite = [bucket.arrive(bytes_) for bucket, bytes_ in zip(buckets, received, strict=True)]
         sums = [bucket.finish(keep=all(finite), scale=self._scale) for bucket in buckets]
@@ -177,6 +180,8 @@ class Loopback:
             if exchange == "auto" and len(names) == 1:
                 exchange = make_plan("auto", self.compressor, grads[names[0]].shape, self.ranks).exchange
             exchange = "two_phase" if exchange == "dense" else exchange
+            if isinstance(exchange, ParameterServer):
+                exchange = exchange.of_bucket(len(self._buckets), self.ranks)
             together = {name: (grad.shape, self.compressor) for name, grad in grads.items()}
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():
@@ -189,8 +194,11 @@ class Loopback:
             ]
         return self._buckets[names]
 
-    def _run(self, collective: str, parcels: list[Parcel]) -> list[Bytes]:
+    def _run(self, collective: str, parcels: list[Parcel], root: int | None = None) -> list[Bytes]:
         """What each rank receives."""
+        if collective == "broadcast" and root is not None:
+            self.bytes_sent[root] += (self.ranks - 1) * parcels[root].buffer.size
+            return [parcels[root].buffer] * self.ranks
         if collective == "allgather":
             return [self._allgather(parcels)] * self.ranks
         return self._alltoall(parcels)

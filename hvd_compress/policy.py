@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_compress.compressors import FP16, Adaptive, Compressor, NoCompression, OneBit
 
-__all__ = ["Assigned", "Auto", "Policy", "compressor_for", "compressors_in", "given_compression"]
+__all__ = ["Assigned", "Auto", "Policy", "compressor_for", "compressors_in", "given_compression", "horovods_own"]
 
 _UNCOMPRESSED = NoCompression()
 
@@ -137,16 +137,21 @@ def compressors_in(compression: Compressor | Policy) -> list[Compressor]:
     return [compression]
 
 
+def horovods_own(compression: Any) -> Any:
+    """In place of a compressor that comes with Horovod, ours of the same meaning."""
+    is_known = isinstance(compression, type) and compression.__name__ in _HOROVODS
+    return _HOROVODS[compression.__name__] if is_known else compression
+
+
 def given_compression(argument: str, compression: Any) -> Compressor | Policy:
     """What an optimizer that averages parameters was given as `argument`; Horovod's own compressors become ours.
 
     Raises:
         TypeError: no compressor, or `Auto`.
     """
-    if isinstance(compression, Compressor | Policy):
-        return compression
-    if isinstance(compression, type) and compression.__name__ in _HOROVODS:
-        return _HOROVODS[compression.__name__]
+    ours = horovods_own(compression)
+    if isinstance(ours, Compressor | Policy):
+        return ours
     raise TypeError(
         f"{argument}={compression!r}: give a compressor of hvd_compress, such as TopK(0.01), or a Policy; Auto "
         "chooses exchanges of gradients, which there are none of here"

@@ -10,8 +10,8 @@ from typing import Any
 from hvd_compress import wire
 from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompression, OneBit, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import EXCHANGES, AdaGrad, exchange_with
-from hvd_compress.policy import Auto, Policy
+from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with
+from hvd_compress.policy import Auto, Policy, horovods_own
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -57,9 +57,27 @@ class Defaults:
     auto = Auto()
 
 
-def resolved(compression: Any) -> Any:
-    """What the user gave, "auto" as the `Auto` that it stands for."""
-    return Auto() if isinstance(compression, str) and compression == "auto" else compression
+def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
+    """What the user gave, "auto" as the `Auto` that it stands for.
+
+    With a parameter server, also what needs no compressor of ours becomes one, since no allreduce is to sum it.
+
+    Raises:
+        TypeError: a Horovod compressor of the user's with a parameter server.
+    """
+    if isinstance(compression, str) and compression == "auto":
+        return Auto()
+    if not isinstance(checked_exchange(exchange), ParameterServer):
+        return compression
+    ours = horovods_own(compression)
+    if isinstance(ours, Compressor):
+        return checked(ours)
+    if not isinstance(ours, Policy | Auto):
+        raise TypeError(
+            f"compression={compression!r} with {exchange!r}: give a compressor of hvd_compress, or one of "
+            "hvd.Compression"
+        )
+    return ours
 
 
 def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
@@ -126,7 +144,10 @@ def description(compression: Any, op: Any, parameters: Sequence[Any], **settings
         "wire version": wire.VERSION,
         "compression": describe(compression),
         "op": str(op),
-        **settings,
+        **{
+            name: setting.get_config() if hasattr(setting, "get_config") else setting
+            for name, setting in settings.items()
+        },
         "parameters": list(parameters),
     }
 
@@ -142,7 +163,7 @@ def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any,
     return 1.0 / ranks if op == average else 1.0
 
 
-def exchange_of(adagrad: AdaGrad | None, exchange: str, compression: Any) -> str:
+def exchange_of(adagrad: AdaGrad | None, exchange: str | ParameterServer, compression: Any) -> str | ParameterServer:
     """The exchange to use where gradients may be AdaGrad's updates; see `exchange_with`.
 
     Raises:
@@ -154,7 +175,7 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str, compression: Any) -> str
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
-    return exchange_with(adagrad, exchange)
+    return exchange_with(adagrad, checked_exchange(exchange))
 
 
 def refuse_other_ops(op: Any, average: Any, total: Any) -> None:
@@ -185,7 +206,7 @@ def names_of_call(name: str | None, number: int) -> list[str]:
 
 def check_settings(
     compression: Any,
-    exchange: str,
+    exchange: str | ParameterServer,
     min_numel: int,
     bucket_bytes: int,
     averages: bool,
@@ -198,10 +219,13 @@ def check_settings(
 
     Raises:
         ValueError: a setting out of its range.
-        UnsupportedError: an elastic run with one of our compressors.
+        UnsupportedError: an elastic run with one of our compressors; `Auto` with a parameter server.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
+    if isinstance(checked_exchange(exchange), ParameterServer) and isinstance(compression, Auto):
+        raise UnsupportedError(
+            f"{compression!r} with exchange={exchange!r}: it chooses exchanges, too, by what they are predicted to "
+            "take. Give a compressor or a Policy, or leave the exchange to it"
+        )
     if type(min_numel) is not int or min_numel < 0:
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
     if type(bucket_bytes) is not int or bucket_bytes < 0:

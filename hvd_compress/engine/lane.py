@@ -68,12 +68,12 @@ class Lane(Transfer):
             used = super().reduce(payloads, slot)
         except WireError as error:
             raise self._named(error) from error
-        self.counters.bytes_sent += (len(payloads) - 1) * (slot.size if self.plan.fixed_size else used)
+        self.counters.bytes_sent += (len(payloads) - 1) * (slot.size if self.plan.fixed_answers else used)
         self.counters.encode_seconds += time.perf_counter() - begin
         return used
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
-        if self.hosts is None and self.plan.fixed_size:
+        if self.hosts is None and self.plan.fixed_answers:
             self.note_arrived()
         elif self.plan.exchange == "allgather":
             self._count_received(payloads)
@@ -108,7 +108,7 @@ class Lane(Transfer):
         self.counters.encode_seconds += seconds
 
     def note_arrived(self) -> None:
-        self.counters.bytes_received += self._full_hop
+        self.counters.bytes_received += self._hop(self._full_answers)
 
     def note_finished(self, seconds: float) -> None:
         self.counters.steps += 1
@@ -196,8 +196,13 @@ class Lane(Transfer):
 
     @cached_property
     def _full_hop(self) -> int:
-        """The same where every payload fills its slot; without hosts it is what this rank gets, too."""
+        """The same where every payload fills its slot."""
         return self._hop([self.plan.slots[chunk] for chunk, _ in self.sent_chunks])
+
+    @cached_property
+    def _full_answers(self) -> list[int]:
+        """Bytes of the payload of the sum of each chunk that this rank encodes, where it fills its slot."""
+        return [self.plan.answer_slots[chunk] for chunk, _ in self.sent_chunks]
 
     def _count_received(self, of_ranks: Sequence[Bytes]) -> None:
         sizes = [payload.size for payload in of_ranks]

@@ -17,7 +17,7 @@ from hvd_compress.engine.lane import Lane
 from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, plan_together
+from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
 __all__ = ["Ledger", "empty_state", "refuse_residuals"]
@@ -114,7 +114,10 @@ class Ledger(Generic[AnyBucket]):
             together[packed_as] = (Pack.shape_of(small), Pack.compressor)
         # buckets of a choice and buckets of what is left to compress are not the same where some went dense
         ways = {routing.exchange_of(t.name) for t in compressed}
-        plans = plan_together(ways.pop() if len(ways) == 1 else routing.exchange, together, self._ranks)
+        exchange = ways.pop() if len(ways) == 1 else routing.exchange
+        if isinstance(exchange, ParameterServer):
+            exchange = exchange.of_bucket(len(self.buckets), self._ranks)
+        plans = plan_together(exchange, together, self._ranks)
         lanes = {
             t.name: Lane(
                 t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize,

@@ -10,20 +10,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.compressors import Compressor, NoCompression
+from hvd_compress.compressors import Compressor
 from hvd_compress.engine.lane import Lane
-from hvd_compress.exchange import Accumulator, Hosts, Plan, aligned_empty
+from hvd_compress.exchange import Accumulator, Hosts, Plan, Raw, aligned_empty
 
 __all__ = ["Pack"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-
-
-class _Float32(NoCompression):
-    # where any type may come, a slot holds 8 bytes per element, which would travel
-    def body_bytes(self, numel: int, group: int) -> int:
-        return 4 * numel
 
 
 class Pack(Lane):
@@ -38,7 +32,7 @@ class Pack(Lane):
         accumulator_of_all: of all elements, for AdaGrad, which every rank applies to the sums.
     """
 
-    compressor: ClassVar[Compressor] = _Float32()
+    compressor: ClassVar[Compressor] = Raw()
     """What the plan of a pack is made for."""
 
     def __init__(

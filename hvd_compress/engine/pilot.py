@@ -11,6 +11,7 @@ from hvd_compress.compressors import FP16, Compressor, NoCompression
 from hvd_compress.cost import Explorer, Network, Speed, Stage, configurations, stages_of
 from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
+from hvd_compress.exchange import ParameterServer
 from hvd_compress.policy import Assigned, Auto
 
 __all__ = ["Pilot"]
@@ -137,7 +138,9 @@ class Pilot:
                     stages[way], exchanges[way] = at_once, "allgather"
         return stages, exchanges
 
-    def _stages_of(self, tensors: Sequence[Tensor], compressor: Compressor, exchange: str) -> tuple[Stage, ...]:
+    def _stages_of(
+        self, tensors: Sequence[Tensor], compressor: Compressor, exchange: str | ParameterServer
+    ) -> tuple[Stage, ...]:
         """Nothing where all tensors are too small for the compressor."""
         speed = self._speeds.get(compressor, Speed())
         work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)

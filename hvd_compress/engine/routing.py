@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import make_plan
+from hvd_compress.exchange import ParameterServer, make_plan
 from hvd_compress.policy import Assigned, Policy
 
 __all__ = ["Routing", "Tensor", "backward_buckets"]
@@ -33,13 +33,13 @@ class Routing:
 
     Args:
         compressor: of all tensors, or of each by its name; None if all go dense.
-        exchange: "auto", "two_phase", "allgather" or "hierarchical".
+        exchange: "auto", "two_phase", "allgather", "hierarchical" or a `ParameterServer`.
         min_numel: tensors with fewer elements are not compressed.
         bucket_bytes: tensors go together up to so many bytes of float32; 0 leaves every tensor alone.
     """
 
     compressor: Compressor | Policy | Assigned | None
-    exchange: str = "auto"
+    exchange: str | ParameterServer = "auto"
     min_numel: int = DEFAULT_MIN_NUMEL
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
@@ -49,7 +49,7 @@ class Routing:
             return NoCompression()
         return self.compressor if isinstance(self.compressor, Compressor) else self.compressor.for_tensor(name)
 
-    def exchange_of(self, name: str) -> str:
+    def exchange_of(self, name: str) -> str | ParameterServer:
         """The exchange that a compressed tensor wants; those of a bucket that differ get that of the routing."""
         chosen = self.compressor.exchanges if isinstance(self.compressor, Assigned) else {}
         return chosen.get(name, self.exchange)
@@ -60,6 +60,8 @@ class Routing:
         if compressor.reducible or math.prod(tensor.shape) < max(self.min_numel, 1):
             return False
         exchange = self.exchange_of(tensor.name)
+        if isinstance(exchange, ParameterServer):
+            return True
         return make_plan(exchange, compressor, tensor.shape, ranks, tensor.itemsize).exchange != "dense"
 
     def packs(self, tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@
     allgather     encode the tensor -allgather-> decode and sum
     hierarchical  cut up -alltoall inside hosts-> sum, encode each chunk -alltoall between hosts-> decode, sum, encode
                   again -to all between hosts-> pass on -to all inside hosts-> decode
+    parameter_server  encode the tensor -to the root-> decode, sum, encode again -broadcast-> decode
 
 Nothing here knows ranks (only positions), frameworks or Horovod.
 """
@@ -14,7 +15,18 @@ from hvd_compress.exchange.adagrad import Accumulator, AdaGrad, exchange_with
 from hvd_compress.exchange.bucket import Bucket, Parcel
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
-from hvd_compress.exchange.plan import COLLECTIVES, EXCHANGES, Plan, chunk_bounds, make_plan, plan_together, ring_bytes
+from hvd_compress.exchange.parameter_server import ParameterServer
+from hvd_compress.exchange.plan import (
+    COLLECTIVES,
+    EXCHANGES,
+    Plan,
+    checked_exchange,
+    chunk_bounds,
+    make_plan,
+    plan_together,
+    ring_bytes,
+)
+from hvd_compress.exchange.raw import Raw, checked
 from hvd_compress.exchange.transfer import Transfer
 
 __all__ = [
@@ -24,10 +36,14 @@ __all__ = [
     "AdaGrad",
     "Bucket",
     "Hosts",
+    "ParameterServer",
     "Parcel",
     "Plan",
+    "Raw",
     "Transfer",
     "aligned_empty",
+    "checked",
+    "checked_exchange",
     "chunk_bounds",
     "exchange_with",
     "make_plan",

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hvd_compress.compressors.settings import check_real
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.kernels import adagrad as kernels
 
 __all__ = ["Accumulator", "AdaGrad", "exchange_with"]
@@ -97,7 +98,7 @@ class Accumulator:
         self._is_ahead = False
 
 
-def exchange_with(adagrad: AdaGrad | None, exchange: str) -> str:
+def exchange_with(adagrad: AdaGrad | None, exchange: str | ParameterServer) -> str | ParameterServer:
     """The exchange to use with `adagrad`: "auto" becomes "two_phase".
 
     Raises:
@@ -111,6 +112,6 @@ def exchange_with(adagrad: AdaGrad | None, exchange: str) -> str:
     if exchange == "allgather":
         raise UnsupportedError(
             f"{adagrad!r} with exchange='allgather': it is applied by the owner of a sum, and there is none; use "
-            "exchange='two_phase' or 'hierarchical'"
+            "exchange='two_phase', 'hierarchical' or 'parameter_server'"
         )
     return "two_phase" if exchange == "auto" else exchange

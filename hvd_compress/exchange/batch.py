@@ -38,8 +38,13 @@ def batches_of(transfers: Mapping[str, Transfer], layout: Layout) -> list[Batch]
         return []
     alike: dict[tuple[Compressor, Many], list[str]] = {}
     for name, transfer in transfers.items():
-        of = transfer.plan.chunk_compressors[0]
-        many = of.many(transfer.plan.group) if transfer.hosts is None and transfer.accumulator is None else None
+        plan, of = transfer.plan, transfer.plan.chunk_compressors[0]
+        is_plain = (
+            transfer.hosts is None
+            and transfer.accumulator is None
+            and plan.answer_compressors == plan.chunk_compressors
+        )
+        many = of.many(plan.group) if is_plain else None
         if many is not None and 0 < transfer.plan.numel < _LARGE:
             alike.setdefault((of, many), []).append(name)
     return [
@@ -224,7 +229,7 @@ class _Table:
     def of_owned(cls, transfers: Mapping[str, Transfer], layout: Layout) -> tuple[_Table, _Table]:
         """Those that the owner of a chunk gets, and those that it makes of them."""
         first = next(iter(transfers.values()))
-        parts = layout.sent[first.chunk] if first.plan.exchange == "two_phase" else []
+        parts = layout.sent[first.chunk] if first.plan.exchange != "allgather" else []
         offsets = np.cumsum([0, *(slot for _, _, slot in parts)]).tolist()
         got, made = [], []
         names = [name for name, _, _ in parts if name in transfers]

@@ -60,12 +60,17 @@ class Bucket(Generic[AnyTransfer]):
         self.transfers = dict(transfers)
         first = next(iter(self.transfers.values()))
         self.exchange = first.plan.exchange
-        self.collectives = first.plan.collectives
-        """What follows each stage."""
         self.ranks = first.plan.ranks
         self.position = first.position
         self.hosts = first.hosts
+        self.root = first.plan.root
+        """With a parameter server, the rank that sums."""
         self._layout = Layout(self.transfers)
+        self.collectives = first.plan.collectives
+        """What follows each stage."""
+        if self.root is not None and not self._layout.fixed_answers:
+            # a broadcast has a shape that all ranks must know
+            self.collectives = (*self.collectives[:-1], "allgather")
         self._batches = batches_of(self.transfers, self._layout)
         self._batch_of = {name: batch for batch in self._batches for name in batch.transfers}
         self._send = np.empty(0, np.uint8)
@@ -80,6 +85,11 @@ class Bucket(Generic[AnyTransfer]):
     def name(self) -> str:
         """For its collectives: that of its first tensor."""
         return next(iter(self.transfers))
+
+    @property
+    def answer_bytes(self) -> int:
+        """The most bytes that the last collective brings."""
+        return self._layout.answer_bytes
 
     @property
     def busy(self) -> bool:
@@ -164,28 +174,39 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: a payload is truncated, corrupted or foreign.
         """
-        first = next(iter(self.transfers.values()))
-        contents = self._layout.sent[first.chunk]
+        chunk = next(iter(self.transfers.values())).chunk
+        contents = self._layout.sent[chunk]
         senders = self.ranks if self.hosts is None else self.hosts.count
-        if self._result.size == 0:
-            self._result = aligned_empty(sum(slot for _, _, slot in contents), np.uint8)
-        payloads = self._layout.cut(received, [contents] * senders)
+        payloads = self._layout.cut(received, [contents] * senders, self._layout.fixed_size)
+        self._prepare_result(chunk)
         together: dict[str, int] = {}
         for batch in self._batches:
             together |= batch.reduce(received, self._result)
         at = 0
-        for i, (name, _, slot) in enumerate(contents):
+        for i, (name, _, _) in enumerate(contents):
+            slot = self.transfers[name].plan.answer_slots[chunk]
             used = together.get(name, 0)
             if not used:
                 used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
-            end = at + (slot if self._layout.fixed_size else used)
+            end = at + (slot if self._layout.fixed_answers else used)
             if at + used < end:
                 self._result[at + used : end] = 0
             at = end
+        if self.collectives[-1] == "broadcast":
+            # of a rank that is not the root, memory for what comes
+            return Parcel(self._result)
         result = self._result[:at]
         if self.hosts is None:
             return Parcel(result)
         return self._copies(result, self.hosts.between(self.position))
+
+    def _prepare_result(self, chunk: int) -> None:
+        """Memory for what this rank sends second."""
+        if self._result.size:
+            return
+        slots = [transfer.plan.answer_slots[chunk] for transfer in self.transfers.values()]
+        is_broadcast = self.collectives[-1] == "broadcast"
+        self._result = aligned_empty(self._layout.answer_bytes if is_broadcast else sum(slots), np.uint8)
 
     def arrive(self, received: Bytes) -> bool:
         """The last payloads are here; whether all of them, and so the sums, are finite.
@@ -193,7 +214,7 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: truncated or foreign.
         """
-        payloads = self._layout.cut(received, [contents for _, contents in self._layout.last])
+        payloads = self._layout.cut_last(received)
         together = [batch.arrive(received) for batch in self._batches if batch.held]
         finite = [
             transfer.arrive([payloads[i] for i in self._layout.arriving[name]])

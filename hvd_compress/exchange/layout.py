@@ -43,6 +43,8 @@ class Layout:
         self._ranks, self._position, self._hosts = first.plan.ranks, first.position, first.hosts
         self.fixed_size = all(t.plan.fixed_size for t in transfers.values())
         """Whether every message has the same size in every step."""
+        self.fixed_answers = all(t.plan.fixed_answers for t in transfers.values())
+        """The same of messages with payloads of sums."""
         self.sent = self._sent()
         """{chunk: its parts} of what this rank sends first, in the order of the receivers."""
         self.last = self._last()
@@ -66,14 +68,28 @@ class Layout:
         of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
         return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
-    def cut(self, received: Bytes, messages: Sequence[Sequence[Part]]) -> list[Bytes]:
+    @property
+    def answer_bytes(self) -> int:
+        """The most bytes that the last collective brings."""
+        return sum(slot for _, parts in self.last for _, _, slot in parts)
+
+    def cut_last(self, received: Bytes) -> list[Bytes]:
+        """The payloads that the last collective has brought; see `cut`."""
+        return self.cut(received, [parts for _, parts in self.last], self.fixed_answers)
+
+    def cut(self, received: Bytes, messages: Sequence[Sequence[Part]], fixed_size: bool) -> list[Bytes]:
         """The payloads in the bytes of a collective.
+
+        Args:
+            received: the bytes.
+            messages: that they consist of.
+            fixed_size: whether each payload has a slot, or states its length.
 
         Raises:
             WireError: fewer or more bytes than these messages have.
         """
         slots = [slot for parts in messages for _, _, slot in parts]
-        if not self.fixed_size:
+        if not fixed_size:
             payloads = wire.frames(received, len(slots))
             if (there := sum(payload.size for payload in payloads)) != received.size:
                 raise WireError(f"received {received.size} bytes, {len(slots)} payloads take {there} of them")
@@ -116,7 +132,8 @@ class Layout:
         for name, transfer in self._transfers.items():
             chunks = [number for number, _ in (transfer.sent_chunks if sent else transfer.plan.chunks)]
             if chunk in chunks:
-                parts.append(Part(name, chunks.index(chunk), transfer.plan.slots[chunk]))
+                slots = transfer.plan.slots if sent else transfer.plan.answer_slots
+                parts.append(Part(name, chunks.index(chunk), slots[chunk]))
         return parts
 
     def _chunks_by_rank(self) -> list[int]:

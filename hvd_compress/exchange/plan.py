@@ -9,16 +9,27 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from hvd_compress.compressors import Compressor, TopK
+from hvd_compress.exchange.parameter_server import EXCHANGE, ParameterServer
 
-__all__ = ["COLLECTIVES", "EXCHANGES", "Plan", "chunk_bounds", "make_plan", "plan_together", "ring_bytes"]
+__all__ = [
+    "COLLECTIVES",
+    "EXCHANGES",
+    "Plan",
+    "checked_exchange",
+    "chunk_bounds",
+    "make_plan",
+    "plan_together",
+    "ring_bytes",
+]
 
-EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical")
+EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical", EXCHANGE)
 
-# what follows each stage; all but "allgather" are alltoalls of Horovod, some of them with empty parts
+# what follows each stage; all but "allgather" and "broadcast" are alltoalls of Horovod, some of them with empty parts
 COLLECTIVES = {
     "two_phase": ("alltoall", "allgather"),
     "allgather": ("allgather",),
     "hierarchical": ("scatter_inside", "alltoall", "gather_between", "gather_inside"),
+    EXCHANGE: ("alltoall", "broadcast"),
     "dense": (),
 }
 
@@ -28,13 +39,17 @@ class Plan:
     """Who encodes what of a tensor, and how many bytes that can take.
 
     Args:
-        exchange: "two_phase", "allgather", "hierarchical", or "dense" where compressing would not save bytes.
+        exchange: "two_phase", "allgather", "hierarchical", "parameter_server", or "dense" where compressing would not
+            save bytes.
         shape: of the tensor.
         ranks: that take part.
         group: elements per group of the compressor.
         bounds: of the chunks, `chunks + 1` element offsets; a chunk may be empty.
         chunk_compressors: the compressor of each chunk.
         slots: the most bytes of each chunk's payload; 0 for an empty chunk, which has none.
+        answer_compressors: of the sum of each chunk.
+        answer_slots: the most bytes of the payload of each chunk's sum.
+        root: whose chunk is the whole tensor, with a parameter server.
     """
 
     exchange: str
@@ -44,6 +59,9 @@ class Plan:
     bounds: tuple[int, ...]
     chunk_compressors: tuple[Compressor, ...]
     slots: tuple[int, ...]
+    answer_compressors: tuple[Compressor, ...]
+    answer_slots: tuple[int, ...]
+    root: int | None = None
 
     @property
     def numel(self) -> int:
@@ -59,6 +77,11 @@ class Plan:
     def fixed_size(self) -> bool:
         """Whether every payload fills its slot in every step, so that messages have the same size in all of them."""
         return all(c.fixed_size for c in self.chunk_compressors)
+
+    @cached_property
+    def fixed_answers(self) -> bool:
+        """The same of the payloads of sums."""
+        return all(c.fixed_size for c in self.answer_compressors)
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -79,9 +102,18 @@ def ring_bytes(nbytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
 
-def _check_exchange(exchange: str) -> None:
+def checked_exchange(exchange: str | ParameterServer) -> str | ParameterServer:
+    """What the user gave, "parameter_server" as the `ParameterServer` that it stands for.
+
+    Raises:
+        ValueError: no exchange.
+    """
+    if isinstance(exchange, ParameterServer):
+        return exchange
     if exchange not in EXCHANGES:
-        raise ValueError(f"exchange={exchange!r}: must be one of {', '.join(map(repr, EXCHANGES))}")
+        known = ", ".join(map(repr, EXCHANGES))
+        raise ValueError(f"exchange={exchange!r}: must be one of {known}, or a ParameterServer")
+    return ParameterServer() if exchange == EXCHANGE else exchange
 
 
 def sent_bytes(plans: Sequence[Plan]) -> float:
@@ -105,11 +137,30 @@ def _plan(
     parts = tuple(c.for_part(n, numel) if isinstance(c := compressor, TopK) and n else compressor for n in sizes)
     # a tensor without elements still has one payload, so that its exchange is not empty
     slots = tuple(part.capacity(n, group) if n or numel == 0 else 0 for part, n in zip(parts, sizes, strict=True))
-    return Plan(exchange, shape, ranks, group, bounds, parts, slots)
+    return Plan(exchange, shape, ranks, group, bounds, parts, slots, parts, slots)
+
+
+def _plan_of_root(server: ParameterServer, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> Plan:
+    """All elements are one chunk, which the root owns."""
+    root, numel = server.root_among(ranks), math.prod(shape)
+    answers = server.answers_of(compressor)
+    # groups are those of the gradients, whatever the answer is made of
+    group = compressor.group_numel(shape)
+
+    def at_root(nbytes: int) -> tuple[int, ...]:
+        return tuple(nbytes if rank == root else 0 for rank in range(ranks))
+
+    return Plan(
+        EXCHANGE, shape, ranks, group, (*(0,) * (root + 1), *(numel,) * (ranks - root)),
+        (compressor,) * ranks, at_root(compressor.capacity(numel, group)),
+        (answers,) * ranks, at_root(answers.capacity(numel, group)), root,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def make_plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int = 4) -> Plan:
+def make_plan(
+    exchange: str | ParameterServer, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int = 4
+) -> Plan:
     """The plan for a tensor of `shape` that goes alone among `ranks`.
 
     "auto" takes the exchange that sends fewer bytes, `allgather` (one collective, one loss) on a tie, and "dense" if
@@ -117,18 +168,21 @@ def make_plan(exchange: str, compressor: Compressor, shape: tuple[int, ...], ran
 
     Raises:
         ValueError: unknown exchange.
+        UnsupportedError: a root that is none of the ranks.
     """
-    _check_exchange(exchange)
+    exchange = checked_exchange(exchange)
+    if isinstance(exchange, ParameterServer):
+        return _plan_of_root(exchange, compressor, shape, ranks)
     if exchange != "auto":
         return _plan(exchange, compressor, shape, ranks)
     best = min((_plan(e, compressor, shape, ranks) for e in ("allgather", "two_phase")), key=lambda p: sent_bytes([p]))
     if ranks > 1 and sent_bytes([best]) >= ring_bytes(itemsize * math.prod(shape), ranks):
-        return Plan("dense", shape, ranks, 1, (0, math.prod(shape)), (), ())
+        return Plan("dense", shape, ranks, 1, (0, math.prod(shape)), (), (), (), ())
     return best
 
 
 def plan_together(
-    exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
+    exchange: str | ParameterServer, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
 ) -> dict[str, Plan]:
     """The plans of tensors, {name: (shape, compressor)}, that share one exchange among `ranks`.
 
@@ -137,6 +191,7 @@ def plan_together(
 
     Raises:
         ValueError: unknown exchange.
+        UnsupportedError: a root that is none of the ranks.
 
     Example:
         >>> from hvd_compress import OneBit
@@ -145,7 +200,9 @@ def plan_together(
         >>> {name: plan.bounds for name, plan in plans.items()}
         {'a': (0, 16384, 32768, 32768), 'b': (0, 0, 0, 16384)}
     """
-    _check_exchange(exchange)
+    exchange = checked_exchange(exchange)
+    if isinstance(exchange, ParameterServer):
+        return {n: _plan_of_root(exchange, compressor, shape, ranks) for n, (shape, compressor) in tensors.items()}
     if exchange != "auto":
         return _plans(exchange, tensors, ranks)
     candidates = [_plans(e, tensors, ranks) for e in ("allgather", "two_phase")]

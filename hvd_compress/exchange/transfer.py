@@ -58,6 +58,7 @@ class Transfer:
         """The chunk that this rank owns."""
         self.keeps_residual = compressor.feedback
         """Whether error feedback is on."""
+        self._owner_keeps_residual = any(answer.feedback for answer in plan.answer_compressors)
         self.residual: Array | None = None
         """Of the elements in `shard`."""
         self.owner_residual: Array | None = None
@@ -176,17 +177,17 @@ class Transfer:
         part = self.owned
         if part is None:
             raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
-        compressor = plan.chunk_compressors[self.chunk]
+        answers = plan.answer_compressors[self.chunk]
         numel = part.stop - part.start
         if self._skipped:
-            return compressor.say_absent(slot, numel, plan.group)
+            return answers.say_absent(slot, numel, plan.group)
         self.prepare_sum()
         for sender, payload in enumerate(payloads):
-            compressor.decode_into(payload, self._sum, add=sender > 0)
+            plan.chunk_compressors[self.chunk].decode_into(payload, self._sum, add=sender > 0)
         if self.accumulator is not None and not self.accumulator.precondition(self._sum):
-            return compressor.say_nonfinite(slot, numel, plan.group)
+            return answers.say_nonfinite(slot, numel, plan.group)
         key = self._key_of(hop=1, chunk=self.chunk)
-        return compressor.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
+        return answers.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
         """The last payloads are here; whether all of them, and so the sum, are finite.
@@ -259,7 +260,7 @@ class Transfer:
         dtype = np.float32 if self._gradient is None else self._gradient.dtype
         if self._sum.size != numel or self._sum.dtype != dtype:
             self._sum = aligned_empty(numel, dtype)
-        if self.keeps_residual and self.owner_residual is None:
+        if self._owner_keeps_residual and self.owner_residual is None:
             self.owner_residual = np.zeros(numel, dtype)
         if self.owner_residual is not None and self.owner_residual.dtype != dtype:
             self.owner_residual = self.owner_residual.astype(dtype)
@@ -298,14 +299,14 @@ class Transfer:
         """The compressor, and number of elements, of each payload that is to arrive."""
         plan = self.plan
         if plan.exchange != "allgather":
-            return [(plan.chunk_compressors[chunk], part.stop - part.start) for chunk, part in plan.chunks]
+            return [(plan.answer_compressors[chunk], part.stop - part.start) for chunk, part in plan.chunks]
         return [(plan.chunk_compressors[0], plan.numel)] * plan.ranks
 
     def _decode(self, out: Array, scale: float) -> None:
         plan = self.plan
         if plan.exchange != "allgather":
             for (chunk, part), opened in zip(plan.chunks, self._arrived, strict=True):
-                plan.chunk_compressors[chunk].decode_opened(*opened, out[part], scale)
+                plan.answer_compressors[chunk].decode_opened(*opened, out[part], scale)
             return
         # all ranks add in the order of the senders: floating point sums depend on it
         for sender, opened in enumerate(self._arrived):

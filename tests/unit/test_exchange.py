@@ -90,7 +90,7 @@ def test_auto_compares_with_the_size_of_the_elements() -> None:
 def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(ValueError, match=r"exchange='ring': must be one of 'auto', 'two_phase', 'allgather'"):
         make_plan("ring", OneBit(), (8,), 2)
-    assert EXCHANGES == ("auto", "two_phase", "allgather", "hierarchical")
+    assert EXCHANGES == ("auto", "two_phase", "allgather", "hierarchical", "parameter_server")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])

@@ -1,0 +1,84 @@
+"""The exchange in which one rank, the root, makes the sum of a bucket."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hvd_compress.compressors import Compressor
+from hvd_compress.compressors.settings import check_choice, check_int
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange.raw import CheckedRaw, Raw
+
+__all__ = ["EXCHANGE", "ParameterServer"]
+
+EXCHANGE = "parameter_server"
+_ROUND_ROBIN = "round_robin"
+
+
+@dataclass(frozen=True)
+class ParameterServer:
+    """All ranks send their payloads to a root, which sums them up and sends the sum back to all.
+
+    The root works, too. Uncompressed gradients take the same way: with `exchange=ParameterServer(answer="dense")`
+    `Compression.none` is the gather and broadcast that the papers compare with. Source: Lam et al. 2017, section 4;
+    Sievert 2017, section 3.2. There one master without a share of the work gets everything and sends parameters back;
+    here every bucket of gradients can have a root of its own, and what comes back is the sum.
+
+    Args:
+        root: position in the process set of the rank that sums, or "round_robin" for the next rank with each bucket,
+            so that the load is spread.
+        answer: how the sum travels: "compressed" as gradients do, with the root's own error feedback, or "dense" as
+            float32.
+        transport: "horovod" for its collectives, or "mpi" for non-blocking messages of mpi4py, which have no need of
+            Horovod's negotiation; "mpi" wants a run with MPI.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import ParameterServer, QSGD
+        >>> from hvd_compress.loopback import Loopback
+        >>> ranks = Loopback(3, QSGD(bits=1), exchange=ParameterServer(root=2, answer="dense"))
+        >>> ranks.allreduce([np.array([0.0, 1.0], np.float32)] * 3)[0]
+        array([0., 1.], dtype=float32)
+    """
+
+    root: int | str = 0
+    answer: str = "compressed"
+    transport: str = "horovod"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.root, str):
+            check_choice(self, "root", self.root, (_ROUND_ROBIN,))
+        else:
+            check_int(self, "root", self.root, 0, 2**31 - 1)
+        check_choice(self, "answer", self.answer, ("compressed", "dense"))
+        check_choice(self, "transport", self.transport, ("horovod", "mpi"))
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings as a JSON-able dict, which ranks compare."""
+        return {"id": EXCHANGE, **asdict(self)}
+
+    def of_bucket(self, number: int, ranks: int) -> ParameterServer:
+        """The settings of a bucket, whose root is known."""
+        return replace(self, root=number % ranks) if self.root == _ROUND_ROBIN else self
+
+    def root_among(self, ranks: int) -> int:
+        """The root, which `of_bucket` has made known.
+
+        Raises:
+            UnsupportedError: there is no such rank.
+        """
+        if not isinstance(self.root, int):
+            raise RuntimeError(f"{self!r}: the root of which bucket?")
+        if self.root >= ranks:
+            raise UnsupportedError(
+                f"{self!r} among {ranks} ranks: the root is a position in the process set, from 0 to {ranks - 1}"
+            )
+        return self.root
+
+    def answers_of(self, compressor: Compressor) -> Compressor:
+        """What encodes the sum of gradients that `compressor` has encoded."""
+        return compressor if self.answer == "compressed" or isinstance(compressor, Raw) else CheckedRaw()
