@@ -7,9 +7,10 @@ from typing import Any
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import Node, Transport
+from hvd_compress.mpi.root_messages import RootMessages
 from hvd_compress.topology import Neighbours
 
-__all__ = ["start_one_sided"]
+__all__ = ["start_one_sided", "start_root_messages"]
 
 _NO_MPI4PY = -1
 
@@ -28,29 +29,49 @@ def start_one_sided(
     Raises:
         UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
     """
+    mpi, comm = _communicator(hvd, "one_sided", "alltoall", gathered)
+
+    from hvd_compress.mpi.one_sided import OneSided
+
+    return OneSided(node, parts, mpi, comm)
+
+
+def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> RootMessages:
+    """The transport "mpi" of `ParameterServer` among the ranks of a process set; a collective call.
+
+    Args:
+        hvd: Horovod for a framework, started.
+        gathered: a number of this rank -> those of all ranks of the process set.
+
+    Raises:
+        UnsupportedError: as `start_one_sided`.
+    """
+    return RootMessages(*_communicator(hvd, "mpi", "horovod", gathered))
+
+
+def _communicator(hvd: Any, transport: str, instead: str, gathered: Callable[[int], Sequence[int]]) -> tuple[Any, Any]:
+    """The module `mpi4py.MPI` and a new communicator of the ranks of a process set."""
     if not hvd.mpi_enabled():
         raise UnsupportedError(
-            'transport="one_sided" needs MPI, and this run uses Gloo, which has no one-sided operations. Start it with '
-            'mpirun or horovodrun --mpi, or use transport="alltoall"'
+            f'transport="{transport}" needs MPI, and this run uses Gloo. Start it with mpirun or horovodrun --mpi, or '
+            f'use transport="{instead}"'
         )
     if not hvd.mpi_threads_supported():
         raise UnsupportedError(
-            'transport="one_sided" needs an MPI that several threads may call: Horovod calls it from its own thread. '
-            'Use transport="alltoall"'
+            f'transport="{transport}" needs an MPI that several threads may call: Horovod calls it from its own '
+            f'thread. Use transport="{instead}"'
         )
     # ranks of Horovod are those of MPI only if hvd.init() was given nothing else
     everyone = gathered(_rank_in_world())
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
         raise UnsupportedError(
-            f'transport="one_sided" needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
+            f'transport="{transport}" needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
         )
     from mpi4py import MPI
 
-    from hvd_compress.mpi.one_sided import OneSided
-
     world = MPI.COMM_WORLD
-    return OneSided(node, parts, MPI, world.Create_group(world.group.Incl(list(everyone))))
+    return MPI, world.Create_group(world.group.Incl(list(everyone)))
 
 
 def _rank_in_world() -> int:

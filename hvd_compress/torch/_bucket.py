@@ -1,4 +1,4 @@
-"""One bucket's exchange: the stages of `engine.Bucket` joined by Horovod's asynchronous collectives."""
+"""One bucket's exchange: the stages of `engine.Bucket` joined by asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
+from hvd_compress.torch._calls import HorovodCalls, RootCalls
 from hvd_compress.torch._staging import Staged, stage
 
 __all__ = ["Bucket"]
@@ -24,15 +24,19 @@ class Bucket(engine.Bucket):
     Args:
         lanes: of the compressed tensors by name.
         pack: of the small ones, if there are any.
-        process_set: the ranks that take part.
+        calls: that run the collectives.
+        number: of the bucket, the same on all ranks.
     """
 
-    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, process_set: hvd.ProcessSet) -> None:
+    def __init__(
+        self, lanes: Mapping[str, Lane], pack: Pack | None, calls: HorovodCalls | RootCalls, number: int
+    ) -> None:
         super().__init__(lanes, pack)
-        self._process_set = process_set
+        self._calls = calls
+        self.number = number
         self._staged: dict[str, Staged] = {}
         self._small: dict[str, torch.Tensor] = {}
-        self._handle: int | None = None
+        self._handle: Any = None
         self._waiting_for = ""
 
     # -- while backward goes on ----------------------------------------------------------------------------------
@@ -59,7 +63,7 @@ class Bucket(engine.Bucket):
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self._is_between() and hvd.poll(self._handle):
+        if self._is_between() and self._calls.is_done(self._handle):
             self.wait_next()
 
     # -- when backward has ended ---------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class Bucket(engine.Bucket):
         while self.wait_next():
             pass
         if self._handle is not None:
-            hvd.synchronize(self._handle)
+            self._calls.wait(self._handle)
         self._handle, self._waiting_for, self._staged, self._small = None, "", {}, {}
         super().abandon()
 
@@ -117,22 +121,12 @@ class Bucket(engine.Bucket):
         return self._waiting_for not in ("", self.collectives[-1])
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
-        # named by tensor and stage: ranks may issue them in any order
-        name = f"hvd_compress.{collective}.{self.name}"
-        buffer = torch.from_numpy(parcel.buffer)
-        if collective == "allgather":
-            self._handle = hvd.allgather_async(buffer, name=name, process_set=self._process_set)
-        else:
-            splits = None if parcel.sizes is None else torch.tensor(parcel.sizes, dtype=torch.int32)
-            self._handle = hvd.alltoall_async(buffer, splits=splits, name=name, process_set=self._process_set)
+        self._handle = self._calls.start(collective, self, parcel)
         self._waiting_for = collective
 
     def _receive(self) -> np.ndarray[Any, Any]:
         begin = time.perf_counter()
-        output = hvd.synchronize(self._handle)
-        self._handle = None
+        array = self._calls.wait(self._handle)
+        self._handle, self._waiting_for = None, ""
         self.count_wait(time.perf_counter() - begin)
-        tensor = output[0] if isinstance(output, tuple) else output
-        self._waiting_for = ""
-        array: np.ndarray[Any, Any] = tensor.numpy()
         return array

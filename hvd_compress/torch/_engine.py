@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from hvd_compress.cost import HorovodCollectives
-from hvd_compress.engine import Ledger, Routing, Tensor, Worker, has_cores
+from hvd_compress.engine import Lane, Ledger, Pack, Routing, Tensor, Worker, has_cores
 from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.torch._bucket import Bucket
+from hvd_compress.torch._calls import calls_for
 
 __all__ = ["Engine", "described", "precondition", "with_tensors"]
 
@@ -63,7 +65,11 @@ class Engine(Ledger[Bucket]):
         pays_debts: bool = False,
         adagrad: AdaGrad | None = None,
     ) -> None:
-        make_bucket = partial(Bucket, process_set=process_set)
+        calls, numbers = calls_for(routing.exchange, process_set), count()
+
+        def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
+            return Bucket(lanes, pack, calls, next(numbers))
+
         hosts = None
         if routing.exchange == "hierarchical":
             hosts = Hosts.of_names(HorovodCollectives(hvd, torch.from_numpy, process_set).host_numbers())

@@ -30,7 +30,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import AdaGrad
+from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described, precondition, with_tensors
@@ -372,7 +372,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     *,
-    exchange: str = "auto",
+    exchange: str | ParameterServer = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     adagrad: AdaGrad | None = None,
@@ -396,24 +396,26 @@ def DistributedOptimizer(
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         process_set: the ranks that take part.
         exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes
-            (with `Auto`: that is faster), or "hierarchical":
-            gradients are summed inside each host, and their sums exchanged compressed between hosts.
+            (with `Auto`: that is faster), "hierarchical":
+            gradients are summed inside each host, and their sums exchanged compressed between hosts, or a
+            `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
             parameters; 0 gives each an exchange of its own, and small ones to Horovod's fused allreduce.
         adagrad: make the combined gradients AdaGrad's updates; `optimizer` is then plain SGD with its learning rate.
-            Exchanges are in two phases or hierarchical. Tell `set_loss_scale` before the first backward pass if losses
+            No exchange by allgather then. Tell `set_loss_scale` before the first backward pass if losses
             are scaled. With one rank, and outside of the process set, it is applied to the rank's own gradients.
 
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
         UnsupportedError: Adasum or elastic runs with compression; `adagrad` with another `op` than Average and Sum,
-            with `Auto` or with exchange="allgather".
+            with `Auto` or with exchange="allgather"; `Auto` with a
+            parameter server, whose root is none of the ranks, or whose transport is not there.
         MismatchError: the ranks disagree; raised on all of them.
     """
     groups = num_groups if num_groups and groups is None else groups
-    compression = resolved(compression)
+    compression = resolved(compression, exchange)
     check_settings(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor,
         backward_passes_per_step, groups, hvd.rocm_built(),
@@ -440,7 +442,7 @@ def DistributedOptimizer(
             bucket_bytes=bucket_bytes, gradient_predivide_factor=gradient_predivide_factor,
             backward_passes_per_step=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense, groups=_describe_groups(optimizer, groups),
-            adagrad=None if adagrad is None else adagrad.get_config(),
+            adagrad=adagrad,
         )  # fmt: skip
         require_agreement(told, process_set)
     cls: Any = make_class(type(optimizer), _Overrides)

@@ -22,6 +22,7 @@ from tests.parallel.workers.neutral import (
     SHAPES,
     numbers,
     raises,
+    ranks_of_start,
 )
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "loss_of",
     "numbers",
     "raises",
+    "ranks_of_start",
     "residuals",
     "to_numpy",
     "train",

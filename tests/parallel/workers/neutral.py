@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,11 @@ def numbers(name: str, rank: int, step: int, shape: Sequence[int]) -> np.ndarray
     """The gradient of a parameter on a rank in a step, float32."""
     rng = np.random.default_rng([zlib.crc32(name.encode()), rank, step])
     return rng.standard_normal(tuple(shape)).astype(np.float32)
+
+
+def ranks_of_start() -> int:
+    """How many ranks were started, which `hvd.size()` tells only when process sets have been given."""
+    return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
 
 
 def raises(kind: type[BaseException], call: Callable[[], Any], *parts: str) -> None:

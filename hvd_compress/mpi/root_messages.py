@@ -1,0 +1,140 @@
+"""Messages to the root of a bucket and back: point to point, non-blocking, of whatever size a payload has.
+
+What MPI's `Igatherv` would do, without its order: non-blocking collectives must be started in the same order on all
+ranks, and gradients do not come in one. A message is told from others by the number of its bucket. Receivers have room
+for the largest one, so no sizes are exchanged beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import Parcel, aligned_empty
+
+__all__ = ["Pending", "RootMessages"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_MOST_BYTES = 2**31 - 1
+
+
+class Pending:
+    """Messages under way.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        requests: of the messages, first those received.
+        memory: what they are received in, or sent from; kept until they are.
+        slots: of the memory, one for each sender, this rank's own included.
+        sizes: bytes in each slot; None where the message that comes will tell.
+    """
+
+    def __init__(
+        self, mpi: Any, requests: list[Any], memory: Bytes, slots: Sequence[slice], sizes: Sequence[int | None]
+    ) -> None:
+        self._mpi = mpi
+        self._requests = requests
+        self._memory = memory
+        self._slots, self._sizes = slots, sizes
+
+    def is_done(self) -> bool:
+        """Whether all have come and gone; never waits."""
+        # each call moves MPI on, so none is left out; and a request stays what it is until `wait`
+        return all([request.Get_status() for request in self._requests])  # noqa: C419
+
+    def wait(self) -> Bytes:
+        """What has come, in the order of the senders without gaps, or what was sent."""
+        statuses = [self._mpi.Status() for _ in self._requests]
+        self._mpi.Request.Waitall(self._requests, statuses)
+        arrived = iter(status.Get_count(self._mpi.BYTE) for status in statuses)
+        end = self._slots[0].start
+        begin = end
+        for slot, size in zip(self._slots, self._sizes, strict=True):
+            size = next(arrived) if size is None else size
+            if slot.start != end:
+                self._memory[end : end + size] = self._memory[slot.start : slot.start + size]
+            end += size
+        return self._memory[begin:end]
+
+
+class RootMessages:
+    """Carries what the buckets of one optimizer send to their roots, and the answers.
+
+    Args:
+        mpi: the module `mpi4py.MPI`; importing it starts MPI, which is up to the caller.
+        comm: of the ranks that take part, in their order, for these messages alone; a communicator of mpi4py.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi, self._comm = mpi, comm
+        self._rooms: dict[int, Bytes] = {}
+
+    def gather(self, number: int, root: int, parcel: Parcel) -> Pending:
+        """Send a bucket's payloads to its root; the root receives those of all.
+
+        Args:
+            number: of the bucket, the same on all ranks.
+            root: position among the ranks.
+            parcel: what an alltoall would be given; its buffer is as long as a message can be, on all ranks.
+
+        Raises:
+            UnsupportedError: a message can be 2 GiB or larger.
+        """
+        self._check(number, parcel.buffer.size)
+        used = parcel.buffer.size if parcel.sizes is None else parcel.sizes[root]
+        message = parcel.buffer[:used]
+        if self._comm.rank != root:
+            request = self._comm.Isend([message, self._mpi.BYTE], root, self._tag(number, answers=False))
+            return Pending(self._mpi, [request], message[:0], [slice(0, 0)], [0])
+        ranks, most = self._comm.size, parcel.buffer.size
+        memory = self._room(number, ranks * most)
+        slots = [slice(sender * most, (sender + 1) * most) for sender in range(ranks)]
+        memory[slots[root]][:used] = message
+        requests = [
+            self._comm.Irecv([memory[slot], self._mpi.BYTE], sender, self._tag(number, answers=False))
+            for sender, slot in enumerate(slots)
+            if sender != root
+        ]
+        return Pending(self._mpi, requests, memory, slots, [used if r == root else None for r in range(ranks)])
+
+    def answer(self, number: int, root: int, message: Bytes, most: int) -> Pending:
+        """Send a root's message to all; the others receive it.
+
+        Args:
+            number: of the bucket, the same on all ranks.
+            root: position among the ranks.
+            message: of the root; of others, where it has the size of what comes, the memory for it.
+            most: bytes that it can have, the same on all ranks.
+
+        Raises:
+            UnsupportedError: it can have 2 GiB or more.
+        """
+        self._check(number, most)
+        tag, byte = self._tag(number, answers=True), self._mpi.BYTE
+        if self._comm.rank == root:
+            others = [rank for rank in range(self._comm.size) if rank != root]
+            requests = [self._comm.Isend([message, byte], rank, tag) for rank in others]
+            return Pending(self._mpi, requests, message, [slice(0, message.size)], [message.size])
+        memory = message if message.size == most else self._room(number, most)
+        request = self._comm.Irecv([memory, byte], root, tag)
+        return Pending(self._mpi, [request], memory, [slice(0, most)], [None])
+
+    def _room(self, number: int, nbytes: int) -> Bytes:
+        if number not in self._rooms or self._rooms[number].size != nbytes:
+            self._rooms[number] = aligned_empty(nbytes, np.uint8)
+        return self._rooms[number]
+
+    def _tag(self, number: int, answers: bool) -> int:
+        return 2 * number + answers
+
+    def _check(self, number: int, nbytes: int) -> None:
+        if nbytes > _MOST_BYTES:
+            raise UnsupportedError(
+                f'transport="mpi" with messages of up to {nbytes} bytes of bucket {number}: MPI counts bytes with 32 '
+                'bits. Use smaller bucket_bytes, or transport="horovod"'
+            )

@@ -1,0 +1,106 @@
+"""The collectives of a bucket, started now and awaited later: Horovod's, or messages of MPI to a root and back."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvd_compress.cost import HorovodCollectives
+from hvd_compress.exchange import ParameterServer, Parcel
+from hvd_compress.mpi import RootMessages, start_root_messages
+
+__all__ = ["HorovodCalls", "RootCalls", "calls_for"]
+
+Array = np.ndarray[Any, Any]
+
+
+class _Bucket(Protocol):
+    """What is known of the bucket that a collective is for."""
+
+    number: int
+    root: int | None
+
+    @property
+    def name(self) -> str:
+        """For its collectives."""
+
+    @property
+    def answer_bytes(self) -> int:
+        """The most bytes that the last one brings."""
+
+
+def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> HorovodCalls | RootCalls:
+    """What carries the exchanges of a process set; a collective call.
+
+    Raises:
+        UnsupportedError: messages of MPI are asked for, and cannot be had.
+    """
+    if isinstance(exchange, ParameterServer) and exchange.transport == "mpi":
+        gathered = HorovodCollectives(hvd, torch.from_numpy, process_set).gathered
+        return RootCalls(start_root_messages(hvd, gathered))
+    return HorovodCalls(process_set)
+
+
+class HorovodCalls:
+    """Horovod's asynchronous collectives.
+
+    Args:
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, process_set: hvd.ProcessSet) -> None:
+        self._process_set = process_set
+
+    def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
+        """Start what a stage has made a parcel for."""
+        # named by tensor and stage: ranks may issue them in any order
+        settings = {"name": f"hvd_compress.{collective}.{bucket.name}", "process_set": self._process_set}
+        buffer = torch.from_numpy(parcel.buffer)
+        if collective == "allgather":
+            return hvd.allgather_async(buffer, **settings)
+        if collective == "broadcast":
+            # Horovod counts roots among all ranks
+            return hvd.broadcast_async_(buffer, self._process_set.ranks[bucket.root], **settings)
+        splits = None if parcel.sizes is None else torch.tensor(parcel.sizes, dtype=torch.int32)
+        return hvd.alltoall_async(buffer, splits=splits, **settings)
+
+    def is_done(self, handle: Any) -> bool:
+        """Whether it would not have to be awaited."""
+        return bool(hvd.poll(handle))
+
+    def wait(self, handle: Any) -> Array:
+        """What it has brought."""
+        output = hvd.synchronize(handle)
+        tensor = output[0] if isinstance(output, tuple) else output
+        array: Array = tensor.numpy()
+        return array
+
+
+class RootCalls:
+    """The two collectives of a parameter server as messages of MPI.
+
+    Args:
+        messages: among the ranks that take part.
+    """
+
+    def __init__(self, messages: RootMessages) -> None:
+        self._messages = messages
+
+    def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
+        """See `HorovodCalls.start`."""
+        assert bucket.root is not None
+        if collective == "alltoall":
+            return self._messages.gather(bucket.number, bucket.root, parcel)
+        return self._messages.answer(bucket.number, bucket.root, parcel.buffer, bucket.answer_bytes)
+
+    def is_done(self, handle: Any) -> bool:
+        """Whether it would not have to be awaited."""
+        return bool(handle.is_done())
+
+    def wait(self, handle: Any) -> Array:
+        """What it has brought."""
+        array: Array = handle.wait()
+        return array
