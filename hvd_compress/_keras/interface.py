@@ -9,6 +9,7 @@ from typing import Any
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import local_variables, wrap
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, resolved
+from hvd_compress.exchange import ParameterServer, checked_exchange
 
 __all__ = ["Interface"]
 
@@ -42,7 +43,7 @@ class Interface:
         process_set: Any = None,
         scale_local_gradients: bool = True,
         *,
-        exchange: str = "auto",
+        exchange: str | ParameterServer = "auto",
         min_numel: int = DEFAULT_MIN_NUMEL,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> Any:
@@ -73,8 +74,9 @@ class Interface:
             process_set: the ranks that take part, all by default; others go on with their own gradients.
             scale_local_gradients: divide the gradients of local variables by the number of ranks.
             exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes
-                (with `Auto`: that is faster), or "hierarchical":
-                gradients are summed inside each host, and their sums exchanged compressed between hosts.
+                (with `Auto`: that is faster), "hierarchical":
+                gradients are summed inside each host, and their sums exchanged compressed between hosts, or a
+                `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
             min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
             bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
                 variables; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
@@ -95,12 +97,12 @@ class Interface:
         """
         groups = num_groups if num_groups and groups is None else groups
         settings = {
-            "compression": self._link.none if compression is None else resolved(compression),
+            "compression": resolved(self._link.none if compression is None else compression, exchange),
             "sparse_as_dense": sparse_as_dense,
             "op": self._link.average_op if op is None else op,
             "gradient_predivide_factor": gradient_predivide_factor,
             "process_set": self._link.all_ranks if process_set is None else process_set,
-            "exchange": exchange,
+            "exchange": checked_exchange(exchange),
             "min_numel": min_numel,
             "bucket_bytes": bucket_bytes,
             "device_dense": device_dense,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvd_compress.engine import check_settings, refuse_other_ops
+from hvd_compress.exchange import ParameterServer
 from hvd_compress.gossip import Collectives
 from hvd_compress.horovod_nodes import HorovodNodes
 
@@ -83,7 +84,7 @@ class Link(ABC):
         *,
         compression: Any,
         op: Any,
-        exchange: str,
+        exchange: str | ParameterServer,
         min_numel: int,
         bucket_bytes: int,
         gradient_predivide_factor: float,

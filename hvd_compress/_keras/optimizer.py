@@ -80,7 +80,7 @@ class Distribution:
         Raises:
             UnsupportedError: a compressor without error feedback, while something is owed.
         """
-        settings = {**self.settings, "compression": resolved(compression)}
+        settings = {**self.settings, "compression": resolved(compression, self.settings["exchange"])}
         self._link.check(**settings)
         self.settings = settings
         if self.exchange is not None:

@@ -20,6 +20,8 @@ __all__ = ["Bucket"]
 
 Array = np.ndarray[Any, Any]
 
+_WITHOUT_SIZES = ("allgather", "broadcast")
+
 
 class Bucket(engine.Bucket):
     """`engine.Bucket` with methods that lay its stages into the current graph.
@@ -64,22 +66,27 @@ class Bucket(engine.Bucket):
 
         return self._lay_stage(encode, [turn, *wide], self.collectives[0])
 
-    def lay_advance(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """All collectives but the last one, each with the stage after it."""
+    def lay_advance(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        """All collectives but the last one, each with the stage after it.
+
+        Args:
+            sent: what `lay_encode` returned.
+            of_all: what that of all buckets returned; for stages that wait for other ranks, as none does here.
+        """
         for collective, following in pairwise(self.collectives):
             sent = self._lay_stage(partial(self._advance, collective), [self._lay(collective, sent)], following)
         return list(sent)
 
-    def lay_arrive(self, sent: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The last collective; whether all that it brings is finite."""
+    def lay_arrive(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
+        """The last collective; whether all that it brings is finite. See `lay_advance` for `of_all`."""
         gathered = self._lay(self.collectives[-1], sent)
         finite = tf.numpy_function(self._arrive, [gathered], tf.bool, stateful=False)
         finite.set_shape([])
         return finite
 
     def _lay_stage(self, stage: Callable[..., Any], inputs: list[tf.Tensor], collective: str) -> list[tf.Tensor]:
-        """A stage before a collective: (payloads, bytes for each rank), the second for all but an allgather."""
-        kinds = [tf.uint8] if collective == "allgather" else [tf.uint8, tf.int32]
+        """A stage before a collective: (payloads, bytes for each rank), the second for an alltoall."""
+        kinds = [tf.uint8] if collective in _WITHOUT_SIZES else [tf.uint8, tf.int32]
         sent = tf.numpy_function(stage, inputs, kinds, stateful=False)
         sent[0].set_shape([None])
         if len(sent) > 1:
@@ -90,6 +97,10 @@ class Bucket(engine.Bucket):
         settings = {"ignore_name_scope": True, "process_set": self._process_set}
         if collective == "allgather":
             return hvd.allgather(sent[0], self._name_of(collective), **settings)
+        if collective == "broadcast":
+            # Horovod counts roots among all ranks
+            root = self._process_set.ranks[self.root]
+            return hvd.broadcast(sent[0], root, self._name_of(collective), **settings)
         return hvd.alltoall(sent[0], sent[1], self._name_of(collective), **settings)[0]
 
     def lay_finish(
@@ -129,7 +140,7 @@ class Bucket(engine.Bucket):
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
         self._left_at = time.perf_counter()
-        if collective == "allgather":
+        if collective in _WITHOUT_SIZES:
             return parcel.buffer
         sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
         return parcel.buffer, np.array(sizes, np.int32)
@@ -156,7 +167,7 @@ class Bucket(engine.Bucket):
     def _name_of(self, collective: str) -> str:
         # Horovod's torch interface puts the kind of the collective before every name, its TensorFlow interface does
         # not: written out, ranks of both can take part in one exchange
-        kind = "allgather" if collective == "allgather" else "alltoall"
+        kind = collective if collective in _WITHOUT_SIZES else "alltoall"
         return f"{kind}.hvd_compress.{collective}.{self._wire_name}"
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,7 +19,9 @@ from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
+    Lane,
     Ledger,
+    Pack,
     Pilot,
     Routing,
     Tensor,
@@ -27,10 +30,12 @@ from hvd_compress.engine import (
     exchanged,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, Hosts
+from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
+from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._root_bucket import RootBucket
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
@@ -55,7 +60,7 @@ class Settings:
     sparse_as_dense: bool = False
     groups: int | tuple[tuple[int, ...], ...] | None = None
     process_set: hvd.ProcessSet = hvd.global_process_set
-    exchange: str = "auto"
+    exchange: str | ParameterServer = "auto"
     min_numel: int = DEFAULT_MIN_NUMEL
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     device_dense: str = ""
@@ -109,7 +114,7 @@ class GradientExchange(Ledger[Bucket]):
             self._scale = average_share(self._compressor, settings.op, hvd.Average, hvd.Sum, ranks)
         super().__init__(
             self._routing(tensors), ranks, position, tensors,
-            partial(Bucket, process_set=process_set, wire_names=self._wire_names), self._named_groups(),
+            self._bucket_maker(), self._named_groups(),
             hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
         )  # fmt: skip
         self._horovods = horovod_compressor(settings.compression)
@@ -166,8 +171,8 @@ class GradientExchange(Ledger[Bucket]):
             # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
             buckets = [bucket for bucket in self.buckets if not exchanged.keys().isdisjoint(bucket.tensors)]
             payloads = [bucket.lay_encode(exchanged, turn) for bucket in buckets]
-            last = [bucket.lay_advance(sent) for bucket, sent in zip(buckets, payloads, strict=True)]
-            finite += [bucket.lay_arrive(payload) for bucket, payload in zip(buckets, last, strict=True)]
+            last = [bucket.lay_advance(sent, payloads) for bucket, sent in zip(buckets, payloads, strict=True)]
+            finite += [bucket.lay_arrive(payload, last) for bucket, payload in zip(buckets, last, strict=True)]
             keep = tf.reduce_all(tf.stack(finite)) if finite else tf.constant(True)
             combined: dict[str, tf.Tensor] = {}
             for bucket in buckets:
@@ -334,6 +339,19 @@ class GradientExchange(Ledger[Bucket]):
             routing = self._pilot.routing()
         return routing
 
+    def _bucket_maker(self) -> Callable[[dict[str, Lane], Pack | None], Bucket]:
+        process_set, exchange = self.settings.process_set, self.settings.exchange
+        if not (self.takes_part and isinstance(exchange, ParameterServer) and exchange.transport == "mpi"):
+            return partial(Bucket, process_set=process_set, wire_names=self._wire_names)
+        with tf.init_scope(), tf.device("CPU:0"):
+            messages = start_root_messages(hvd, HorovodCollectives(hvd, tf.constant, process_set).gathered)
+        numbers = count()
+
+        def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
+            return RootBucket(lanes, pack, process_set, self._wire_names, messages, next(numbers))
+
+        return make_bucket
+
     def _found_hosts(self) -> Hosts | None:
         if not self.takes_part or self.settings.exchange != "hierarchical":
             return None
@@ -366,7 +384,7 @@ class GradientExchange(Ledger[Bucket]):
             exchange=settings.exchange, min_numel=settings.min_numel, bucket_bytes=settings.bucket_bytes,
             sparse_as_dense=settings.sparse_as_dense,
             gradient_predivide_factor=settings.gradient_predivide_factor, groups=settings.groups,
-            adagrad=None if settings.adagrad is None else settings.adagrad.get_config(),
+            adagrad=settings.adagrad,
         )  # fmt: skip
 
 

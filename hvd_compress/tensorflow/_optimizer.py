@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchanged
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import ParameterServer
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["DistributedOptimizer"]
@@ -31,7 +32,7 @@ def DistributedOptimizer(
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    exchange: str = "auto",
+    exchange: str | ParameterServer = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Any:

@@ -21,7 +21,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad
+from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
 from hvd_compress.tensorflow._seams import overlay
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -195,7 +195,7 @@ def DistributedGradientTape(
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    exchange: str = "auto",
+    exchange: str | ParameterServer = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     adagrad: AdaGrad | None = None,
@@ -219,20 +219,21 @@ def DistributedGradientTape(
         process_set: the ranks that take part; others get their own gradients back.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
         exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes
-            (with `Auto`: that is faster), or "hierarchical":
-            gradients are summed inside each host, and their sums exchanged compressed between hosts.
+            (with `Auto`: that is faster), "hierarchical":
+            gradients are summed inside each host, and their sums exchanged compressed between hosts, or a
+            `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
             sources; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
         adagrad: make the combined gradients AdaGrad's updates, to be multiplied with its learning rate and subtracted.
-            Exchanges are in two phases or hierarchical. With one rank, and outside of the process set, it is applied to
+            No exchange by allgather then. With one rank, and outside of the process set, it is applied to
             the rank's own gradients.
 
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
         UnsupportedError: another `op`, or an elastic run with a compressor; `adagrad` with `Auto` or with
-            exchange="allgather".
+            exchange="allgather"; `Auto` with a parameter server.
 
     Example, on one rank::
 
@@ -246,7 +247,7 @@ def DistributedGradientTape(
         [2.0, 4.0]
     """
     groups = num_groups if num_groups and groups is None else groups
-    compression = resolved(compression)
+    compression = resolved(compression, exchange)
     check_settings(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor, 1, groups,
         hvd.rocm_built(),

@@ -14,6 +14,7 @@ from hvd_compress import (
     ConstantThreshold,
     NoCompression,
     OneBit,
+    ParameterServer,
     Policy,
     SlopeThreshold,
     TopK,
@@ -131,6 +132,21 @@ def what_is_owed_is_known_between_steps() -> None:
     later = wrapped()
     later.load_compression_state_dict(state)
     assert later.compression_state_dict() is state
+
+
+@cases.each({f"{t}-{a}": (t, a) for t in ("horovod", "mpi") for a in ("compressed", "dense")})
+def gradients_go_through_a_parameter_server(setting: tuple[str, str]) -> None:
+    transport = setting[0] if hvd.mpi_enabled() else "horovod"
+    server = ParameterServer("round_robin", setting[1], transport)
+    for compression in (OneBit(), NoCompression()):
+        model = trained(wrapped(compression=compression, exchange=server))
+        check_equal_on_all_ranks(model)
+        ways = {counters["exchange"] for counters in model.optimizer.compression_stats()["tensors"].values()}
+        assert "parameter_server" in ways
+        # another compressor takes over what is owed, and the same way
+        model.optimizer.set_compression(TopK(0.1))
+        model.fit(*data(), batch_size=16, verbose=0, shuffle=False)
+        check_equal_on_all_ranks(model)
 
 
 @cases.add

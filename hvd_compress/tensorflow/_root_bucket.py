@@ -1,0 +1,84 @@
+"""A bucket whose payloads go to its root, and back, as messages of MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from hvd_compress.engine import Lane, Pack
+from hvd_compress.exchange import Parcel
+from hvd_compress.mpi import Pending, RootMessages
+from hvd_compress.tensorflow._bucket import Bucket
+
+__all__ = ["RootBucket"]
+
+
+class RootBucket(Bucket):
+    """`Bucket` with messages in place of Horovod's collectives.
+
+    Two of its stages wait for other ranks, on a thread of TensorFlow's, which may be the only one. So none of them runs
+    before all buckets have run the stage before: then everything that any rank waits for is under way.
+
+    Args:
+        lanes: of the compressed tensors by name.
+        pack: of the small ones, if there are any.
+        process_set: the ranks that take part.
+        wire_names: see `Bucket`.
+        messages: among these ranks.
+        number: of the bucket, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, Lane],
+        pack: Pack | None,
+        process_set: hvd.ProcessSet,
+        wire_names: Mapping[str, str],
+        messages: RootMessages,
+        number: int,
+    ) -> None:
+        super().__init__(lanes, pack, process_set, wire_names)
+        self._messages = messages
+        self._number = number
+        self._pending: Pending | None = None
+
+    def lay_advance(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+        started = [tf.size(first) for first, *_ in of_all]
+
+        def advance(*_: Any) -> Any:
+            return self._advance("alltoall", self._awaited())
+
+        return self._lay_stage(advance, started, self.collectives[-1])
+
+    def lay_arrive(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
+        answered = [tf.size(first) for first, *_ in of_all]
+
+        def arrive(*_: Any) -> np.bool_:
+            return self._arrive(self._awaited())
+
+        finite = tf.numpy_function(arrive, answered, tf.bool, stateful=False)
+        finite.set_shape([])
+        return finite
+
+    def abandon(self) -> None:
+        if self._pending is not None:
+            self._awaited()
+        super().abandon()
+
+    def _handed_on(self, parcel: Parcel, collective: str) -> Any:
+        assert self.root is not None
+        if collective == "alltoall":
+            self._pending = self._messages.gather(self._number, self.root, parcel)
+        else:
+            self._pending = self._messages.answer(self._number, self.root, parcel.buffer, self.answer_bytes)
+        return super()._handed_on(parcel, collective)
+
+    def _awaited(self) -> Any:
+        if self._pending is None:
+            raise RuntimeError(f"nothing is under way for {self.name!r}")
+        pending, self._pending = self._pending, None
+        return pending.wait()
