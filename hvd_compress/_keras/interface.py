@@ -9,7 +9,7 @@ from typing import Any
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import local_variables, wrap
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, resolved
-from hvd_compress.exchange import ParameterServer, checked_exchange
+from hvd_compress.exchange import AdaGrad, ParameterServer, checked_exchange, exchange_with
 
 __all__ = ["Interface"]
 
@@ -46,6 +46,7 @@ class Interface:
         exchange: str | ParameterServer = "auto",
         min_numel: int = DEFAULT_MIN_NUMEL,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        adagrad: AdaGrad | None = None,
     ) -> Any:
         """Wrap a Keras optimizer so that its updates work with the combined gradients of all ranks, sent compressed.
 
@@ -80,11 +81,15 @@ class Interface:
             min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
             bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
                 variables; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
+            adagrad: make the combined gradients AdaGrad's updates; `optimizer` is then plain SGD with its learning
+                rate. No exchange by allgather then. With one rank, and outside of the process set, it is applied to
+                the rank's own gradients, but not to those of local variables.
 
         Raises:
             ValueError: a setting out of its range.
-            TypeError: `compression` is no compressor, or `optimizer` no Keras optimizer.
-            UnsupportedError: another `op`, an elastic run, an optimizer that is distributed already.
+            TypeError: `compression` is no compressor, `adagrad` no AdaGrad, or `optimizer` no Keras optimizer.
+            UnsupportedError: another `op`, an elastic run, an optimizer that is distributed already; `adagrad` with
+                `Auto` or with exchange="allgather"; `Auto` with a parameter server.
 
         Example, on one rank::
 
@@ -102,7 +107,8 @@ class Interface:
             "op": self._link.average_op if op is None else op,
             "gradient_predivide_factor": gradient_predivide_factor,
             "process_set": self._link.all_ranks if process_set is None else process_set,
-            "exchange": checked_exchange(exchange),
+            "exchange": exchange_with(adagrad, checked_exchange(exchange)),
+            "adagrad": adagrad,
             "min_numel": min_numel,
             "bucket_bytes": bucket_bytes,
             "device_dense": device_dense,

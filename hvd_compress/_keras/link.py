@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from hvd_compress.engine import check_settings, refuse_other_ops
-from hvd_compress.exchange import ParameterServer
+from hvd_compress.engine import check_settings, exchange_of, refuse_other_ops
+from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.gossip import Collectives
 from hvd_compress.horovod_nodes import HorovodNodes
 
@@ -17,7 +17,9 @@ __all__ = ["Exchange", "Link"]
 class Exchange(Protocol):
     """Combines gradients of a fixed list of variables over all ranks."""
 
-    takes_part: bool
+    @property
+    def keeps_state(self) -> bool:
+        """Whether anything depends on the steps before; not where this rank exchanges nothing."""
 
     def reduce(self, gradients: Sequence[Any], loss_scale: Any = None) -> list[Any]:
         """The combined gradients, in the order of the variables; None stays None."""
@@ -85,6 +87,7 @@ class Link(ABC):
         compression: Any,
         op: Any,
         exchange: str | ParameterServer,
+        adagrad: AdaGrad | None,
         min_numel: int,
         bucket_bytes: int,
         gradient_predivide_factor: float,
@@ -97,6 +100,7 @@ class Link(ABC):
             compression, exchange, min_numel, bucket_bytes, op == self.average_op, gradient_predivide_factor,
             backward_passes_per_step, groups, self._hvd.rocm_built(),
         )  # fmt: skip
+        exchange_of(adagrad, exchange, compression)
         self._horovod_compressor(compression)
         refuse_other_ops(op, self.average_op, self._hvd.Sum)
 

@@ -78,8 +78,14 @@ class Distribution:
         """Use another compressor from the next step on; what is owed is kept. All ranks must do so at the same step.
 
         Raises:
-            UnsupportedError: a compressor without error feedback, while something is owed.
+            UnsupportedError: a compressor without error feedback, while something is owed; or AdaGrad.
         """
+        if self.settings["adagrad"] is not None:
+            raise UnsupportedError(
+                f"another compression with {self.settings['adagrad']!r}: its accumulators lie with the owners of "
+                "elements, which change with the compressor. Save the states of all ranks, and load them after "
+                "hvd_compress.feedback.redistribute into an optimizer with the other one"
+            )
         settings = {**self.settings, "compression": resolved(compression, self.settings["exchange"])}
         self._link.check(**settings)
         self.settings = settings
@@ -100,7 +106,7 @@ class Distribution:
         """What this rank owes, also before the first step after a state has been loaded."""
         if self._pending is not None:
             return self._pending
-        return self.latest.state_dict() if self.latest is not None and self.latest.takes_part else empty_state()
+        return self.latest.state_dict() if self.latest is not None and self.latest.keeps_state else empty_state()
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state now, or as soon as it is known what variables there are."""
@@ -134,7 +140,7 @@ class Distribution:
 
 
 def _load(exchange: Exchange, state: dict[str, Any]) -> None:
-    if exchange.takes_part:
+    if exchange.keeps_state:
         exchange.load_state_dict(state)
     else:
         refuse_residuals(state)
@@ -322,7 +328,9 @@ def wrap(
     if backward_passes_per_step > 1:
         _check_accumulation(keras, optimizer, backward_passes_per_step)
         # Keras divides by the number of passes, Horovod sums unless told otherwise
-        scale = 1.0 if average_aggregated_gradients else float(backward_passes_per_step)
+        # an update of AdaGrad is the same whatever factor its gradients have
+        is_free = average_aggregated_gradients or settings["adagrad"] is not None
+        scale = 1.0 if is_free else float(backward_passes_per_step)
     if not _is_scaled(keras, optimizer) and keras.config.dtype_policy().name == "mixed_float16":
         # what model.compile would do around our optimizer, where it would be too late
         optimizer = _with_loss_scale(keras, optimizer)
@@ -407,7 +415,8 @@ def _wrap_keras2(
         return scaled
     is_legacy = not hasattr(optimizer, "aggregate_gradients")
     wrapped = _same_object(optimizer, _Keras2Legacy if is_legacy else _Keras2)
-    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, 1.0 / passes if average else 1.0, passes)
+    scale = 1.0 / passes if average and settings["adagrad"] is None else 1.0
+    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale, passes)
     return wrapped
 
 

@@ -121,6 +121,11 @@ class GradientExchange(Ledger[Bucket]):
         self._turn = Turn()
         self._compiled = tf.function(self._lay, autograph=False)
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether anything depends on the steps before; not where this rank exchanges nothing."""
+        return self.takes_part or self.accumulators is not None
+
     def reduce(self, gradients: Sequence[Gradient], loss_scale: tf.Tensor | None = None) -> list[Gradient]:
         """The combined gradients, in the order of the sources; None stays None.
 
@@ -132,8 +137,7 @@ class GradientExchange(Ledger[Bucket]):
             TypeError: a gradient to be compressed is not of a floating type.
             UnsupportedError: the function is compiled by XLA, or a sparse gradient comes to AdaGrad.
         """
-        is_unchanged = not self.takes_part and self.accumulators is None
-        if is_unchanged or all(g is None for g in gradients):
+        if not self.keeps_state or all(g is None for g in gradients):
             return list(gradients)
         if tf.executing_eagerly():
             return list(self._compiled(list(gradients), loss_scale))

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchanged
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import ParameterServer
+from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["DistributedOptimizer"]
@@ -35,6 +35,7 @@ def DistributedOptimizer(
     exchange: str | ParameterServer = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    adagrad: AdaGrad | None = None,
 ) -> Any:
     """Wrap an optimizer of Keras, see `hvd_compress.tensorflow.keras.DistributedOptimizer`, or of TensorFlow 1.
 
@@ -43,15 +44,15 @@ def DistributedOptimizer(
     Horovod itself and take no compressor of hvd_compress.
 
     Raises:
-        UnsupportedError: an optimizer of TensorFlow 1 with a compressor of hvd_compress.
+        UnsupportedError: an optimizer of TensorFlow 1 with a compressor of hvd_compress, or with `adagrad`.
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `optimizer` no optimizer.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if exchanged(compression) is not None:
+        if exchanged(compression) is not None or adagrad is not None:
             raise UnsupportedError(
-                f"{compression!r} with {type(optimizer).__name__} of TensorFlow 1: use one of keras.optimizers, or "
-                "hvd.DistributedGradientTape and apply its gradients with this one"
+                f"{adagrad or compression!r} with {type(optimizer).__name__} of TensorFlow 1: use one of "
+                "keras.optimizers, or hvd.DistributedGradientTape and apply its gradients with this one"
             )
         return hvd.DistributedOptimizer(
             optimizer, name, use_locking, device_dense, device_sparse, horovod_compressor(compression),
@@ -64,5 +65,5 @@ def DistributedOptimizer(
     return of_keras.DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
         backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
-        scale_local_gradients, exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes,
+        scale_local_gradients, exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes, adagrad=adagrad,
     )  # fmt: skip

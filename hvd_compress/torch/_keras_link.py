@@ -11,10 +11,10 @@ import torch
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
-from hvd_compress.engine import Ledger, Routing, average_share, description, exchanged
+from hvd_compress.engine import Bucket, Ledger, Routing, average_share, description, exchanged
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
-from hvd_compress.torch._engine import Engine, described
+from hvd_compress.torch._engine import Engine, described, precondition
 from hvd_compress.torch._functions import allreduce
 from hvd_compress.torch._gossip import TorchCollectives
 from hvd_compress.torch._ranks import NODES
@@ -87,12 +87,22 @@ class TorchExchange:
         self.takes_part = bool(process_set.included() and process_set.size() > 1)
         self._horovods = horovod_compressor(compression)
         self._engine: Engine | None = None
+        self._alone: Ledger[Bucket] | None = None
+        """With AdaGrad, where this rank exchanges nothing."""
         self._steering: Steering | None = None
         self._chooses = False
-        if not self.takes_part:
-            return
         tensors = [v.value for v in variables]
-        compared_keys = ("exchange", "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense")
+        adagrad = settings["adagrad"]
+        if not self.takes_part:
+            if adagrad is not None:
+                self._alone = Ledger(
+                    Routing(None), 1, 0, described(zip(self._names, tensors, strict=True)), Bucket,
+                    adagrad=adagrad,
+                )  # fmt: skip
+            return
+        compared_keys = (
+            "exchange", "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense", "adagrad",
+        )  # fmt: skip
         compared = {k: settings[k] for k in compared_keys}
         parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
         require_agreement(description(compression, settings["op"], parameters, **compared), process_set)
@@ -106,14 +116,16 @@ class TorchExchange:
             self._steering = Steering(ours, described(named), routing, process_set)
             routing = self._steering.routing
         self._chooses = isinstance(ours, Auto | Policy)
-        self._make_engine = partial(Engine, scale=scale, process_set=process_set, tensors=named, pays_debts=steered)
+        self._make_engine = partial(
+            Engine, scale=scale, process_set=process_set, tensors=named, pays_debts=steered, adagrad=adagrad
+        )
         self._engine = self._make_engine(routing)
 
     def reduce(self, gradients: Sequence[torch.Tensor | None], loss_scale: Any = None) -> list[torch.Tensor | None]:
         """The combined gradients, in the order of the variables; None stays None."""
         engine = self._engine
         if engine is None:
-            return list(gradients)
+            return list(gradients) if self._alone is None else self._preconditioned(self._alone, gradients, loss_scale)
         if loss_scale is not None:
             engine.set_loss_scale(float(loss_scale))
         if self._steering is not None:
@@ -134,6 +146,7 @@ class TorchExchange:
                     handle, context, horovods = dense
                     result = horovods.decompress(hvd.synchronize(handle), context)
                     finite = finite and (not engine.owes or all_finite(result))
+                    finite = precondition(engine, self._names[i], result) and finite
                     results[i] = result
             combined = engine.combine(finite)
             engine.settle(finite)
@@ -147,6 +160,23 @@ class TorchExchange:
             self._engine = self._make_engine(self._steering.routing)
             self._engine.inherit(engine)
         return results
+
+    def _preconditioned(
+        self, ledger: Ledger[Bucket], gradients: Sequence[torch.Tensor | None], loss_scale: Any
+    ) -> list[torch.Tensor | None]:
+        """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
+        if loss_scale is not None:
+            ledger.set_loss_scale(float(loss_scale))
+        with torch.no_grad():
+            updates = [None if gradient is None else gradient.clone() for gradient in gradients]
+            finite = [
+                precondition(ledger, name, update)
+                for name, update in zip(self._names, updates, strict=True)
+                if update is not None
+            ]
+        ledger.settle(keep=all(finite))
+        ledger.count_step()
+        return updates
 
     def _start(self, engine: Engine, i: int, gradient: torch.Tensor) -> tuple[int, Any, Any] | None:
         """Start the exchange of a gradient, or Horovod's allreduce: its handle, context and Horovod's compressor."""
@@ -168,6 +198,11 @@ class TorchExchange:
         )  # fmt: skip
         return handle, context, horovods
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether anything depends on the steps before; not where this rank exchanges nothing."""
+        return self.takes_part or self._alone is not None
+
     def inherit(self, other: TorchExchange) -> None:
         """Take over what another exchange of the same variables owes, and its counters."""
         if self._engine is not None and other._engine is not None:
@@ -176,19 +211,22 @@ class TorchExchange:
     def stats(self) -> dict[str, Any]:
         """The "total" and "tensors" of `compression_stats()`."""
         if self._engine is None:
-            return {"total": {}, "tensors": {}}
+            return {"total": {}, "tensors": {}} if self._alone is None else self._alone.stats()
         return self._engine.stats() | ({} if self._steering is None else {"auto": self._steering.report()})
 
     def state_dict(self) -> dict[str, Any]:
         """See `hvd_compress.feedback`; values are NumPy arrays."""
-        if self._engine is None:
+        if self._engine is not None:
+            return Ledger.state_dict(self._engine)
+        if self._alone is None:
             raise RuntimeError("state_dict() of an exchange that this rank takes no part in")
-        return Ledger.state_dict(self._engine)
+        return self._alone.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank."""
-        if self._engine is not None:
-            self._engine.load_state_dict(state)
+        holder = self._engine or self._alone
+        if holder is not None:
+            holder.load_state_dict(state)
 
 
 LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement, NODES)

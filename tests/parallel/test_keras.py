@@ -52,3 +52,9 @@ def test_daso(flavour: str) -> None:
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_corners(flavour: str) -> None:
     check_all("keras_corners", 2, "mpi", flavour)
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adagrad(flavour: str, ranks: int) -> None:
+    check_all("keras_adagrad", ranks, "gloo", flavour)
