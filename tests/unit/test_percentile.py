@@ -40,7 +40,7 @@ def kept_of(n: int, percentile: str) -> int:
 
 
 @pytest.mark.parametrize("percentile", [50, 75, 90, 95, 99, 99.9])
-@pytest.mark.parametrize("shape", [(1000,), (60, 600), (11,), (70_001,)])
+@pytest.mark.parametrize("shape", [(1000,), (60, 600), (11,), (70_003,)])
 def test_oracle(percentile, shape):
     x = np.random.default_rng(1).standard_normal(shape)
     assert np.unique(np.abs(x)).size == x.size, "the oracle wants distinct magnitudes"
