@@ -41,18 +41,8 @@ def style(name: str) -> dict[str, Any]:
     """How a plot draws a candidate: a colour for each method, other dashes for its variants."""
     method, _, variant = name.partition(",")
     methods = (ALONE, *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch", "percentile")
-    colours = (
-        "0.6",
-        "black",
-        "0.4",
-        "tab:blue",
-        "tab:red",
-        "tab:green",
-        "tab:purple",
-        "tab:brown",
-        "tab:orange",
-        "tab:cyan",
-    )
+    hues = ("blue", "red", "green", "purple", "brown", "orange", "cyan")
+    colours = ("0.6", "black", "0.4", *(f"tab:{hue}" for hue in hues))
     known = next((i for i, known in enumerate(methods) if method.startswith(known)), 0)
     dashes = {"": "-", " sampled": "--", " not sampled": "--", " coded": ":", " top-k 1 %": "--"}
     return {"label": name, "color": colours[known], "linestyle": dashes.get(variant, "-")}

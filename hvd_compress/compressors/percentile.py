@@ -113,7 +113,9 @@ class Percentile(Compressor):
         if header.parameter != _BITMAP or is_coded:
             raise WireError(f"payload of percentile of form {header.parameter}; known are {_INDICES} and {_BITMAP}")
         bits = body.take(_words(out.size), np.uint64)
-        return bool(kernels.decode(bits, body.take(header.entries, np.float32), scale, out, add))
+        if not kernels.decode(bits, body.take(header.entries, np.float32), scale, out, add):
+            raise WireError(f"payload of percentile: its bits are not {header.entries} among {out.size} elements")
+        return True
 
 
 @cache

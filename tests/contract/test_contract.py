@@ -23,6 +23,7 @@ from hvd_compress import (
     from_config,
 )
 from hvd_compress.compressors import COMPRESSORS, Compressor
+from hvd_compress.engine import Defaults
 from tests.arrays import DTYPES, FINITE, NONFINITE, SHAPES, THREE_MILLION, make
 from tests.contract.rows import ROWS, Row
 
@@ -85,6 +86,13 @@ def test_ids_and_codecs_are_unique_and_every_compressor_is_public():
     assert {c.id: c for c in COMPRESSORS.values()} == COMPRESSORS
     assert len({c.codec for c in COMPRESSORS.values()}) == len(COMPRESSORS)
     assert all(getattr(hvd_compress, c.__name__) is c for c in COMPRESSORS.values())
+
+
+def test_every_compressor_stands_beside_horovods():
+    """Those that Horovod has itself are its own; threshold has no default."""
+    defaults = {name: getattr(Defaults, name, None) for name in COMPRESSORS if name not in ("none", "fp16")}
+    assert defaults.pop("threshold") is Threshold
+    assert defaults == {name: COMPRESSORS[name]() for name in defaults}
 
 
 # -- encode and decode -----------------------------------------------------------------------------------------------

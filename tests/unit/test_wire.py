@@ -455,7 +455,7 @@ def test_forged_bitmap(numel):
             changed[first] = 0
         forged = payload.copy()
         forged[40 : 40 + bits.size // 8] = np.packbits(changed, bitorder="little")
-        assert_refused(compressor, sealed(forged), numel, "outside")
+        assert_refused(compressor, sealed(forged), numel, f"are not {kept} among {numel}")
         out = np.full(numel, GUARD)
         with pytest.raises(WireError):
             compressor.decode_into(forged, out)
