@@ -111,6 +111,15 @@ class TopK(_Sparse):
         return [x[indices], indices]
 
 
+class Percentile(TopK):
+    """The largest tenth; what is dropped is not owed."""
+
+    feedback = False
+
+    def __init__(self, percentile: float = 90.0) -> None:
+        super().__init__(1 - percentile / 100)
+
+
 class QSGD(Method):
     """Randomly rounded levels of the norm of each bucket; unbiased, so nothing is owed."""
 

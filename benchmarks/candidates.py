@@ -6,7 +6,7 @@ from typing import Any
 
 from measure import ALONE, AUTO, DENSE, FP16, FP32
 
-from hvd_compress import QSGD, Adaptive, Auto, OneBit, Threshold, TopK
+from hvd_compress import QSGD, Adaptive, Auto, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 __all__ = ["COMPRESSORS", "compression_of", "style"]
@@ -19,6 +19,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "adaptive(64), coded": Adaptive(pi=64, coding="golomb"),
     "top-k 1 %": TopK(ratio=0.01),
     "top-k 1 %, coded": TopK(ratio=0.01, coding="golomb"),
+    "percentile 90": Percentile(90),
     "QSGD 4 bits": QSGD(bits=4),
     "QSGD 4 bits, coded": QSGD(bits=4, coding="elias"),
     # leaves 1/32 of the uniform values in [-4, 4] of allreduce.py, as in the paper's figure 2
@@ -39,8 +40,9 @@ def compression_of(name: str) -> Any:
 def style(name: str) -> dict[str, Any]:
     """How a plot draws a candidate: a colour for each method, other dashes for its variants."""
     method, _, variant = name.partition(",")
-    methods = (ALONE, *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch")
-    colours = ("0.6", "black", "0.4", "tab:blue", "tab:red", "tab:green", "tab:purple", "tab:brown", "tab:orange")
+    methods = (ALONE, *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch", "percentile")
+    hues = ("blue", "red", "green", "purple", "brown", "orange", "cyan")
+    colours = ("0.6", "black", "0.4", *(f"tab:{hue}" for hue in hues))
     known = next((i for i, known in enumerate(methods) if method.startswith(known)), 0)
     dashes = {"": "-", " sampled": "--", " not sampled": "--", " coded": ":", " top-k 1 %": "--"}
     return {"label": name, "color": colours[known], "linestyle": dashes.get(variant, "-")}

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 # tau: 1 in 64 of the corrected values pass, the proportion of Adaptive's default
@@ -48,6 +48,7 @@ CASES: dict[str, Compressor] = {
     "threshold": Threshold(tau=TAU),
     "adaptive(64)": Adaptive(pi=64),
     "top-k 1 %": TopK(ratio=0.01),
+    "percentile 90": Percentile(90),
     "qsgd 1 bit": QSGD(bits=1),
     "qsgd 2 bits": QSGD(bits=2),
     "qsgd 4 bits": QSGD(bits=4),
@@ -55,6 +56,7 @@ CASES: dict[str, Compressor] = {
     "threshold, golomb": Threshold(tau=TAU, coding="golomb"),
     "adaptive, golomb": Adaptive(pi=64, coding="golomb"),
     "top-k, golomb": TopK(ratio=0.01, coding="golomb"),
+    "percentile, golomb": Percentile(90, coding="golomb"),
     "qsgd 4, elias": QSGD(bits=4, coding="elias"),
     "bf16": BF16(),
     "fp16": FP16(),
@@ -65,6 +67,7 @@ BASELINES: dict[str, Callable[[], baselines.Method]] = {
     "threshold": lambda: baselines.Threshold(TAU),
     "adaptive(64)": baselines.Adaptive,
     "top-k 1 %": baselines.TopK,
+    "percentile 90": baselines.Percentile,
     "qsgd 4 bits": baselines.QSGD,
 }
 CALLS = ("encode", "decode", "decode_and_add")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hvd_compress.compressors import Adaptive, NoCompression, TopK
+from hvd_compress.compressors import Adaptive, NoCompression, Percentile, TopK
 from hvd_compress.engine import describe
 
 __all__ = ["comes_before", "compression_at", "same", "tightened", "warmup_stages"]
@@ -18,8 +18,8 @@ _KEPT_PER_EPOCH = 0.25
 def tightened(compression: Any, epoch: int) -> Any:
     """`compression` as it is in the `epoch`-th (from 1) compressed epoch of a warm-up.
 
-    Top-k keeps a quarter of the values, then a sixteenth, and so on down to its own ratio; adaptive's pi is 4, 16, ...
-    up to its own. Compressors without such a number are used as they are.
+    Top-k keeps a quarter of the values, then a sixteenth, and so on down to its own ratio; percentile drops the others
+    up to its own; adaptive's pi is 4, 16, ... up to its own. Compressors without such a number are used as they are.
 
     Example:
         >>> from hvd_compress import Adaptive, TopK
@@ -31,6 +31,8 @@ def tightened(compression: Any, epoch: int) -> Any:
     kept = _KEPT_PER_EPOCH**epoch
     if isinstance(compression, TopK) and compression.k is None:
         return replace(compression, ratio=max(compression.ratio, kept))
+    if isinstance(compression, Percentile):
+        return replace(compression, percentile=min(compression.percentile, 100 * (1 - kept)))
     if isinstance(compression, Adaptive):
         return replace(compression, pi=min(compression.pi, round(1 / kept)))
     return compression

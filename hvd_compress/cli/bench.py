@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK
 from hvd_compress.cli.table import short, table
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import copy_speed, speed_of
@@ -20,6 +20,7 @@ _CASES: tuple[Compressor, ...] = (
     Threshold(tau=1.0),
     Adaptive(),
     TopK(),
+    Percentile(),
     QSGD(bits=1),
     QSGD(bits=2),
     QSGD(bits=4),

@@ -20,7 +20,7 @@ from importlib import metadata
 
 import numpy as np
 
-from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK, __version__
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK, __version__
 from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
 from hvd_compress.cli.table import table
 from hvd_compress.errors import UnsupportedError
@@ -142,7 +142,7 @@ def _kernels() -> Iterator[Finding]:
     """Numba compiles, and every compressor's payload can be read again."""
     version = _version("numba") or "not installed"
     gradients = [np.random.default_rng(rank).standard_normal((64, 512)).astype(np.float32) for rank in range(2)]
-    for compressor in (OneBit(), Adaptive(), TopK(), QSGD(), Threshold(tau=2.0), BF16()):
+    for compressor in (OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()):
         try:
             first, second = Loopback(2, compressor).allreduce(gradients)
         except Exception as error:  # whatever a broken Numba or LLVM raises is what the user is to be told

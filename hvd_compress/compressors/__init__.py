@@ -12,6 +12,7 @@ from hvd_compress.compressors.base import Array, Compressor, Many, as_bytes
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.onebit import OneBit
+from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.qsgd import QSGD
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
@@ -28,6 +29,7 @@ __all__ = [
     "Many",
     "NoCompression",
     "OneBit",
+    "Percentile",
     "Threshold",
     "TopK",
     "decode",
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, QSGD, NoCompression, BF16, FP16)
+    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
 }
 
 _DECODERS: dict[int, Compressor] = {

@@ -50,6 +50,8 @@ class Compressor(ABC):
     """Stable number of the form whose body is losslessly coded; None where there is no such form."""
     reducible: ClassVar[bool] = False
     """Whether an allreduce may sum what `compress` returns, as Horovod's own compressors require."""
+    unbiased: ClassVar[bool] = False
+    """Whether what is decoded is, on average, what was encoded."""
     seed: int = 0
     coding: str | None = None
 

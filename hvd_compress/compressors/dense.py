@@ -37,6 +37,7 @@ class NoCompression(_Dense):
     id: ClassVar[str] = "none"
     codec: ClassVar[int] = 6
     reducible: ClassVar[bool] = True
+    unbiased: ClassVar[bool] = True
 
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * numel

@@ -66,6 +66,7 @@ class QSGD(Compressor):
     id: ClassVar[str] = "qsgd"
     codec: ClassVar[int] = 5
     coded_codec: ClassVar[int | None] = 133
+    unbiased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_int(self, "bits", self.bits, 1, 8)

@@ -8,17 +8,12 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups, top_count
+from hvd_compress.compressors import entries
+from hvd_compress.compressors.base import Array, Bytes, Compressor, top_count
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
-from hvd_compress.errors import WireError
-from hvd_compress.kernels import topk as kernels
 
 __all__ = ["TopK"]
-
-_BLOCK = 65536  # what 16 bits of index reach
-_SAMPLE = 8192
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class TopK(Compressor):
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
-        return _BLOCK
+        return entries.BLOCK
 
     def for_part(self, numel: int, total: int) -> TopK:
         """The compressor for a part of `numel` of a tensor's `total` elements."""
@@ -76,52 +71,16 @@ class TopK(Compressor):
         return min(self.k, numel) if self.k is not None else top_count(numel, self.ratio)
 
     def body_bytes(self, numel: int, group: int) -> int:
-        kept = self._kept(numel)
-        return wire.padded(4 * count_groups(numel, group)) + wire.padded(2 * kept) + 4 * kept
+        return entries.body_bytes(numel, group, self._kept(numel))
 
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
-        kept = self._kept(x.size)
-        sections = wire.Sections(body)
-        counts = sections.blank(count_groups(x.size, group), np.uint32)
-        at = sections.used
-        indices = sections.blank(kept, np.uint16)
-        values = sections.blank(kept, np.float32)
-        count = kernels.encode(x, r, kept, _SAMPLE, group, counts, indices, values)
-        if count < 0:
-            return None
-        if count < kept:
-            # zeros are not sent: what there is moves together
-            sent = values[:count].copy()
-            sections = wire.Sections(body[at:])
-            sections.blank(count, np.uint16)
-            sections.blank(count, np.float32)[...] = sent
-            return at + sections.used, count, 0
-        return sections.used, count, 0
+        done = entries.encode(x, r, self._kept(x.size), body, group)
+        return (*done, 0) if done is not None else None
 
-    def _shorten(
-        self, body: Bytes, entries: int, parameter: int, numel: int, group: int
-    ) -> tuple[int, int, int] | None:
-        sections = wire.Sections(body)
-        counts = sections.take(count_groups(numel, group), np.uint32)
-        table = sections.used
-        words = golomb.encode(counts, sections.take(entries, np.uint16), group, numel, 0)
-        if words is None:
-            return None
-        values = sections.take(entries, np.float32)
-        # the stream comes last, so that its length need not be stated
-        shorter = wire.Sections(body[table:])
-        shorter.blank(entries, np.float32)[...] = values.copy()
-        shorter.take(words.size, np.uint64)[...] = words
-        return table + shorter.used, entries, parameter
+    def _shorten(self, body: Bytes, count: int, parameter: int, numel: int, group: int) -> tuple[int, int, int] | None:
+        used = entries.code(body, count, numel, group)
+        return (used, count, parameter) if used is not None else None
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        if header.group > _BLOCK:
-            raise WireError(f"payload of topk with blocks of {header.group} elements")
-        counts = body.take(count_groups(out.size, header.group), np.uint32)
-        if header.codec == self.coded_codec:
-            values = body.take(header.entries, np.float32)
-            indices = golomb.decode(body.rest(), counts, header.entries, np.uint16, header.group, out.size, 0)
-        else:
-            indices = body.take(header.entries, np.uint16)
-            values = body.take(header.entries, np.float32)
-        return bool(kernels.decode(counts, indices, values, header.group, scale, out, add))
+        is_coded = header.codec == self.coded_codec
+        return entries.decode(header.entries, is_coded, body, header.group, scale, out, add)

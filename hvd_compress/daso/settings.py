@@ -27,7 +27,7 @@ class DasoSettings:
     Raises:
         TypeError: not a schedule or a compressor.
         ValueError: a setting out of its range.
-        UnsupportedError: an elastic run; FP16, which keeps no residual.
+        UnsupportedError: an elastic run; a compressor that loses what it does not send, as without error feedback.
     """
 
     schedule: DasoSchedule
@@ -56,6 +56,12 @@ class DasoSettings:
                     f"{argument}=FP16(): changes below 6e-8 would be rounded to nothing, again and again. Use BF16(), "
                     "whose rounding errors go with the next change"
                 )
+            for compressor in compressors_in(given):
+                if not (compressor.feedback or compressor.unbiased):
+                    raise UnsupportedError(
+                        f"{argument}={compressor!r}: what it leaves out of a change would be lost, as parameters go on "
+                        "from what was sent. Use it with error_feedback=True"
+                    )
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise UnsupportedError(
                 "DASO in an elastic run: nodes and their groups are fixed. Start with a fixed number of ranks"

@@ -8,7 +8,17 @@ from itertools import count
 from typing import Any
 
 from hvd_compress import wire
-from hvd_compress.compressors import BF16, QSGD, Adaptive, Compressor, NoCompression, OneBit, Threshold, TopK
+from hvd_compress.compressors import (
+    BF16,
+    QSGD,
+    Adaptive,
+    Compressor,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Threshold,
+    TopK,
+)
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with
 from hvd_compress.policy import Auto, Policy, horovods_own
@@ -53,6 +63,7 @@ class Defaults:
     adaptive = Adaptive()
     qsgd = QSGD()
     topk = TopK()
+    percentile = Percentile()
     bf16 = BF16()
     auto = Auto()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_compress import wire
-from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Threshold, TopK
+from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Percentile, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.node import MIXINGS, Node
 from hvd_compress.policy import Policy, compressor_for, compressors_in, given_compression
@@ -101,6 +101,7 @@ class GossipSettings:
         # found by trial on MNIST: these reach the accuracy of D-PSGD, five times that of top-k of 1 % diverges
         share = {
             TopK: lambda c: c.ratio if c.k is None else c.k / max(1, tensor.numel),
+            Percentile: lambda c: 1 - c.percentile / 100,
             Adaptive: lambda c: 2 / c.pi,
             Threshold: lambda c: 0.01,
         }.get(type(compressor), lambda c: 1.0)(compressor)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.collect import AHEAD, TILE, collect
-from hvd_compress.kernels.common import correct, kth_largest, mix, room_for, with_margin
+from hvd_compress.kernels.common import correct, kth_largest, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
+from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 
 @kernel
@@ -17,14 +18,7 @@ def _guess(x, r, k, sample):
     down = with_margin(k, x.size, sample) if sample > 0 else 1
     if down > sample:
         return x.dtype.type(0)
-    values = np.empty(room_for(sample), x.dtype)
-    stride = x.size // sample
-    # the same places in every step: what is sent does not depend on them
-    for j in range(sample):
-        i = j * stride + ((np.int64(mix(j, 0, 0)) * stride) >> 32)
-        v = abs(x[i] + r[i]) if r.size > 0 else abs(x[i])
-        # NaN would break the selection; it is found, and reported, by the scan
-        values[j] = v if v == v else x.dtype.type(0)
+    values = sampled_magnitudes(x, r, sample)
     return kth_largest(values, sample, down)
 
 
@@ -67,22 +61,9 @@ def _scan(x, r, guess, found, values):
 
 
 @kernel
-def _threshold(values, k):
-    """Magnitudes, the k-th largest of them, and how many are larger than it."""
-    magnitudes = np.empty(room_for(values.size), values.dtype)
-    for i in range(values.size):
-        magnitudes[i] = abs(values[i])
-    threshold = kth_largest(magnitudes, values.size, k)
-    larger = 0
-    for i in range(values.size):
-        larger += magnitudes[i] > threshold
-    return magnitudes, threshold, larger
-
-
-@kernel
 def _take_largest(x, k, feedback, found, values):
     """Take exactly `k` entries, having looked at all of them."""
-    magnitudes, threshold, larger = _threshold(x, k)
+    magnitudes, threshold, larger = exact_threshold(x, k)
     ties = k - larger
     count = 0
     for i in range(x.size):
@@ -116,7 +97,7 @@ def encode(x, r, k, sample, block, counts, indices, sent):
             _give_back(x, found, values, candidates)
         _take_largest(x, k, feedback, found, values)
         candidates = k
-    magnitudes, threshold, larger = _threshold(values[:candidates], k)
+    magnitudes, threshold, larger = exact_threshold(values[:candidates], k)
     ties = k - larger
 
     total = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 Bound = Callable[[np.ndarray, int], float]
@@ -92,6 +92,19 @@ def _topk_golomb(kept: Callable[[int], int]) -> Bound:
     return lambda x, group: min(6 * kept(x.size), 4.125 * kept(x.size) + x.size / 8) + 4 * math.ceil(x.size / 65536)
 
 
+def _percentile(thousandths: int, golomb: bool = False) -> Bound:
+    """A value and a bit, or from 1 in 16 on a value and 16 bits, with the share to be dropped in thousandths."""
+
+    def bound(x: np.ndarray, group: int) -> float:
+        kept = max(1, x.size - x.size * thousandths // 1000)
+        plain = x.size / 8 if 16 * kept > x.size else 2 * kept + 4 * math.ceil(x.size / 65536)
+        # a bit for each entry, and at most one for each element and the parameter's share of 2**k elements
+        coded = 0.25 * kept + x.size / 8 + 4 * math.ceil(x.size / 65536)
+        return 4 * kept + (min(plain, coded) if golomb else plain)
+
+    return bound
+
+
 def _halves(x: np.ndarray, group: int) -> float:
     return 2 * x.size
 
@@ -101,7 +114,7 @@ def _whole(x: np.ndarray, group: int) -> float:
 
 
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
-_EVERYTHING = "the user asked for every entry of a small tensor, with its index"
+_EVERYTHING = "the user asked for every entry of a small tensor, with its place"
 
 ROWS = (
     Row("onebit", OneBit(), _onebit),
@@ -129,6 +142,13 @@ ROWS = (
     Row("topk-golomb", TopK(ratio=0.1, coding="golomb"), _topk_golomb(lambda n: math.ceil(0.1 * n))),
     Row("topk-golomb-all", TopK(ratio=1.0, coding="golomb"), _topk_golomb(lambda n: n), _EVERYTHING),
     Row("topk-no-feedback", TopK(ratio=0.1, error_feedback=False), _topk(lambda n: math.ceil(0.1 * n))),
+    Row("percentile", Percentile(90), _percentile(900)),
+    Row("percentile-99", Percentile(99), _percentile(990)),
+    Row("percentile-feedback", Percentile(75, error_feedback=True), _percentile(750)),
+    Row("percentile-999-feedback", Percentile(99.9, error_feedback=True), _percentile(999)),
+    Row("percentile-1", Percentile(1), _percentile(10), _EVERYTHING),
+    Row("percentile-golomb", Percentile(90, coding="golomb"), _percentile(900, golomb=True)),
+    Row("percentile-99-golomb", Percentile(99, True, "golomb"), _percentile(990, golomb=True)),
     Row("qsgd-1", QSGD(bits=1), _ternary),
     Row("qsgd-1-max-bucket-8", QSGD(bits=1, norm="max", bucket_numel=8), _ternary),
     Row("qsgd-1-elias", QSGD(bits=1, coding="elias"), _ternary_elias),

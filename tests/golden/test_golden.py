@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK, wire
+from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
 from hvd_compress.compressors import COMPRESSORS
 
 FOLDER = Path(__file__).parent
@@ -42,6 +42,11 @@ CASES = {
     "adaptive-32-bit": (Adaptive(pi=1024, group="tensor"), (33000,)),
     "topk": (TopK(ratio=0.02), (5, 300)),
     "topk-two-blocks": (TopK(k=40), (66000,)),
+    "percentile": (Percentile(90), (5, 300)),
+    "percentile-99": (Percentile(99), (5, 300)),
+    "percentile-feedback": (Percentile(75, error_feedback=True), (333,)),
+    "percentile-golomb": (Percentile(90, coding="golomb"), (5, 300)),
+    "percentile-99-golomb": (Percentile(99, coding="golomb"), (3000,)),
     **{f"qsgd-{bits}": (QSGD(bits=bits, bucket_numel=128), (3, 100)) for bits in range(1, 9)},
     "qsgd-4-max": (QSGD(norm="max", seed=9), (700,)),
     "threshold-golomb": (Threshold(tau=0.75, coding="golomb"), (5, 300)),
@@ -123,6 +128,11 @@ def test_frozen_payloads_decode_to_what_was_sent(name):
         kept = decoded[2].reshape(-1)
         total = (decoded[0] + decoded[1]).reshape(-1)[: kept.size] + kept
         np.testing.assert_allclose(total, given.reshape(-1)[: kept.size], atol=2e-5)
+    elif compressor.id == "percentile":
+        for step, sent in enumerate(decoded):
+            x = dyadic(shape, step)
+            assert (sent == np.where(np.abs(x) > np.percentile(np.abs(x), compressor.percentile), x, sent)).all()
+            assert set(sent[sent != x].tolist()) == {0}
     elif compressor.id != "qsgd":
         np.testing.assert_allclose(decoded[0] + decoded[1], given, rtol=1e-3)
 

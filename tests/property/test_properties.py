@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import hvd_compress
-from hvd_compress import BF16, QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK, wire
+from hvd_compress import BF16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
 from hvd_compress.errors import WireError
 from tests.contract.rows import ROWS
 from tests.forge import OFFSETS, forge, sealed
@@ -38,7 +38,7 @@ golombs = st.sampled_from([None, "golomb"])
 def biased(draw):
     """A compressor with error feedback, of any settings."""
     group = draw(st.sampled_from(["row", "tensor"]) | st.integers(1, 2000))
-    kind = draw(st.sampled_from(["onebit", "threshold", "adaptive", "topk", "bf16"]))
+    kind = draw(st.sampled_from(["onebit", "threshold", "adaptive", "topk", "percentile", "bf16"]))
     if kind == "onebit":
         return OneBit(group=group, sample=draw(st.none() | st.integers(2, 100)))
     if kind == "threshold":
@@ -49,6 +49,9 @@ def biased(draw):
     if kind == "topk":
         ratios = st.builds(TopK, ratio=st.floats(0, 1, exclude_min=True), coding=golombs)
         return draw(ratios | st.builds(TopK, k=st.integers(1, 2000), coding=golombs))
+    if kind == "percentile":
+        percentile = draw(st.floats(0, 100, exclude_min=True) | st.integers(1, 999).map(lambda n: n / 10))
+        return Percentile(percentile, error_feedback=True, coding=draw(golombs))
     return BF16()
 
 
@@ -107,7 +110,13 @@ def test_payloads_hold_their_bounds_and_describe_themselves(compressor, x, key):
 @more
 @given(compressor=biased() | qsgds, x=arrays(), key=keys)
 def test_coding_is_lossless_and_never_longer_than_plain(compressor, x, key):
-    coding = {"qsgd": "elias", "threshold": "golomb", "adaptive": "golomb", "topk": "golomb"}.get(compressor.id)
+    coding = {
+        "qsgd": "elias",
+        "threshold": "golomb",
+        "adaptive": "golomb",
+        "topk": "golomb",
+        "percentile": "golomb",
+    }.get(compressor.id)
     if coding is None:
         return
     plain, coded = (dataclasses.replace(compressor, coding=c) for c in (None, coding))

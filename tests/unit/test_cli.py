@@ -402,7 +402,7 @@ def test_bench_shows_every_compressor(capsys: pytest.CaptureFixture[str]) -> Non
     _, head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["compressor", "bytes/element"]
     shown = {row.partition("(")[0] for row in rows}
-    assert shown == {"OneBit", "Threshold", "Adaptive", "TopK", "QSGD", "BF16", "FP16"}
+    assert shown == {"OneBit", "Threshold", "Adaptive", "TopK", "Percentile", "QSGD", "BF16", "FP16"}
 
 
 def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,7 +158,9 @@ def test_golomb_round_trip(data):
 @many
 @given(data=st.data())
 def test_any_golomb_stream_raises_or_gives_ascending_indices_within_their_groups(data):
-    group = data.draw(st.sampled_from([1, 64, 1000, 32768]))
+    flag_bits = data.draw(st.integers(0, 1))
+    dtype = data.draw(st.sampled_from([np.uint16, np.uint32]))
+    group = data.draw(st.sampled_from([1, 64, 1000, 32768, 65536 >> flag_bits]))
     numel = data.draw(st.integers(1, 3 * group))
     words = np.array(data.draw(st.lists(st.integers(0, 2**64 - 1) | st.just(0), max_size=6)), np.uint64)
     groups = -(-numel // group)
@@ -166,12 +168,12 @@ def test_any_golomb_stream_raises_or_gives_ascending_indices_within_their_groups
     count = data.draw(st.just(sum(counts)) | st.integers(0, 2**32))
     table = np.array(counts, np.uint32)
     try:
-        entries = golomb.decode(words, table, count, np.uint16, group, numel, 1)
+        entries = golomb.decode(words, table, count, dtype, group, numel, flag_bits)
     except WireError:
         return
     at = 0
     for g, n in enumerate(counts):
-        index = entries[at : at + n].astype(np.int64) >> 1
+        index = entries[at : at + n].astype(np.int64) >> flag_bits
         assert (np.diff(index) > 0).all()
         assert (index < min(group, numel - g * group)).all()
         at += n
@@ -328,14 +330,15 @@ def test_a_gap_and_its_sign_take_at_most_two_bits_an_element(code):
 
 
 @many
-@given(data=st.data(), form=st.integers(0, 5), bits=st.integers(1, 8))
-def test_any_elias_stream_raises_or_stays_inside(data, form, bits):
+@given(data=st.data(), form=st.integers(0, 5), bits=st.integers(1, 8), bucket=st.sampled_from([8, 64, 2**30]))
+def test_any_elias_stream_raises_or_stays_inside(data, form, bits, bucket):
     words = np.array(data.draw(st.lists(st.integers(0, 2**64 - 1) | st.just(0), max_size=6)), np.uint64)
     n = data.draw(st.integers(1, 200))
     nonzeros = data.draw(st.integers(0, n) | st.integers(0, 2**32))
     guarded = np.full(n + 128, 7.5, np.float32)
     try:
-        elias.decode((words, form, nonzeros), np.ones(-(-n // 8), np.float32), 8, bits, np.float32(1), guarded[64:-64])
+        norms = np.ones(-(-n // bucket), np.float32)
+        elias.decode((words, form, nonzeros), norms, bucket, bits, np.float32(1), guarded[64:-64])
     except WireError:
         pass
     else:

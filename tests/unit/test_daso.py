@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, DasoSchedule, NoCompression, OneBit, Policy, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    DasoSchedule,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Policy,
+    Threshold,
+    TopK,
+)
 from hvd_compress.daso import DasoSettings, Member, Nodes, outgoing
 from hvd_compress.daso.lane import Lane
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
@@ -154,7 +166,8 @@ def test_ranks_issue_equally_many_collectives(form):
         assert set(world.issued) == set(range(6))
 
 
-COMPRESSORS = [BF16(), Adaptive(8), OneBit(), TopK(0.1), Threshold(0.05), QSGD(4), Policy([("w", OneBit())])]
+COMPRESSORS = [BF16(), Adaptive(8), OneBit(), TopK(0.1), Percentile(80, error_feedback=True), Threshold(0.05), QSGD(4)]
+COMPRESSORS += [Policy([("w", OneBit())])]
 
 
 @pytest.mark.parametrize("form", ["sharded", "rotate"])
@@ -498,6 +511,8 @@ def test_more_shares_than_elements():
         ({"merge": True}, ValueError, "greater than 0 and at most 1"),
         ({"compression": FP16()}, UnsupportedError, r"Use BF16\(\)"),
         ({"blocking_compression": Policy([("w", FP16())])}, UnsupportedError, r"Use BF16\(\)"),
+        ({"compression": Percentile(90)}, UnsupportedError, r"Percentile\(percentile=90.* error_feedback=True"),
+        ({"blocking_compression": Policy([("w", OneBit(error_feedback=False))])}, UnsupportedError, "would be lost"),
         ({"compression": 3}, TypeError, "compression=3: give a compressor"),
         ({"blocking_compression": "fp16"}, TypeError, "blocking_compression='fp16': give a compressor"),
         ({"average_state": 1}, ValueError, "average_state must be True or False"),

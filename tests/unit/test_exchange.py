@@ -5,14 +5,19 @@ import math
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Threshold, TopK
+from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import EXCHANGES, Bucket, Plan, Transfer, chunk_bounds, make_plan, plan_together
 from tests.stages import alltoall, sizes_of
 
 COMPRESSORS = [OneBit(), Threshold(0.5), Adaptive(pi=16), QSGD(bits=4), TopK(ratio=0.05), TopK(k=7), BF16()]
-COMPRESSORS += [Adaptive(pi=16, coding="golomb"), TopK(k=7, coding="golomb"), QSGD(bits=1, coding="elias")]
+COMPRESSORS += [
+    Adaptive(pi=16, coding="golomb"),
+    TopK(k=7, coding="golomb"),
+    Percentile(90),
+    QSGD(bits=1, coding="elias"),
+]
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 

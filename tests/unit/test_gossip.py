@@ -17,6 +17,7 @@ from hvd_compress import (
     Graph,
     NoCompression,
     OneBit,
+    Percentile,
     Policy,
     Ring,
     SlopeThreshold,
@@ -27,7 +28,7 @@ from hvd_compress.errors import StateError, UnsupportedError, WireError
 from hvd_compress.gossip import GossipLoopback, GossipSettings, Node, Tensor
 
 TENSORS = [Tensor("w", (40, 30)), Tensor("b", (40,)), Tensor("v", (3, 5, 7), "float64"), Tensor("s", ())]
-LOSSY = [OneBit(), Threshold(0.01), Adaptive(pi=8), TopK(0.05), QSGD(bits=4), FP16(), BF16()]
+LOSSY = [OneBit(), Threshold(0.01), Adaptive(pi=8), TopK(0.05), Percentile(90), QSGD(bits=4), FP16(), BF16()]
 
 
 def values(ranks, seed=0):
@@ -90,7 +91,8 @@ def test_where_all_agree_averaging_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("compressor", "rate"), [(NoCompression(), 1.0), (OneBit(), 0.3), (TopK(0.05), 0.05), (QSGD(bits=4), 0.3)]
+    ("compressor", "rate"),
+    [(NoCompression(), 1.0), (OneBit(), 0.3), (TopK(0.05), 0.05), (Percentile(95), 0.05), (QSGD(bits=4), 0.3)],
 )
 def test_mean_preserving_mixing_keeps_the_mean_over_a_thousand_steps(compressor, rate):
     arrays = values(4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.loopback import Loopback
 
@@ -16,6 +16,7 @@ WITH_FEEDBACK = {
     "adaptive": Adaptive(pi=16),
     "topk": TopK(ratio=0.05),
     "topk-k": TopK(k=40),
+    "percentile-with": Percentile(90, error_feedback=True),
     "bf16": BF16(),
     "threshold-golomb": Threshold(0.5, coding="golomb"),
     "adaptive-golomb": Adaptive(pi=16, coding="golomb"),
@@ -24,6 +25,7 @@ WITH_FEEDBACK = {
 ALL = {
     **WITH_FEEDBACK,
     "onebit-without": OneBit(error_feedback=False),
+    "percentile": Percentile(90),
     "qsgd-1": QSGD(bits=1),
     "qsgd-4": QSGD(bits=4),
     "qsgd-1-elias": QSGD(bits=1, coding="elias"),

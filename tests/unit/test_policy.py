@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hvd_compress
-from hvd_compress import FP16, QSGD, Adaptive, Auto, NoCompression, OneBit, Policy, TopK
+from hvd_compress import FP16, QSGD, Adaptive, Auto, NoCompression, OneBit, Percentile, Policy, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Routing, Tensor, compressor_of_call, describe, exchanged, horovod_compressor, resolved
 from hvd_compress.errors import UnsupportedError
@@ -88,7 +88,7 @@ def test_candidates() -> None:
         Auto([OneBit])
     with pytest.raises(ValueError, match="at least one"):
         Auto([])
-    for no_candidate in (NoCompression(), FP16(), QSGD(4), OneBit(error_feedback=False)):
+    for no_candidate in (NoCompression(), FP16(), QSGD(4), OneBit(error_feedback=False), Percentile(90)):
         with pytest.raises(ValueError, match=f"{type(no_candidate).__name__}.* is no candidate"):
             Auto([OneBit(), no_candidate])
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import QSGD, Key
+from hvd_compress.kernels import elias as elias_kernels
 from tests.arrays import make
 
 every_bits = pytest.mark.parametrize("bits", range(1, 9))
@@ -46,7 +47,11 @@ def draws_of(v: np.ndarray, bits: int, norm: str, key: Key | None = None) -> np.
 @every_bits
 @every_norm
 def test_unbiased(bits, norm):
-    """Each mean of 4000 draws lies within 6 standard errors (1 false alarm in 5e8), and so does their chi-square."""
+    """Each mean of 4000 draws lies within 6 standard errors, and so does their chi-square.
+
+    Of unbiased draws one in 5e8 means would not, so none of the 1024 of all cases, with 99.9998 %. The key fixes the
+    draws: what passes once passes always. A bias of a fifth of a draw's deviation, twice as much, would not pass.
+    """
     v = bucket()
     y = draws_of(v, bits, norm)
     standard_error = np.sqrt(variance_of(v, bits, norm) / COPIES)
@@ -91,6 +96,61 @@ def test_variance_is_as_computed_and_within_the_papers_bound(bits, norm):
             assert (y**2).sum(axis=1).mean() <= 1.02 * np.sqrt(n) * square
     else:
         assert measured <= 1.02 * n * (norm_of(v, "max") / s) ** 2 / 4
+
+
+VECTORS = {
+    "normal": make("normal", (BUCKET,), "float32", seed=3),
+    # for which the bound of one bit is tight
+    "equal": np.resize(np.float32([1, -1, -1]), BUCKET),
+    "one-large": np.where(np.arange(BUCKET) == 9, -30, make("normal", (BUCKET,), "float32")).astype(np.float32),
+}
+
+
+@every_bits
+@pytest.mark.parametrize("content", VECTORS)
+def test_no_vector_exceeds_the_bounds_of_the_second_moment(bits, content):
+    """Lemma 3.1 of Alistarh and section 3.1 of Sievert, less 6 standard errors of the mean of 4000 draws."""
+    v = VECTORS[content]
+    y = draws_of(v, bits, "l2")
+    s, square = levels_of(bits), norm_of(v, "l2") ** 2
+
+    def exceeds(draws: np.ndarray, bound: float) -> bool:
+        slack = 6 * draws.std() / np.sqrt(COPIES) + 1e-5 * square
+        return bool(draws.mean() > bound + slack)
+
+    bound = min(BUCKET / s**2, np.sqrt(BUCKET) / s) * square
+    assert not exceeds(((y - v) ** 2).sum(axis=1), bound)
+    assert not exceeds((y**2).sum(axis=1), bound + square)
+    if bits == 1:
+        # of the norm of v times the sum of its magnitudes, which is what is expected, the bound is the largest
+        assert not exceeds((y**2).sum(axis=1), np.sqrt(BUCKET) * square)
+        expected = norm_of(v, "l2") * np.abs(v.astype(np.float64)).sum()
+        assert not exceeds((y**2).sum(axis=1), expected)
+        assert not exceeds(-((y**2).sum(axis=1)), -expected)
+
+
+@every_norm
+@pytest.mark.parametrize("n", [1000, 100_000])
+def test_the_papers_form_of_one_bucket_is_unbiased_and_within_its_variance(n, norm):
+    """300 draws of a whole vector, seen from 50 directions: 6 standard errors, 1 false alarm in 1e7 but for the key."""
+    draws = 300
+    v = make("normal", (n,), "float32", seed=2)
+    compressor = QSGD(bits=1, bucket_numel=n, norm=norm, coding="elias")
+    scale, magnitudes = norm_of(v, norm), np.abs(v.astype(np.float64))
+    variance = magnitudes * (scale - magnitudes)
+    directions = np.random.default_rng(5).choice([-1.0, 1.0], (50, n))
+    directions[0] = v
+    seen, squares = [], []
+    for step in range(draws):
+        y = compressor.decode(compressor.encode(v, key=Key(step=step))).astype(np.float64)
+        seen.append(directions @ (y - v))
+        squares.append((y**2).sum())
+    standard_errors = np.sqrt((directions**2 @ variance) / draws)
+    assert (np.abs(np.mean(seen, axis=0)) <= 6 * standard_errors).all()
+    allowed = 6 * np.std(squares) / np.sqrt(draws)
+    assert np.mean(squares) == pytest.approx(scale * magnitudes.sum(), abs=allowed)
+    if norm == "l2":
+        assert np.mean(squares) <= np.sqrt(n) * scale**2
 
 
 def test_one_bit_sends_the_norm_with_probability_magnitude_over_norm():
@@ -205,16 +265,42 @@ def theory_bits(n: int) -> float:
     return np.sqrt(n) * (np.log2(n) + np.log2(2 * np.e)) + 32
 
 
-@pytest.mark.parametrize("n", [2**10, 2**13, 2**15, 2**18, 2**20])
-def test_coded_size_of_the_papers_form_is_within_a_tenth_of_the_theory(n):
-    """One bit and the Euclidean norm of the whole vector; mean of 20 draws, norm and padding of the stream included."""
-    x = make("normal", (n,), "float32")
+def entropy_bits(v: np.ndarray) -> float:
+    """Of whether each value is sent, with probability |v| / norm, and of the sign of those that are; and the norm."""
+    p = np.abs(v.astype(np.float64)) / norm_of(v, "l2")
+    p = p[(p > 0) & (p < 1)]
+    return float((p - p * np.log2(p) - (1 - p) * np.log2(1 - p)).sum()) + 32
+
+
+@pytest.mark.parametrize("content", ["normal", "equal"])
+@pytest.mark.parametrize("n", [10**3, 10**4, 10**5, 10**6])
+def test_coded_size_of_the_papers_form_is_within_a_tenth_of_the_theory(n, content):
+    """One bit and the Euclidean norm of the whole vector: the body, norm and padding included, against Sievert 3.1.
+
+    The theory counts sqrt(n) levels that are not zero, which only equal magnitudes have, and log2 n bits for the place
+    of each; of normal values sqrt(2 n / pi) are expected, and a gap of sqrt(n) takes about half as many bits. So a code
+    may stay far below it; what is asked is that it never needs more than 1.1 times as much, and that it is not shorter
+    than the entropy of what it says. Both hold for the mean of 40 vectors with 6 standard errors to spare: 1 false
+    alarm in 1e9 were the draws not fixed by their seeds.
+    """
+    sizes, entropies = [], []
     compressor = QSGD(bits=1, bucket_numel=n, coding="elias")
-    bits = [8 * (compressor.encode(x, key=Key(step=step)).size - 40) for step in range(20)]
-    assert np.mean(bits) <= 1.1 * theory_bits(n)
-    # equal magnitudes have the most levels that are not zero
-    bits = [8 * (compressor.encode(np.sign(x), key=Key(step=step)).size - 40) for step in range(20)]
-    assert np.mean(bits) <= 1.1 * theory_bits(n)
+    for step in range(40):
+        x = np.random.default_rng([n, step]).standard_normal(n).astype(np.float32)
+        x = np.sign(x) if content == "equal" else x
+        payload = compressor.encode(x, key=Key(step=step))
+        assert payload[5] == compressor.coded_codec
+        sizes.append(8 * (payload.size - 40))
+        entropies.append(entropy_bits(x))
+    mean, standard_error = np.mean(sizes), np.std(sizes, ddof=1) / np.sqrt(len(sizes))
+    assert mean + 6 * standard_error <= 1.1 * theory_bits(n)
+    assert mean - 6 * standard_error >= np.mean(entropies)
+
+
+def test_levels_are_at_most_127_of_which_omega_is_never_shorter_than_gamma():
+    """Why levels are in gamma code, where the paper's are in omega."""
+    for level in range(1, levels_of(8) + 1):
+        assert elias_kernels.omega(level)[1] >= elias_kernels.gamma(level)[1]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

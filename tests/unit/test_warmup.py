@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, TopK
+from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Percentile, TopK
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress._keras.warmup import compression_at, same, tightened, warmup_stages
 
@@ -13,6 +13,12 @@ def test_topk_tightens_as_in_deep_gradient_compression() -> None:
     # Lin et al. 2018, section 3.3: sparsity 75 %, 93.75 %, 98.4375 %, 99.6 %, 99.9 %
     ratios = [tightened(TopK(0.001), epoch).ratio for epoch in range(1, 6)]
     assert ratios == [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
+
+
+def test_percentile_drops_what_topk_does_not_keep() -> None:
+    percentiles = [tightened(Percentile(99), epoch).percentile for epoch in range(1, 5)]
+    assert percentiles == [75, 93.75, 98.4375, 99]
+    assert tightened(Percentile(50, error_feedback=True), 1) == Percentile(50, error_feedback=True)
 
 
 def test_adaptive_tightens_likewise() -> None:

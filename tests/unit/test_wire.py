@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvd_compress
-from hvd_compress import QSGD, Adaptive, Key, NoCompression, OneBit, Threshold, TopK, wire
+from hvd_compress import QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
 from hvd_compress.compressors import COMPRESSORS
 from hvd_compress.errors import HvdCompressError, WireError
 from tests.arrays import make
@@ -18,6 +18,7 @@ from tests.forge import field, forge, resized, sealed
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 KEY = Key(name="w")
 GUARD = np.float32(123.5)
+CODED = (130, 131, 132, 133, 138)
 
 
 def payload_of(row, shape=(2, 150), dtype="float32"):
@@ -314,7 +315,10 @@ def test_forged_entries(row):
     true = field(payload, "entries")
     for entries in {0, 1, true - 1, true + 1, true + 4, 300, 301, 2**16, 2**31, 2**32 - 1} - {true, -1}:
         refused = refuses(row.compressor, forge(payload, entries=entries), 300)
-        sparse = row.compressor.id in ("threshold", "adaptive", "topk") or getattr(row.compressor, "bits", 0) == 1
+        sparse = (
+            row.compressor.id in ("threshold", "adaptive", "topk", "percentile")
+            or getattr(row.compressor, "bits", 0) == 1
+        )
         sparse = sparse or field(payload, "codec") == row.compressor.coded_codec
         assert refused == sparse, entries
 
@@ -346,7 +350,7 @@ def test_forged_form_of_coded_qsgd(bits, form):
             assert_refused(compressor, forge(payload, parameter=claimed | form << 8), 3000, "form")
 
 
-@pytest.mark.parametrize("codec", [130, 131, 132, 133])
+@pytest.mark.parametrize("codec", CODED)
 def test_a_coded_form_is_refused_by_other_compressors(codec):
     """Also where the compressor has no coded form at all."""
     payload = forge(NoCompression().encode(np.ones(300, np.float32)), codec=codec)
@@ -357,7 +361,9 @@ def test_a_coded_form_is_refused_by_other_compressors(codec):
 
 
 @pytest.mark.parametrize(
-    "compressor", [Threshold(0.5), Adaptive(pi=4), TopK(0.2), QSGD(bits=1), QSGD(bits=4)], ids=repr
+    "compressor",
+    [Threshold(0.5), Adaptive(pi=4), TopK(0.2), Percentile(80), Percentile(97), QSGD(bits=1), QSGD(bits=4)],
+    ids=repr,
 )
 def test_either_form_is_decoded_whatever_the_setting(compressor):
     x = make("normal", (3000,), "float32")
@@ -383,6 +389,7 @@ SPARSE = [
     (Adaptive(pi=4), "<u2", 16, "<u2", 1),
     (Adaptive(pi=4, group="tensor"), "<u4", 16, "<u4", 1),
     (TopK(k=50), "<u4", 8, "<u2", 0),
+    (Percentile(95), "<u4", 8, "<u2", 0),
     (QSGD(bits=1, bucket_numel=32768), "<u2", 16, "<u2", 1),
 ]
 sparse = pytest.mark.parametrize(("compressor", "count", "first", "entry", "shift"), SPARSE, ids=repr)
@@ -431,6 +438,41 @@ def test_index_beyond_a_short_last_group_is_refused(compressor, count, first, en
     assert_refused(compressor, forged, 300)
 
 
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 300])
+def test_forged_bitmap(numel):
+    """One bit more, one less, one behind the last element: refused before anything is written."""
+    compressor = Percentile(50)
+    payload = compressor.encode(make("normal", (numel,), "float32") + np.float32(9))
+    bits = np.unpackbits(payload[40 : 40 + 8 * -(-numel // 64)], bitorder="little")
+    kept = numel - numel // 2
+    assert bits[:numel].sum() == bits.sum() == kept == field(payload, "entries")
+    first, last = np.flatnonzero(bits)[[0, -1]]
+    for place in {0, first, last, numel - 1, numel, bits.size - 1} - {bits.size}:
+        changed = bits.copy()
+        changed[place] ^= 1
+        if place >= numel:
+            # as many as there are values
+            changed[first] = 0
+        forged = payload.copy()
+        forged[40 : 40 + bits.size // 8] = np.packbits(changed, bitorder="little")
+        assert_refused(compressor, sealed(forged), numel, f"are not {kept} among {numel}")
+        out = np.full(numel, GUARD)
+        with pytest.raises(WireError):
+            compressor.decode_into(forged, out)
+        assert (out == GUARD).all(), "written before it was checked"
+
+
+@pytest.mark.parametrize("coding", [None, "golomb"])
+@pytest.mark.parametrize("percentile", [80, 97])
+@pytest.mark.parametrize("form", [0, 1, 2, 255, 2**32 - 1])
+def test_forged_form_of_percentile(coding, percentile, form):
+    compressor = Percentile(percentile, coding=coding)
+    payload = compressor.encode(make("normal", (3000,), "float32"))
+    assert field(payload, "parameter") == (percentile == 80 and coding is None)
+    if form != field(payload, "parameter"):
+        assert_refused(compressor, forge(payload, parameter=form), 3000, None if form < 2 else f"form {form}")
+
+
 @every_row
 def test_random_bodies_with_right_checksums_stay_inside(row):
     payload = payload_of(row)
@@ -467,7 +509,7 @@ def test_bodies_of_noise_with_right_checksums_stay_inside(row):
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", sorted({*(c.codec for c in COMPRESSORS.values()), 130, 131, 132, 133}))
+@pytest.mark.parametrize("codec", sorted({*(c.codec for c in COMPRESSORS.values()), *CODED}))
 @pytest.mark.parametrize("group", [1, 512, 32768, 2**32 - 1])
 @pytest.mark.parametrize("flags", [0, 1, 2, 3, 4, 7])
 def test_small_payloads_cannot_claim_much_memory(codec, group, flags):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -18,6 +18,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "adaptive": Adaptive(pi=16),
     "qsgd": QSGD(bits=4),
     "topk": TopK(ratio=0.05),
+    "percentile": Percentile(90),
     "bf16": BF16(),
 }
 EXCHANGES = ("two_phase", "allgather")

@@ -6,7 +6,7 @@ import horovod.torch as horovod
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import BF16, QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import check_equal_on_all_ranks
@@ -19,6 +19,7 @@ COMPRESSORS = {
     "adaptive": Adaptive(pi=16),
     "qsgd": QSGD(bits=4),
     "topk": TopK(0.02),
+    "percentile": Percentile(90),
     "bf16": BF16(),
     "adaptive-golomb": Adaptive(pi=16, coding="golomb"),
     "qsgd-elias": QSGD(bits=4, coding="elias"),

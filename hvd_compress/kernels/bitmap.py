@@ -1,0 +1,214 @@
+"""The k entries of largest magnitude as a bit per element, in words of 64, and a float32 value per set bit.
+
+For those that keep so many that a bit for each element is shorter than the indices of the kept ones. Then a list of
+candidates costs more than another look at all elements: the first one finds the threshold, the second one takes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvd_compress.kernels.collect import TILE
+from hvd_compress.kernels.common import correct, count_from, kth_largest, with_margin
+from hvd_compress.kernels.jit import kernel
+from hvd_compress.kernels.llvm import count_ones, leading_zeros, outside_64, trailing_zeros
+from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
+
+_ONE = np.uint64(1)
+_UNROLLED = 8  # of 64 with a chance of 1/10 each, fewer are set most times
+
+
+@kernel
+def _bounds(x, r, k):
+    """Very likely fewer than `k` corrected magnitudes are >= high, k or more >= low, and at most `room` between."""
+    tiny = np.nextafter(x.dtype.type(0), x.dtype.type(1))
+    low = tiny
+    high = x.dtype.type(np.inf)
+    room = x.size
+    # what drawing costs grows with the sample, what lies between shrinks with its root
+    sample = np.int64(np.cbrt(x.size / 5) ** 2)
+    if sample > 0:
+        down = with_margin(k, x.size, sample)
+        expected = k * sample / x.size
+        up = np.int64(max(expected - 3.0 * np.sqrt(expected) - 2.0, 0.0))
+        values = sampled_magnitudes(x, r, sample)
+        if up > 0:
+            high = max(kth_largest(values, sample, up), tiny)
+        if down <= sample:
+            low = max(kth_largest(values, sample, down), tiny)
+            room = min(2 * (down - up) * x.size // sample + 1024, x.size)
+    return low, high, room
+
+
+@kernel
+def _outside(y, i, bound):
+    """Bit k says |y[i + k]| >= bound; i is below y.size."""
+    if i + 64 <= y.size:
+        return outside_64(y, i, bound, -bound)
+    word = np.uint64(0)
+    for k in range(y.size - i):
+        word |= np.uint64(abs(y[i + k]) >= bound) << np.uint64(k)
+    return word
+
+
+@kernel
+def _scan(x, r, low, high, near):
+    """Correct `x`: how many magnitudes are >= high, how many are not but >= low, and 0, or NaN if not all are finite.
+
+    The latter are listed in `near`, which is 64 longer than what it has room for; what has none is counted only.
+    """
+    room = near.size - 64
+    sure = 0
+    listed = 0
+    bad = np.float32(0)
+    for tile in range(0, x.size, TILE):
+        y = x[tile : tile + TILE]
+        bad += correct(y, r[tile : tile + TILE] if r.size > 0 else r)
+        for i in range(0, y.size, 64):
+            above = _outside(y, i, high)
+            between = _outside(y, i, low) & ~above
+            sure += count_ones(above)
+            at = min(listed, room)
+            listed += count_ones(between)
+            # two without a branch, as most words have none to two
+            for _ in range(2):
+                near[at] = abs(y[i + (trailing_zeros(between) & 63)])
+                at += between != 0
+                between &= between - _ONE
+            while between != 0:
+                near[at] = abs(y[i + trailing_zeros(between)])
+                between &= between - _ONE
+                at += 1
+    return sure, listed, bad
+
+
+@kernel
+def _threshold(x, r, k):
+    """Correct `x`: the k-th largest magnitude, but more than 0, and how many equal to it go along; -1 for all of them.
+
+    NaN if a value is not finite.
+    """
+    low, high, room = _bounds(x, r, k)
+    near = np.empty(room + 64, x.dtype)
+    sure, listed, bad = _scan(x, r, low, high, near)
+    if np.isnan(bad):
+        return x.dtype.type(np.nan), -1
+    tiny = np.nextafter(x.dtype.type(0), x.dtype.type(1))
+    if sure + listed <= k and low == tiny:
+        return tiny, -1
+    if sure < k <= sure + listed and listed <= room:
+        wanted = k - sure
+        magnitudes, threshold, larger = exact_threshold(near[:listed], wanted)
+        at_least = count_from(magnitudes, listed, threshold)
+    else:
+        # the sample guessed badly: many ties, odd shapes
+        wanted = k
+        magnitudes, threshold, larger = exact_threshold(x, k)
+        at_least = count_from(magnitudes, x.size, threshold)
+    if threshold == 0:
+        return tiny, -1
+    return threshold, wanted - larger if at_least > wanted else -1
+
+
+@kernel
+def _first_ties(word, tied, ties):
+    """The word without those of its bits `tied` that follow the first `ties`, and how many ties are left to take."""
+    for _ in range(count_ones(tied) - ties):
+        last = _ONE << np.uint64(63 - leading_zeros(tied))
+        tied ^= last
+        word ^= last
+    return word, ties - count_ones(tied)
+
+
+@kernel
+def _take(y, i, word, sent, at, feedback):
+    """Note the values of y[i:] at the bits of `word` in `sent` from `at` on; leave what is not sent."""
+    if at + _UNROLLED <= sent.size:
+        # without a branch, as the end of a loop over a number of bits that nobody knows would be mispredicted each
+        # time; what is written behind the last one is overwritten
+        for _ in range(_UNROLLED):
+            place = i + (trailing_zeros(word) & 63)
+            v = y[place]
+            sent[at] = np.float32(v)
+            if feedback:
+                y[place] = v - np.float32(v) if word != 0 else v
+            word &= word - _ONE
+            at += 1
+    while word != 0:
+        place = i + trailing_zeros(word)
+        v = y[place]
+        sent[at] = np.float32(v)
+        if feedback:
+            y[place] = v - np.float32(v)
+        word &= word - _ONE
+        at += 1
+
+
+@kernel
+def encode(x, r, k, words, sent):
+    """words[ceil(numel / 64)], sent[k]; the number of entries (fewer than k only for zeros), or -1 if not finite.
+
+    Among equal magnitudes the lower index wins. k is 1 or more.
+    """
+    threshold, ties = _threshold(x, r, k)
+    if np.isnan(threshold):
+        return -1
+    above = np.nextafter(threshold, x.dtype.type(np.inf))
+    feedback = r.size > 0
+    count = 0
+    for tile in range(0, x.size, TILE):
+        y = x[tile : tile + TILE]
+        for i in range(0, y.size, 64):
+            word = _outside(y, i, threshold)
+            if ties >= 0:
+                word, ties = _first_ties(word, word & ~_outside(y, i, above), ties)
+            words[(tile + i) >> 6] = word
+            _take(y, i, word, sent, count, feedback)
+            count += count_ones(word)
+    return count
+
+
+@kernel
+def _fits(words, numel, count):
+    """Whether `count` bits are set, all of them of elements."""
+    found = 0
+    for w in range(words.size):
+        found += count_ones(words[w])
+    beyond = np.uint64(0)
+    if numel & 63:
+        beyond = words[words.size - 1] >> np.uint64(numel & 63)
+    return found == count and beyond == 0
+
+
+@kernel
+def decode(words, values, scale, out, add):
+    """Write, or add, `scale` times the values at the bits; False, and nothing written, if bits do not fit values."""
+    if not _fits(words, out.size, values.size):
+        return False
+    at = 0
+    for w in range(words.size):
+        start = 64 * w
+        y = out[start : start + 64]
+        word = words[w]
+        if not add:
+            y[:] = 0
+        while word != 0:
+            y[trailing_zeros(word)] += values[at] * scale
+            word &= word - _ONE
+            at += 1
+    return True
+
+
+@kernel
+def indices(words, block, counts, entries):
+    """Of each `block` (a multiple of 64) of elements, how many bits are set, and their indices within it."""
+    counts[:] = 0
+    at = 0
+    for w in range(words.size):
+        b = 64 * w // block
+        word = words[w]
+        counts[b] += count_ones(word)
+        while word != 0:
+            entries[at] = 64 * w - b * block + trailing_zeros(word)
+            word &= word - _ONE
+            at += 1
