@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from hvd_compress import FP16, NoCompression, OneBit, Threshold, __version__
-from hvd_compress.cli import advise, check, main, ranks
+from hvd_compress.cli import advise, bench, check, main, ranks
 from hvd_compress.cli.advise import Prediction, advice
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
@@ -403,6 +403,15 @@ def test_bench_shows_every_compressor(capsys: pytest.CaptureFixture[str]) -> Non
     assert head.split()[:2] == ["compressor", "bytes/element"]
     shown = {row.partition("(")[0] for row in rows}
     assert shown == {"OneBit", "Threshold", "Adaptive", "TopK", "Percentile", "QSGD", "BF16", "FP16"}
+
+
+def test_bench_says_where_other_work_has_spoiled_a_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a line whose slope noise has made 0
+    monkeypatch.setattr(bench, "speed_of", lambda _: Speed())
+    assert main(["bench"]) == 0
+    assert capsys.readouterr().out.count("too noisy to tell") == 3 * len(bench._CASES)
 
 
 def test_a_subcommand_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
