@@ -1,7 +1,8 @@
-"""What goes straight over MPI, beside Horovod: messages that the receiver takes no part in."""
+"""What goes straight over MPI, beside Horovod or without it: messages that nobody has to wait for."""
 
 from __future__ import annotations
 
+from hvd_compress.mpi.async_server import AsyncParameterServer
 from hvd_compress.mpi.collectives import HorovodRanks
 
-__all__ = ["HorovodRanks"]
+__all__ = ["AsyncParameterServer", "HorovodRanks"]

@@ -9,7 +9,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import Node, Transport
 from hvd_compress.topology import Neighbours
 
-__all__ = ["start_one_sided"]
+__all__ = ["communicator", "start_one_sided"]
 
 _NO_MPI4PY = -1
 
@@ -28,29 +28,48 @@ def start_one_sided(
     Raises:
         UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
     """
+    mpi, comm = communicator(hvd, gathered, 'transport="one_sided"', "one-sided operations", 'transport="alltoall"')
+
+    from hvd_compress.mpi.one_sided import OneSided
+
+    return OneSided(node, parts, mpi, comm)
+
+
+def communicator(
+    hvd: Any, gathered: Callable[[int], Sequence[int]], asked: str, lacking: str, instead: str
+) -> tuple[Any, Any]:
+    """The module `mpi4py.MPI`, and a communicator of the ranks of a process set alone; a collective call.
+
+    Args:
+        hvd: Horovod for a framework, started.
+        gathered: a number of this rank -> those of all ranks of the process set.
+        asked: what the user wants, for errors.
+        lacking: what Gloo has nothing of.
+        instead: what can be used without.
+
+    Raises:
+        UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
+    """
     if not hvd.mpi_enabled():
         raise UnsupportedError(
-            'transport="one_sided" needs MPI, and this run uses Gloo, which has no one-sided operations. Start it with '
-            'mpirun or horovodrun --mpi, or use transport="alltoall"'
+            f"{asked} needs MPI, and this run uses Gloo, which has no {lacking}. Start it with mpirun or horovodrun "
+            f"--mpi, or use {instead}"
         )
     if not hvd.mpi_threads_supported():
         raise UnsupportedError(
-            'transport="one_sided" needs an MPI that several threads may call: Horovod calls it from its own thread. '
-            'Use transport="alltoall"'
+            f"{asked} needs an MPI that several threads may call: Horovod calls it from its own thread. Use {instead}"
         )
     # ranks of Horovod are those of MPI only if hvd.init() was given nothing else
     everyone = gathered(_rank_in_world())
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
         raise UnsupportedError(
-            f'transport="one_sided" needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
+            f'{asked} needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
         )
     from mpi4py import MPI
 
-    from hvd_compress.mpi.one_sided import OneSided
-
     world = MPI.COMM_WORLD
-    return OneSided(node, parts, MPI, world.Create_group(world.group.Incl(list(everyone))))
+    return MPI, world.Create_group(world.group.Incl(list(everyone)))
 
 
 def _rank_in_world() -> int:
