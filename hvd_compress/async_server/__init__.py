@@ -9,7 +9,7 @@ knows MPI.
 from __future__ import annotations
 
 from hvd_compress.async_server.link import Link, QueueLink, queue_links
-from hvd_compress.async_server.member import Member
+from hvd_compress.async_server.member import Member, wait_until
 from hvd_compress.async_server.server import Server
 from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.values import Array, Values
@@ -25,4 +25,5 @@ __all__ = [
     "Values",
     "Worker",
     "queue_links",
+    "wait_until",
 ]

@@ -16,7 +16,7 @@ from hvd_compress.async_server.worker import Worker
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.tensors import Tensor
 
-__all__ = ["Member"]
+__all__ = ["Member", "wait_until"]
 
 # MPI would spin on a core that others want; a message between hosts takes about as long
 _NAP_SECONDS = 1e-4
@@ -58,7 +58,7 @@ class Member:
         else:
             self._links = [links[server]]
             self._worker = Worker(tensors, settings, values, links[server], position)
-            _wait_until(self._worker.poll)
+            wait_until(self._worker.poll)
 
     @property
     def is_over(self) -> bool:
@@ -126,7 +126,7 @@ class Member:
             self._close_server(self._server)
         else:
             self._the_worker.finish()
-            _wait_until(self._the_worker.poll)
+            wait_until(self._the_worker.poll)
         for link in self._links:
             link.flush()
             link.close()
@@ -191,7 +191,7 @@ class Member:
         if worker.poll():
             return
         begin = time.perf_counter()
-        _wait_until(worker.poll)
+        wait_until(worker.poll)
         worker.tally.waited_steps += 1
         worker.tally.waited_seconds += time.perf_counter() - begin
 
@@ -203,9 +203,10 @@ class Member:
             server.turn(time.monotonic())
             return server.is_alone
 
-        _wait_until(is_alone)
+        wait_until(is_alone)
 
 
-def _wait_until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Ask again and again, with naps."""
     while not holds():
         time.sleep(_NAP_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_compress.mpi.async_server import AsyncParameterServer
+from hvd_compress.mpi.async_server import AsyncParameterServer, join_server
 from hvd_compress.mpi.collectives import HorovodRanks
 
-__all__ = ["AsyncParameterServer", "HorovodRanks"]
+__all__ = ["AsyncParameterServer", "HorovodRanks", "join_server"]

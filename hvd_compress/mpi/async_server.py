@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.async_server import AsyncServerSettings, Member, Values
+from hvd_compress.async_server import AsyncServerSettings, Member, Values, wait_until
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.fingerprint import agree
@@ -261,12 +261,20 @@ class _MpiMember(Member):
     """Closes at exit: messages that nobody receives would keep MPI from ending."""
 
     def __init__(self, *arguments: Any) -> None:
-        *others, self._mpi, self._comm = arguments
+        *others, self._mpi, comm = arguments
         super().__init__(*others)
+        # the last one that is registered comes first
+        atexit.register(_leave, self._mpi, comm)
         atexit.register(self.close)
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if not self.is_closed and not self._mpi.Is_finalized():
+        if not self._mpi.Is_finalized():
             super().close()
-            self._comm.Free()
+
+
+def _leave(mpi: Any, comm: Any) -> None:
+    """Wait for all ranks: when one of them ends, Horovod ends MPI on all."""
+    if not mpi.Is_finalized():
+        wait_until(comm.Ibarrier().Test)
+        comm.Free()
