@@ -55,6 +55,8 @@ class Outgoing:
             The number of bytes used; None if a value is not finite, and then residuals are as before.
         """
         self.steps += 1
+        # what is not sent is not taken back
+        self._payloads = {}
         at = 0
         payloads: dict[int, Bytes] = {}
         for i, gradient in enumerate(gradients):

@@ -10,7 +10,7 @@ from typing import Any
 from hvd_compress import wire
 from hvd_compress.async_server.message import HEADER_BYTES
 from hvd_compress.compressors import Compressor, NoCompression
-from hvd_compress.compressors.settings import check_int
+from hvd_compress.compressors.settings import check_int, check_real
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.copies import smaller
 from hvd_compress.policy import compressor_for, given_compression
@@ -18,6 +18,8 @@ from hvd_compress.schedules import BoundedStaleness
 from hvd_compress.tensors import Tensor
 
 __all__ = ["AsyncServerSettings"]
+
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class AsyncServerSettings:
     def __post_init__(self) -> None:
         for argument in ("compression", "answer"):
             object.__setattr__(self, argument, given_compression(argument, getattr(self, argument)))
-        check_int(self, "server", self.server, 0, 2**31 - 1)
-        _ = self.rule
+        check_int(self, "staleness", self.staleness, 0, _MOST)
+        check_real(self, "patience", self.patience, above=0.0, most=float(_MOST))
+        check_int(self, "server", self.server, 0, _MOST)
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise UnsupportedError("an asynchronous server in an elastic run: start with a fixed number of ranks")
 
