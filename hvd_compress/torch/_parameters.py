@@ -180,8 +180,8 @@ def _is_shared(p: torch.Tensor) -> bool:
 
 def _flat(tensor: torch.Tensor) -> Array:
     """The values on the host; shared where that can be."""
-    on_host = tensor.detach() if _is_shared(tensor) else _on_host(tensor, _host_type(tensor))
-    array: Array = on_host.view(-1).numpy()
+    values = tensor.detach()
+    array: Array = (values if _is_shared(tensor) else _on_host(values, _host_type(tensor))).view(-1).numpy()
     return array
 
 

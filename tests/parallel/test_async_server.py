@@ -9,17 +9,30 @@ from tests.parallel.launch import Outcome, launched, run
 STARTS = [2, 4]
 # modules of workers that start MPI are not imported here: `mpirun` refuses to start below a process that has
 NUMPY_CASES = 16
+TORCH_CASES = 16
 VICTIM = 1
 STEPS = 40
 
 
 @pytest.mark.parametrize("ranks", [*STARTS, 8])
 def test_numpy(ranks: int) -> None:
-    outcome = launched("async_numpy", ranks, "mpi")
+    check_cases(launched("async_numpy", ranks, "mpi"), NUMPY_CASES)
+
+
+@pytest.mark.parametrize("ranks", STARTS)
+def test_torch(ranks: int) -> None:
+    check_cases(launched("async_torch", ranks, "mpi"), TORCH_CASES)
+
+
+def test_gloo_is_refused() -> None:
+    check_cases(launched("async_gloo", 2, "gloo"), 1)
+
+
+def check_cases(outcome: Outcome, count: int) -> None:
     cases = {line["case"] for lines in outcome.reports.values() for line in lines if "case" in line}
     for case in sorted(cases):
         outcome.check(case)
-    assert len(cases) == NUMPY_CASES
+    assert len(cases) == count, outcome.describe("other cases ran than there should be")
     check_ended(outcome)
 
 

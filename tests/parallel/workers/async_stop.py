@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvd_compress.compressors import NoCompression
 from hvd_compress.mpi import AsyncParameterServer
 
 FRAMEWORK = "mpi"
@@ -25,14 +24,15 @@ class UserError(Exception):
     """What a user's code may raise."""
 
 
-def train(server: AsyncParameterServer, how: str, said: Any) -> int:
+def train(server: AsyncParameterServer, how: str) -> int:
     """The steps of a worker until it has enough, or is told."""
     world = MPI.COMM_WORLD
     step = 0
     while not server.is_over:
         if how == "returns":
             # until the server has seen the victim come back
-            if said.Test():
+            if world.Iprobe(SERVER):
+                world.recv(source=SERVER)
                 break
         elif step == STEPS:
             break
@@ -45,21 +45,19 @@ def train(server: AsyncParameterServer, how: str, said: Any) -> int:
     return step
 
 
-def main(report: Any, how: str, answer: Any = NoCompression()) -> None:
+def main(report: Any, how: str) -> None:
     """Train; the server stops the victim after some updates, and lets it go on when the others have gone on."""
     world = MPI.COMM_WORLD
     compile_kernels()
     parameters = {"w": np.zeros(1000)}
     pid = world.bcast(os.getpid(), root=VICTIM)
-    enough = np.zeros(1, np.int64)
-    said = MPI.REQUEST_NULL if world.rank == SERVER else world.Irecv([enough, MPI.INT64_T], SERVER, 7)
     updates: list[int] = []
 
     def update(gradients: dict[str, np.ndarray]) -> None:
         parameters["w"] -= gradients["w"]
 
     server = AsyncParameterServer(
-        parameters, update, staleness=2, patience=600.0 if how in ("raises", "dies") else PATIENCE, answer=answer
+        parameters, update, staleness=2, patience=600.0 if how in ("raises", "dies") else PATIENCE
     )
 
     def note(count: int) -> None:
@@ -73,11 +71,12 @@ def main(report: Any, how: str, answer: Any = NoCompression()) -> None:
             updates.append(counters["applied"])
         if how == "returns" and len(updates) == 2 and counters["applied"] == updates[1] + 5:
             updates.append(count)
-            tell_all(world)
+            for rank in range(1, world.size):
+                world.send("enough", rank)
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        steps = server.serve(note) if server.is_server else train(server, how, said)
+        steps = server.serve(note) if server.is_server else train(server, how)
     stats = server.stats()
     if server.is_server and how == "stays":
         report(left=[rank for rank, w in stats["workers"].items() if w["clock"] < STEPS])
@@ -86,10 +85,6 @@ def main(report: Any, how: str, answer: Any = NoCompression()) -> None:
     if how in ("stays", "returns"):
         texts = [str(w.message) for w in told if issubclass(w.category, RuntimeWarning)]
         report(told=texts, steps=steps, over=server.is_over, value=float(parameters["w"][0]), stats=stats)
-    if how != "returns" and not server.is_server:
-        # nobody sends any more
-        said.Cancel()
-        said.Wait()
 
 
 def compile_kernels() -> None:
@@ -101,9 +96,3 @@ def compile_kernels() -> None:
             return
         for _ in range(3):
             server.step(parameters)
-
-
-def tell_all(world: Any) -> None:
-    for rank in range(world.size):
-        if rank != SERVER:
-            world.Send([np.ones(1, np.int64), MPI.INT64_T], rank, 7)
