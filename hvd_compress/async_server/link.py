@@ -57,7 +57,16 @@ class QueueLink:
 
 
 def queue_links() -> tuple[QueueLink, QueueLink]:
-    """Both ends."""
+    """Both ends.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress.async_server import queue_links
+        >>> here, there = queue_links()
+        >>> here.send(np.arange(8, dtype=np.uint8))
+        >>> there.receive(), there.receive()
+        (array([0, 1, 2, 3, 4, 5, 6, 7], dtype=uint8), None)
+    """
     there: deque[Bytes] = deque()
     back: deque[Bytes] = deque()
     return QueueLink(there, back), QueueLink(back, there)

@@ -54,7 +54,7 @@ class Member:
         if self.is_server:
             workers = sorted(links)
             self._links = [links[worker] for worker in workers]
-            self._server = Server(tensors, settings, values, self._links, workers, time.monotonic())
+            self._server = Server(tensors, settings, values, self._links, workers, time.monotonic)
         else:
             self._links = [links[server]]
             self._worker = Worker(tensors, settings, values, links[server], position)
@@ -87,7 +87,7 @@ class Member:
             )
         server.on_update = on_update
         while not server.is_over:
-            if not server.turn(time.monotonic()):
+            if not server.turn():
                 time.sleep(_NAP_SECONDS)
 
     def step(self, gradients: Callable[[], Sequence[Array | None]]) -> None:
@@ -200,7 +200,7 @@ class Member:
         server.say_farewell()
 
         def is_alone() -> bool:
-            server.turn(time.monotonic())
+            server.turn()
             return server.is_alone
 
         wait_until(is_alone)

@@ -31,7 +31,7 @@ class Server:
         values: the parameters.
         links: to each worker.
         ranks: of the workers.
-        now: seconds of the clock that `turn` is told.
+        clock: returns seconds, as `time.monotonic` does.
     """
 
     def __init__(
@@ -41,12 +41,13 @@ class Server:
         values: Values,
         links: Sequence[Link],
         ranks: Sequence[int],
-        now: float,
+        clock: Callable[[], float],
     ) -> None:
-        self.clocks = settings.rule.clocks(len(links), now)
+        self.clocks = settings.rule.clocks(len(links), clock())
         self.tally = ServerTally(ranks)
         self.on_update: Callable[[int], object] | None = None
         """Called with the number of updates after each of them."""
+        self._clock = clock
         self._tensors = tensors
         self._values = values
         self._links = links
@@ -75,7 +76,7 @@ class Server:
         """Whether each worker has said that it has finished, so that no message is under way."""
         return all(self._has_left)
 
-    def turn(self, now: float) -> bool:
+    def turn(self) -> bool:
         """Do what can be done now; whether that was anything.
 
         Raises:
@@ -86,14 +87,16 @@ class Server:
             message = None if self._has_left[worker] else link.receive()
             if message is not None:
                 has_moved = True
-                self._read(worker, message, now)
-                self._release(now)
-        if self._farewell is None and (given_up := self.clocks.give_up(now)):
-            has_moved = True
-            for worker in given_up:
-                self._tell_of(worker)
-            self._release(now)
-        return has_moved
+                self._read(worker, message)
+                self._release()
+        if has_moved or self._farewell is not None:
+            return has_moved
+        # nobody is silent whose message lay here while an update took its time
+        given_up = self.clocks.give_up(self._clock())
+        for worker in given_up:
+            self._tell_of(worker)
+        self._release()
+        return bool(given_up)
 
     def say_farewell(self) -> None:
         """Apply no gradient from now on: who sends one is told that it is over, or that the server has failed."""
@@ -103,7 +106,7 @@ class Server:
 
     # -- messages of workers -----------------------------------------------------------------------------------------
 
-    def _read(self, worker: int, received: Bytes, now: float) -> None:
+    def _read(self, worker: int, received: Bytes) -> None:
         self.tally.workers[worker].bytes_received += received.size
         try:
             message = open_message(received, len(self._tensors))
@@ -111,13 +114,13 @@ class Server:
                 self._has_left[worker] = True
                 self.clocks.finish(worker)
             elif message.kind in (Kind.GRADIENT, Kind.BAD_GRADIENT):
-                self._take(worker, message, now)
+                self._take(worker, message)
             else:
                 raise WireError(f"a worker sends no {message.kind.name}")
         except WireError as error:
             raise WireError(f"message of rank {self._ranks[worker]} to the server: {error}") from error
 
-    def _take(self, worker: int, message: Message, now: float) -> None:
+    def _take(self, worker: int, message: Message) -> None:
         expected = self._numbers[worker] + 1
         if message.number != expected or message.version > self.clocks.version:
             raise WireError(
@@ -128,7 +131,7 @@ class Server:
         if self._farewell is not None:
             self._answer(worker, self._farewell)
             return
-        arrival = self.clocks.arrive(worker, message.version, now)
+        arrival = self.clocks.arrive(worker, message.version, self._clock())
         tally = self.tally.workers[worker]
         tally.returned += arrival.returns
         if not arrival.is_accepted:
@@ -168,8 +171,8 @@ class Server:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def _release(self, now: float) -> None:
-        for worker in self.clocks.release(now):
+    def _release(self) -> None:
+        for worker in self.clocks.release(self._clock()):
             self._answer(worker, self._outcomes[worker])
 
     def _answer(self, worker: int, kind: Kind) -> None:

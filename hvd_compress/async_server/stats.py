@@ -36,7 +36,7 @@ class ServerTally:
     def report(self, version: int, clocks: Sequence[int]) -> dict[str, Any]:
         """See `server_stats` of the optimizers."""
         return {
-            "rank_is_server": True,
+            "is_server": True,
             "updates": version,
             "staleness": _described(w.staleness for w in self.workers),
             "workers": {
@@ -74,7 +74,7 @@ class WorkerTally:
 
     def report(self) -> dict[str, Any]:
         """See `server_stats` of the optimizers."""
-        return {"rank_is_server": False, **vars(self)}
+        return {"is_server": False, **vars(self)}
 
 
 def _described(counters: Iterable[Counter[int]]) -> dict[str, Any]:

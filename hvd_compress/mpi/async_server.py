@@ -168,7 +168,7 @@ class _Arrays:
 
     def arrays(self) -> Sequence[Array]:
         """Flat, in the parameters' memory."""
-        return [self._flat(t, self._parameters[t.name], "parameter") for t in self.tensors]
+        return [self._flat_parameter(t) for t in self.tensors]
 
     def take(self, arrays: Sequence[Array]) -> None:
         """They are the parameters' memory."""
@@ -187,18 +187,27 @@ class _Arrays:
         """
         if unknown := sorted(gradients.keys() - {t.name for t in self.tensors}):
             raise ValueError(f"gradient of {unknown[0]!r}, which is no parameter: there are {list(self._parameters)}")
-        return [None if t.name not in gradients else self._flat(t, gradients[t.name], "gradient") for t in self.tensors]
+        return [_flat_gradient(t, gradients[t.name]) if t.name in gradients else None for t in self.tensors]
 
-    @staticmethod
-    def _flat(tensor: Tensor, values: Array, what: str) -> Array:
-        # kernels trust their sizes
-        array = np.asarray(values)
-        if array.shape != tensor.shape or (what == "parameter" and array.dtype != tensor.dtype):
+    def _flat_parameter(self, tensor: Tensor) -> Array:
+        # `update` may have put another array there; kernels trust their sizes, and write where the user must see it
+        p: Any = self._parameters[tensor.name]
+        if _described(tensor.name, p) != tensor:
             raise ValueError(
-                f"{what} {tensor.name!r} is {array.dtype} of shape {array.shape}, and was {tensor.dtype} of shape "
-                f"{tensor.shape} when the server was made: shapes must stay"
+                f"parameter {tensor.name!r} is {p.dtype} of shape {p.shape}, and was {tensor.dtype} of shape "
+                f"{tensor.shape} when the server was made: these must stay"
             )
-        return np.ascontiguousarray(array, tensor.dtype).reshape(-1)
+        flat: Array = p.reshape(-1)
+        return flat
+
+
+def _flat_gradient(tensor: Tensor, gradient: Any) -> Array:
+    array = np.asarray(gradient)
+    if array.shape != tensor.shape:
+        raise ValueError(
+            f"gradient {tensor.name!r} has shape {array.shape}, its parameter has {tensor.shape}: they must be equal"
+        )
+    return np.ascontiguousarray(array, tensor.dtype).reshape(-1)
 
 
 def _described(name: str, p: Any) -> Tensor:
@@ -254,20 +263,25 @@ def join_server(
     peers = [rank for rank in range(size) if rank != server] if position == server else [server]
     room = to_server if position == server else to_worker
     links = {peer: MpiLink(peer, room, mpi, comm) for peer in peers}
-    return _MpiMember(tensors, settings, values, links, position, size, mpi, comm)
+    member = _MpiMember(tensors, settings, values, links, position, size)
+    member.leave_at_exit(mpi, comm)
+    return member
 
 
 class _MpiMember(Member):
     """Closes at exit: messages that nobody receives would keep MPI from ending."""
 
-    def __init__(self, *arguments: Any) -> None:
-        *others, self._mpi, comm = arguments
-        super().__init__(*others)
+    _mpi: Any
+
+    def leave_at_exit(self, mpi: Any, comm: Any) -> None:
+        """Close then, and let no rank go before all have."""
+        self._mpi = mpi
         # the last one that is registered comes first
-        atexit.register(_leave, self._mpi, comm)
+        atexit.register(_leave, mpi, comm)
         atexit.register(self.close)
 
     def close(self) -> None:
+        """See `Member.close`."""
         atexit.unregister(self.close)
         if not self._mpi.Is_finalized():
             super().close()

@@ -116,12 +116,12 @@ class _Overrides:
         """What has become of the gradients so far.
 
         Returns:
-            On the server {"rank_is_server": True, "updates", "bytes_received", "bytes_sent", "staleness", "workers":
+            On the server {"is_server": True, "updates", "bytes_received", "bytes_sent", "staleness", "workers":
             {rank: counters}}. "staleness" counts the updates that were made between the parameters of a gradient and
             its arrival, of those that were applied: mean, max and histogram, {staleness: gradients}. Counters of a
             worker are clock (gradients that it has sent, or had to catch up on), applied, too_stale, not_finite,
             given_up and returned (how often it was silent for too long, and came back), bytes and staleness.
-            On a worker {"rank_is_server": False} with steps, too_stale, not_finite, waited_steps, waited_seconds, bytes
+            On a worker {"is_server": False} with steps, too_stale, not_finite, waited_steps, waited_seconds, bytes
             sent and received, and what these had been without compression.
         """
         stats: dict[str, Any] = self._server.stats()

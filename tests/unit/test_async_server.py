@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +15,7 @@ from hvd_compress import BF16, FP16, QSGD, Adaptive, Auto, NoCompression, OneBit
 from hvd_compress.async_server import AsyncServerSettings, Member, Server, Worker, queue_links
 from hvd_compress.async_server.message import HEADER_BYTES, Kind, open_message, seal_message
 from hvd_compress.errors import HvdCompressError, StateError, UnsupportedError, WireError
+from hvd_compress.kernels.checksum import checksum
 from hvd_compress.tensors import Tensor
 
 TENSORS = [Tensor("w", (40, 30)), Tensor("b", (40,)), Tensor("v", (3, 5, 7), "float64")]
@@ -62,11 +64,17 @@ class Simulated:
 
     def __init__(self, workers, tensors=TENSORS, **asked):
         self.settings = AsyncServerSettings(**{"staleness": 1000, **asked})
+        self.now = 0.0
         self.links = [queue_links() for _ in range(workers)]
         self.values = Values(start(tensors=tensors))
         self.of_workers = [Values([np.full_like(x, 99) for x in self.values.x]) for _ in range(workers)]
         self.server = Server(
-            tensors, self.settings, self.values, [mine for mine, _ in self.links], range(1, workers + 1), 0.0
+            tensors,
+            self.settings,
+            self.values,
+            [mine for mine, _ in self.links],
+            range(1, workers + 1),
+            lambda: self.now,
         )
         self.workers = [
             Worker(
@@ -88,9 +96,14 @@ class Simulated:
             gradients = gradients_at(self.of_workers[worker].x, worker, w.number)
         assert w.poll()
         w.send(gradients, computed_from)
-        self.server.turn(now)
+        self.now = now
+        self.server.turn()
         if self.settings.staleness == 0:
             w.poll()
+
+    def turn(self, now):
+        self.now = now
+        self.server.turn()
 
     def is_ready(self, worker):
         link = self.workers[worker]._link
@@ -280,7 +293,7 @@ def given_up():
     run.step(0)
     assert run.workers[0].is_waiting
     with pytest.warns(RuntimeWarning, match=r"rank 2 has sent no gradient for more than patience=10 seconds"):
-        run.server.turn(11.0)
+        run.turn(11.0)
     assert run.workers[0].poll()
     return run
 
@@ -315,7 +328,7 @@ def test_a_silent_worker_is_given_up_and_its_stale_gradient_is_owed_and_not_lost
 def test_a_silent_worker_does_not_keep_the_server_from_its_end_and_is_told_of_it():
     run = given_up()
     run.workers[0].finish()
-    run.server.turn(12.0)
+    run.turn(12.0)
     assert run.server.is_over
     assert not run.server.is_alone
     run.server.say_farewell()
@@ -326,8 +339,28 @@ def test_a_silent_worker_does_not_keep_the_server_from_its_end_and_is_told_of_it
     assert len(run.values.applied) == applied
     assert_equal(run.of_workers[1].x, run.values.x)
     run.workers[1].finish()
-    run.server.turn(1001.0)
+    run.turn(1001.0)
     assert run.server.is_alone
+
+
+def test_who_sends_while_an_update_takes_long_is_not_silent():
+    run = Simulated(2, staleness=1, patience=10.0)
+    for worker in range(2):
+        run.step(worker)
+    for worker in run.workers:
+        assert worker.poll()
+
+    def slow(count):
+        run.server.on_update = None
+        run.now += 100.0
+        run.workers[0].send(start(), 0)
+
+    run.server.on_update = slow
+    run.workers[1].send(start(), 0)
+    # a warning that somebody was given up would be an error
+    while run.server.turn():
+        pass
+    assert all(worker.poll() for worker in run.workers)
 
 
 def test_a_worker_that_finishes_while_it_is_held_is_answered_at_once():
@@ -335,10 +368,24 @@ def test_a_worker_that_finishes_while_it_is_held_is_answered_at_once():
     run.step(0)
     assert not run.workers[0].poll()
     run.workers[0].finish()
-    run.server.turn(0.0)
+    run.server.turn()
     assert run.workers[0].poll()
     assert_equal(run.of_workers[0].x, run.values.x)
     assert not run.server.is_over
+
+
+def test_the_layout_of_a_message_is_frozen():
+    """As the table in the module has it: a change needs another version."""
+    fields = struct.pack("<4sBB2xQQQI", b"hvda", 1, 17, 48, 3, 5, 1)
+    words = np.frombuffer(fields + bytes(4), np.uint64)
+    message = seal_message(np.zeros(48, np.uint8), 48, Kind.TOO_STALE, 3, 5, 1)
+    assert message[:36].tobytes() == fields
+    assert message[36:40].view("<u4")[0] == checksum(words, 4)
+    numbers = {k.name: int(k) for k in Kind}
+    assert numbers == {
+        "GRADIENT": 0, "BAD_GRADIENT": 1, "FINISHED": 2,
+        "APPLIED": 16, "TOO_STALE": 17, "NOT_FINITE": 18, "OVER": 19, "FAILED": 20,
+    }  # fmt: skip
 
 
 # -- payloads are not trusted ----------------------------------------------------------------------------------------
@@ -358,7 +405,7 @@ def test_a_damaged_gradient_is_refused_and_nothing_is_updated(at):
     before = [x.copy() for x in run.values.x]
     incoming[0][at] ^= 0x40
     with pytest.raises(WireError, match="message of rank 1 to the server"):
-        run.server.turn(0.0)
+        run.server.turn()
     assert_equal(run.values.x, before)
 
 
@@ -367,7 +414,7 @@ def test_a_truncated_gradient_is_refused(nbytes):
     run, incoming, _ = messages()
     incoming[0] = incoming[0][:nbytes]
     with pytest.raises(WireError, match="message of rank 1 to the server"):
-        run.server.turn(0.0)
+        run.server.turn()
     assert run.values.applied == []
 
 
@@ -383,7 +430,7 @@ def test_a_message_that_makes_no_sense_is_refused(what):
     run, _, _ = messages()
     forged(run, **what)
     with pytest.raises(WireError, match=r"was expected|a worker sends no"):
-        run.server.turn(0.0)
+        run.server.turn()
 
 
 def test_a_gradient_of_another_compressor_is_refused_by_name():
@@ -392,7 +439,7 @@ def test_a_gradient_of_another_compressor_is_refused_by_name():
     other.workers[0].send(start(), 0)
     run.links[0][0]._incoming.append(other.links[0][0]._incoming.pop())
     with pytest.raises(WireError, match=r"message of rank 1 to the server: 'w'"):
-        run.server.turn(0.0)
+        run.server.turn()
 
 
 @pytest.mark.parametrize("at", [0, 5, 16, 24, HEADER_BYTES + 8, HEADER_BYTES + 60])
