@@ -18,7 +18,7 @@ cases = Cases()
 
 world = MPI.COMM_WORLD
 # of each worker; together they make as many whatever their number
-STEPS = 600 // max(1, world.size - 1)
+STEPS = 1500 // max(1, world.size - 1)
 ROWS, COLUMNS = 400, 24
 
 
@@ -41,7 +41,7 @@ def begin(rank):
     return {"head": np.full((2, 4), rank, np.float32), "tail": np.full(COLUMNS - 8, -rank, np.float64)}
 
 
-def sgd(parameters, rate=0.05):
+def sgd(parameters, rate=0.02):
     def update(gradients):
         for name, gradient in gradients.items():
             parameters[name] -= parameters[name].dtype.type(rate) * gradient
@@ -56,7 +56,7 @@ WAYS = {
     "far": {"staleness": 16},
     "topk": {"compression": TopK(0.25)},
     "qsgd": {"compression": QSGD(bits=8)},
-    "onebit-both-ways": {"compression": OneBit(group="tensor"), "answer": OneBit(group="tensor")},
+    "both-ways": {"compression": OneBit(group="tensor"), "answer": TopK(0.5)},
     "policy": {"compression": Policy([("head", TopK(0.5))]), "answer": Policy([("tail", TopK(0.5))])},
     "last-serves": {"server": world.size - 1},
 }
