@@ -19,7 +19,7 @@ from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
 from hvd_compress.tensors import Tensor
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "smaller"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -50,7 +50,7 @@ class Copies:
         self._tensors = tensors
         self._position = position
         given = [_RAW] * len(tensors) if compressors is None else compressors
-        self.compressors = [_smaller(c, t) for c, t in zip(given, tensors, strict=True)]
+        self.compressors = [smaller(c, t) for c, t in zip(given, tensors, strict=True)]
         # an encoder that overshoots on average would be amplified from difference to difference
         self._scales = [c.contraction(t.numel) for c, t in zip(self.compressors, tensors, strict=True)]
         self.own = [
@@ -162,7 +162,7 @@ class Copies:
                 yield "own", tensor.name, own
 
 
-def _smaller(compressor: Compressor, tensor: Tensor) -> Compressor:
+def smaller(compressor: Compressor, tensor: Tensor) -> Compressor:
     """The compressor, or none where its payload can be as long as the tensor itself."""
     most = compressor.capacity(tensor.numel, compressor.group_numel(tensor.shape))
     return compressor if most < tensor.raw_bytes else _RAW

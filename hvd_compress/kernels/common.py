@@ -26,6 +26,15 @@ def correct(x, r):
 
 
 @kernel
+def all_finite(x):
+    """Whether no element is NaN or infinite."""
+    bad = x.dtype.type(0)
+    for i in range(x.size):
+        bad += x[i] - x[i]
+    return bad == 0
+
+
+@kernel
 def mix(counter, key_low, key_high):
     """Hash a 32-bit counter under a 64-bit key to 32 well mixed bits."""
     # multiply-xorshift finalizer ("lowbias32"); every constant and shift must stay 32 bits wide to vectorize

@@ -10,7 +10,7 @@ from hvd_compress.gossip import Node, Transport
 from hvd_compress.mpi.root_messages import RootMessages
 from hvd_compress.topology import Neighbours
 
-__all__ = ["start_one_sided", "start_root_messages"]
+__all__ = ["communicator", "start_one_sided", "start_root_messages"]
 
 _NO_MPI4PY = -1
 
@@ -29,7 +29,7 @@ def start_one_sided(
     Raises:
         UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
     """
-    mpi, comm = _communicator(hvd, "one_sided", "alltoall", gathered)
+    mpi, comm = communicator(hvd, gathered, 'transport="one_sided"', "one-sided operations", 'transport="alltoall"')
 
     from hvd_compress.mpi.one_sided import OneSided
 
@@ -46,27 +46,41 @@ def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> R
     Raises:
         UnsupportedError: as `start_one_sided`.
     """
-    return RootMessages(*_communicator(hvd, "mpi", "horovod", gathered))
+    return RootMessages(
+        *communicator(hvd, gathered, 'transport="mpi"', "messages between two ranks", 'transport="horovod"')
+    )
 
 
-def _communicator(hvd: Any, transport: str, instead: str, gathered: Callable[[int], Sequence[int]]) -> tuple[Any, Any]:
-    """The module `mpi4py.MPI` and a new communicator of the ranks of a process set."""
+def communicator(
+    hvd: Any, gathered: Callable[[int], Sequence[int]], asked: str, lacking: str, instead: str
+) -> tuple[Any, Any]:
+    """The module `mpi4py.MPI`, and a communicator of the ranks of a process set alone; a collective call.
+
+    Args:
+        hvd: Horovod for a framework, started.
+        gathered: a number of this rank -> those of all ranks of the process set.
+        asked: what the user wants, for errors.
+        lacking: what Gloo has nothing of.
+        instead: what can be used without.
+
+    Raises:
+        UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
+    """
     if not hvd.mpi_enabled():
         raise UnsupportedError(
-            f'transport="{transport}" needs MPI, and this run uses Gloo. Start it with mpirun or horovodrun --mpi, or '
-            f'use transport="{instead}"'
+            f"{asked} needs MPI, and this run uses Gloo, which has no {lacking}. Start it with mpirun or horovodrun "
+            f"--mpi, or use {instead}"
         )
     if not hvd.mpi_threads_supported():
         raise UnsupportedError(
-            f'transport="{transport}" needs an MPI that several threads may call: Horovod calls it from its own '
-            f'thread. Use transport="{instead}"'
+            f"{asked} needs an MPI that several threads may call: Horovod calls it from its own thread. Use {instead}"
         )
     # ranks of Horovod are those of MPI only if hvd.init() was given nothing else
     everyone = gathered(_rank_in_world())
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
         raise UnsupportedError(
-            f'transport="{transport}" needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
+            f'{asked} needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
         )
     from mpi4py import MPI
 

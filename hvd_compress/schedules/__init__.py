@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from hvd_compress.schedules.daso import COOLDOWN, CYCLING, WARMUP, DasoClock, DasoSchedule, Moment
+from hvd_compress.schedules.staleness import Arrival, BoundedStaleness, WorkerClocks
 from hvd_compress.schedules.trigger import ConstantThreshold, SlopeThreshold, Trigger, Watch
 
 __all__ = [
     "COOLDOWN",
     "CYCLING",
     "WARMUP",
+    "Arrival",
+    "BoundedStaleness",
     "ConstantThreshold",
     "DasoClock",
     "DasoSchedule",
@@ -16,4 +19,5 @@ __all__ = [
     "SlopeThreshold",
     "Trigger",
     "Watch",
+    "WorkerClocks",
 ]

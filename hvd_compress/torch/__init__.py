@@ -19,6 +19,7 @@ import horovod.torch
 from horovod.torch import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.torch._async_server import AsyncParameterServerOptimizer
 from hvd_compress.torch._daso import DASO, daso_process_sets
 from hvd_compress.torch._eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
@@ -28,6 +29,7 @@ from hvd_compress.torch.compression import Compression
 
 __all__ = [
     *(name for name in dir(horovod.torch) if not name.startswith("_")),
+    "AsyncParameterServerOptimizer",
     "DASO",
     "DEFAULT_MIN_NUMEL",
     "Compression",

@@ -1,4 +1,4 @@
-"""Parameters and buffers as flat arrays, for those who average them; memory is shared where that can be."""
+"""Parameters and buffers as flat arrays, for those who exchange them; memory is shared where that can be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensors import Tensor
 
 __all__ = ["Buffers", "Parameters", "as_arrays", "as_tensors", "by_name", "trained"]
@@ -16,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Parameters:
-    """The parameters that are averaged.
+    """The parameters that are exchanged.
 
     Args:
         parameters: by name.
@@ -24,7 +25,7 @@ class Parameters:
 
     Raises:
         TypeError: one is of a type that has no mean.
-        ValueError: two share their memory, which would be averaged twice.
+        ValueError: two share their memory, which would be exchanged twice.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: str) -> None:
@@ -40,7 +41,7 @@ class Parameters:
         for name, p in parameters.items():
             if p.numel() and seen.setdefault(p.data_ptr(), name) != name:
                 raise ValueError(
-                    f"parameters {seen[p.data_ptr()]!r} and {name!r} share their memory, which would be averaged "
+                    f"parameters {seen[p.data_ptr()]!r} and {name!r} share their memory, which would be exchanged "
                     "twice: use one Parameter in both places"
                 )
 
@@ -51,15 +52,13 @@ class Parameters:
                 if p.requires_grad and id(p) not in self._known:
                     raise ValueError(
                         f"a parameter of shape {tuple(p.shape)} takes gradients, and did not when {self._optimizer} "
-                        "was made, so that ranks would never average it. Make all ranks equal, and wrap the inner "
+                        "was made, so that ranks would never exchange it. Make all ranks equal, and wrap the inner "
                         "optimizer anew, on all ranks"
                     )
 
     def arrays(self) -> list[Array]:
         """Flat arrays of all of them."""
-        return [
-            (p.detach() if _is_shared(p) else _on_host(p, _host_type(p))).view(-1).numpy() for p in self._parameters
-        ]
+        return [_flat(p) for p in self._parameters]
 
     def trained_arrays(self) -> list[Array | None]:
         """The same, with None for what is frozen by now."""
@@ -70,6 +69,28 @@ class Parameters:
         for p, array in zip(self._parameters, arrays, strict=True):
             if array is not None and not _is_shared(p):
                 p.copy_(torch.from_numpy(array).view(p.shape))
+
+    def gradients(self) -> list[Array | None]:
+        """Flat arrays of their gradients; None where there is none, or the parameter is frozen by now.
+
+        Raises:
+            UnsupportedError: a sparse gradient.
+        """
+        return [self._gradient(t.name, p) for t, p in zip(self.tensors, self._parameters, strict=True)]
+
+    @staticmethod
+    def _gradient(name: str, p: torch.Tensor) -> Array | None:
+        if p.grad is None or not p.requires_grad:
+            return None
+        if p.grad.is_sparse:
+            raise UnsupportedError(f"the gradient of {name!r} is sparse, and is sent dense: make it so, sparse=False")
+        return _flat(p.grad)
+
+    def set_gradients(self, gradients: Sequence[Array | None]) -> None:
+        """Make flat arrays the gradients; they share memory where that can be."""
+        for p, array in zip(self._parameters, gradients, strict=True):
+            gradient = None if array is None else torch.from_numpy(array).view(p.shape)
+            p.grad = gradient if gradient is None or _is_shared(p) else torch.empty_like(p).copy_(gradient)
 
 
 class Buffers:
@@ -140,7 +161,7 @@ def as_arrays(state: Any) -> Any:
 
 def _dtype_of(name: str, p: torch.Tensor) -> str:
     if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"parameter {name!r} is {p.dtype}; averaging takes float16, bfloat16, float32 and float64")
+        raise TypeError(f"parameter {name!r} is {p.dtype}; what is exchanged is float16, bfloat16, float32 or float64")
     return "float64" if p.dtype == torch.float64 else "float32"
 
 
@@ -155,6 +176,13 @@ def _summable(b: torch.Tensor) -> torch.dtype:
 
 def _is_shared(p: torch.Tensor) -> bool:
     return bool(p.is_cpu and p.is_contiguous() and p.dtype in (torch.float32, torch.float64))
+
+
+def _flat(tensor: torch.Tensor) -> Array:
+    """The values on the host; shared where that can be."""
+    values = tensor.detach()
+    array: Array = (values if _is_shared(tensor) else _on_host(values, _host_type(tensor))).view(-1).numpy()
+    return array
 
 
 def _on_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a rank runs: `python -m tests.parallel.rank TOPIC FOLDER [ARGUMENTS]`.
 
 A worker module has either `cases`, which are run one after the other and reported one by one, or `main(report,
-*arguments)`. `PROCESS_SETS` of a worker is given to `hvd.init`.
+*arguments)`. `PROCESS_SETS` of a worker is given to `hvd.init`; one whose `FRAMEWORK` is "mpi" runs without Horovod.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def main() -> None:
     topic, folder, *arguments = sys.argv[1:]
     be_strict()
     worker = importlib.import_module(f"tests.parallel.workers.{topic}")
-    hvd = importlib.import_module(f"horovod.{getattr(worker, 'FRAMEWORK', 'torch')}")
+    framework = getattr(worker, "FRAMEWORK", "torch")
+    hvd: Any = _Mpi() if framework == "mpi" else importlib.import_module(f"horovod.{framework}")
     hvd.init(process_sets=getattr(worker, "PROCESS_SETS", None))
     with contextlib.closing(Report(Path(folder), hvd.rank())) as report:
         report(size=hvd.size())
@@ -87,7 +88,20 @@ def main() -> None:
         report(end=True)
 
 
+class _Mpi:
+    """What is needed of Horovod here, by mpi4py."""
+
+    def init(self, process_sets: None) -> None:
+        """Start MPI."""
+        from mpi4py import MPI
+
+        self._world = MPI.COMM_WORLD
+        self.rank, self.size, self.barrier = self._world.Get_rank, self._world.Get_size, self._world.Barrier
+
+
 def _barrier(hvd: Any) -> Callable[[], Any]:
+    if isinstance(hvd, _Mpi):
+        return hvd.barrier
     if hvd.__name__ == "horovod.torch":
         import torch
 

@@ -23,7 +23,9 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES)]))
     launcher = importlib.import_module("launcher")
-    return launcher.train(2, *SMALL, *options, limit_seconds=200, script=script)
+    mpi = tuple(LAUNCHERS["horovodrun-mpi"](2)[3:])
+    launch = mpi if script == "async_mnist.py" else ("--gloo",)
+    return launcher.train(2, *SMALL, *options, limit_seconds=200, script=script, launch=launch)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,7 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
         ("pytorch_mnist.py", {}),
         ("eventgrad_mnist.py", {}),
         ("daso_mnist.py", {}),
+        ("async_mnist.py", {}),
         ("tensorflow2_mnist.py", {}),
         ("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
         ("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
@@ -56,6 +59,7 @@ HEADINGS = [
     "### Let it choose",
     "### Neighbours instead of all: EventGraD",
     "### Nodes that train on their own for a while: DASO",
+    "### Workers that do not wait for each other: an asynchronous parameter server",
 ]
 
 

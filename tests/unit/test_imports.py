@@ -17,6 +17,7 @@ import hvd_compress
 CORE = [
     "hvd_compress",
     "hvd_compress._keras.binding",
+    "hvd_compress.async_server",
     "hvd_compress.cli",
     "hvd_compress.coding",
     "hvd_compress.compressors",
@@ -28,6 +29,7 @@ CORE = [
     "hvd_compress.fingerprint",
     "hvd_compress.kernels",
     "hvd_compress.loopback",
+    "hvd_compress.mpi",
     "hvd_compress.wire",
 ]
 FOREIGN = ["torch", "tensorflow", "keras", "horovod", "mpi4py", "jax", "ml_dtypes", "sklearn"]

@@ -1,0 +1,29 @@
+"""An asynchronous parameter server on NumPy arrays: workers send gradients and do not wait for each other.
+
+A worker sends a gradient, goes on with the parameters it has, and waits only for the answer to its last gradient
+before it sends the next. The server applies each gradient as it comes, and holds back the answers of workers that are
+too far ahead (`schedules.BoundedStaleness`). A `Link` carries messages between the server and one worker; nothing here
+knows MPI.
+"""
+
+from __future__ import annotations
+
+from hvd_compress.async_server.link import Link, QueueLink, queue_links
+from hvd_compress.async_server.member import Member, wait_until
+from hvd_compress.async_server.server import Server
+from hvd_compress.async_server.settings import AsyncServerSettings
+from hvd_compress.async_server.values import Array, Values
+from hvd_compress.async_server.worker import Worker
+
+__all__ = [
+    "Array",
+    "AsyncServerSettings",
+    "Link",
+    "Member",
+    "QueueLink",
+    "Server",
+    "Values",
+    "Worker",
+    "queue_links",
+    "wait_until",
+]

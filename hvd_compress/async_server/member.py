@@ -1,0 +1,212 @@
+"""One rank, server or worker, and where it waits."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_compress import feedback
+from hvd_compress.async_server.link import Link
+from hvd_compress.async_server.server import Server
+from hvd_compress.async_server.settings import AsyncServerSettings
+from hvd_compress.async_server.values import Array, Values
+from hvd_compress.async_server.worker import Worker
+from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.tensors import Tensor
+
+__all__ = ["Member", "wait_until"]
+
+# MPI would spin on a core that others want; a message between hosts takes about as long
+_NAP_SECONDS = 1e-4
+
+
+class Member:
+    """A rank of an asynchronous parameter server; on workers it waits for the server's parameters.
+
+    Args:
+        tensors: the same on all ranks.
+        settings: the same on all ranks.
+        values: the parameters of this rank.
+        links: by position: to all workers, or to the server.
+        position: of this rank.
+        size: number of ranks.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        settings: AsyncServerSettings,
+        values: Values,
+        links: Mapping[int, Link],
+        position: int,
+        size: int,
+    ) -> None:
+        server = settings.server
+        self.is_server = position == server
+        self._settings = settings
+        self._position, self._size = position, size
+        self._ahead = settings.staleness > 0
+        self.is_closed = False
+        self._server: Server | None = None
+        self._worker: Worker | None = None
+        if self.is_server:
+            workers = sorted(links)
+            self._links = [links[worker] for worker in workers]
+            self._server = Server(tensors, settings, values, self._links, workers, time.monotonic)
+        else:
+            self._links = [links[server]]
+            self._worker = Worker(tensors, settings, values, links[server], position)
+            wait_until(self._worker.poll)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether gradients count no more: all workers have finished, or all others have without this one."""
+        return (self._server or self._the_worker).is_over
+
+    @property
+    def version(self) -> int:
+        """Updates that the parameters of this rank contain."""
+        return self._server.clocks.version if self._server else self._the_worker.version
+
+    def serve(self, on_update: Callable[[int], object] | None = None) -> None:
+        """On the server: apply gradients until all workers have finished, but for those that were given up.
+
+        Args:
+            on_update: called with the number of updates after each of them.
+
+        Raises:
+            UnsupportedError: this rank is a worker.
+            WireError: a damaged message.
+        """
+        server = self._server
+        if server is None:
+            raise UnsupportedError(
+                f"serve() on rank {self._position}, which is a worker: call it where is_server is True, and step() here"
+            )
+        server.on_update = on_update
+        while not server.is_over:
+            if not server.turn():
+                time.sleep(_NAP_SECONDS)
+
+    def step(self, gradients: Callable[[], Sequence[Array | None]]) -> None:
+        """On a worker: send a gradient, once the last one is answered; the parameters are newer afterwards, perhaps.
+
+        Args:
+            gradients: returns flat arrays, which are not changed; None where there is no gradient.
+
+        Raises:
+            UnsupportedError: this rank is the server.
+            HvdCompressError: the server has failed.
+        """
+        if self._worker is None:
+            raise UnsupportedError(
+                f"step() on rank {self._position}, which is the server: call serve() where is_server is True, and "
+                "train on the other ranks"
+            )
+        if self._worker.is_over or self._exchanges(self._worker, gradients):
+            return
+        warnings.warn(
+            f"rank {self._position} was silent for more than patience={self._settings.patience:g} seconds, and the "
+            "other workers have finished since: its gradients are not applied any more",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def close(self) -> None:
+        """Say that this rank has finished; on the server, wait until all have said so.
+
+        A worker that was given up is waited for here too: MPI cannot end without it.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._server is not None:
+            self._close_server(self._server)
+        else:
+            self._the_worker.finish()
+            wait_until(self._the_worker.poll)
+        for link in self._links:
+            link.flush()
+            link.close()
+
+    def stats(self) -> dict[str, Any]:
+        """See `server_stats` of the optimizer."""
+        if self._server is not None:
+            return self._server.tally.report(self._server.clocks.version, self._server.clocks.clocks)
+        return self._the_worker.tally.report()
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank owes, in the form of `feedback`; a gradient under way counts as applied."""
+        return {
+            "format": feedback.FORMAT,
+            "size": self._size,
+            "rank": self._position,
+            "steps": 0 if self._worker is None else self._worker.outgoing.steps,
+            "compressor": self._settings.compression.get_config(),
+            "residuals": {} if self._worker is None else self._worker.outgoing.state_dict(),
+            "owner_residuals": {},
+        }
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            StateError: not such a state, or of another rank or other tensors.
+        """
+        feedback.check_state(state)
+        if (state["size"], state["rank"]) != (self._size, self._position):
+            raise StateError(
+                f"state of rank {state['rank']} of {state['size']} given to rank {self._position} of {self._size}: a "
+                "residual belongs to its worker. Leaving it out is safe, it only drops what was owed"
+            )
+        if self._worker is not None:
+            self._worker.outgoing.load_state_dict(state["residuals"])
+            self._worker.outgoing.steps = int(state["steps"])
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _the_worker(self) -> Worker:
+        assert self._worker is not None
+        return self._worker
+
+    def _exchanges(self, worker: Worker, gradients: Callable[[], Sequence[Array | None]]) -> bool:
+        """Send a gradient and take answers; False if the others have finished."""
+        # whatever comes now, the gradient was computed from what was there before
+        computed_from = worker.version
+        self._wait_for_answer(worker)
+        if not worker.is_over:
+            worker.send(gradients(), computed_from)
+            if self._ahead:
+                worker.poll()
+            else:
+                self._wait_for_answer(worker)
+        return not worker.is_over
+
+    def _wait_for_answer(self, worker: Worker) -> None:
+        if worker.poll():
+            return
+        begin = time.perf_counter()
+        wait_until(worker.poll)
+        worker.tally.waited_steps += 1
+        worker.tally.waited_seconds += time.perf_counter() - begin
+
+    @staticmethod
+    def _close_server(server: Server) -> None:
+        server.say_farewell()
+
+        def is_alone() -> bool:
+            server.turn()
+            return server.is_alone
+
+        wait_until(is_alone)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Ask again and again, with naps."""
+    while not holds():
+        time.sleep(_NAP_SECONDS)

@@ -1,0 +1,31 @@
+"""What an edge gives: the parameters of a rank as flat arrays, and on the server what an update is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+__all__ = ["Array", "Values"]
+
+Array = npt.NDArray[Any]
+
+
+class Values(Protocol):
+    """Arrays are flat, float32 or float64, in the order of the tensors."""
+
+    has_update: bool
+    """Whether `update` can be called here."""
+
+    def arrays(self) -> Sequence[Array]:
+        """The present values; they may share memory with the parameters."""
+
+    def take(self, arrays: Sequence[Array]) -> None:
+        """Values were written into what `arrays` has returned: the parameters have them from now on."""
+
+    def update(self, gradients: Sequence[Array | None]) -> None:
+        """On the server: apply the gradient of one worker; None where that has none.
+
+        The arrays hold another gradient as soon as this has returned.
+        """

@@ -1,0 +1,294 @@
+"""An asynchronous parameter server among the ranks of an MPI communicator."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.async_server import AsyncServerSettings, Member, Values, wait_until
+from hvd_compress.compressors import NoCompression
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.fingerprint import agree
+from hvd_compress.mpi.links import MOST_BYTES, MpiLink
+from hvd_compress.tensors import Tensor
+
+__all__ = ["AsyncParameterServer", "join_server"]
+
+Array = npt.NDArray[Any]
+
+
+class AsyncParameterServer:
+    """A parameter server that applies each worker's gradients as they come, on NumPy arrays, without Horovod.
+
+    One rank, the server, holds the parameters and applies gradients; all others are workers. A worker sends a gradient,
+    computes the next one with the parameters it has, and waits for the answer to the last one before it sends that. The
+    answer is held back while the worker is more than `staleness` gradients ahead of the slowest. Creating this is a
+    collective call, which gives all ranks the server's parameters. Source: Sievert (2017), section 3.2.2; the bound is
+    that of Ho et al. (NeurIPS 2013). Run it as `mpirun -np 4 python train.py`.
+
+    A worker that stops for more than `patience` seconds does not stop the others. One that dies ends the job: that is
+    MPI's way. The server has room for the longest gradient and the longest answer of each worker, and a copy of the
+    parameters for each where answers are compressed.
+
+    Args:
+        parameters: by name, float32 or float64, C-contiguous; the same names and shapes on all ranks. They change in
+            place: on the server by `update`, on workers in `step`.
+        update: called on the server with the gradients of one worker, by name, as arrays of the parameters' shapes that
+            last until it returns; changes `parameters` in place. Workers do not need it.
+        comm: a communicator of mpi4py; `MPI.COMM_WORLD` by default.
+        staleness: how many gradients a worker may be ahead of the slowest. 0: all wait for all in each step; 1: they do
+            while they compute the next gradient.
+        compression: a compressor or a `Policy` for gradients, with its error feedback.
+        answer: the same for parameters: then differences to what the worker has travel, so that nothing is lost.
+        patience: seconds of silence after which a worker that others wait for does not count.
+        server: the rank that serves.
+
+    Raises:
+        TypeError: an argument of another type than stated.
+        ValueError: a setting out of its range; no parameters.
+        UnsupportedError: fewer than two ranks, or messages of 16 GiB and more.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        parameters = {"w": np.zeros(10)}
+
+        def update(gradients):
+            parameters["w"] -= 0.1 * gradients["w"]
+
+        with AsyncParameterServer(parameters, update, compression=TopK(0.01)) as server:
+            if server.is_server:
+                server.serve()
+            else:
+                for x, y in batches:
+                    server.step({"w": x.T @ (x @ parameters["w"] - y)})
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, Array],
+        update: Callable[[dict[str, Array]], object] | None = None,
+        comm: Any = None,
+        staleness: int = 4,
+        compression: Any = NoCompression(),
+        answer: Any = NoCompression(),
+        patience: float = 60.0,
+        server: int = 0,
+    ) -> None:
+        settings = AsyncServerSettings(staleness, compression, answer, patience, server)
+        values = _Arrays(parameters, update)
+        # importing it starts MPI
+        from mpi4py import MPI
+
+        comm = MPI.COMM_WORLD if comm is None else comm
+        self._values = values
+        self._member = join_server(values.tensors, settings, values, MPI, comm.Dup())
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this rank serves; the others are workers."""
+        return self._member.is_server
+
+    @property
+    def is_over(self) -> bool:
+        """On a worker: whether the others have finished while it was silent, so that its gradients count no more."""
+        return self._member.is_over
+
+    @property
+    def version(self) -> int:
+        """Updates that the parameters of this rank contain."""
+        return self._member.version
+
+    def serve(self, on_update: Callable[[int], object] | None = None) -> None:
+        """On the server: apply gradients until all workers have finished, but for those that have been silent.
+
+        Args:
+            on_update: called with the number of updates after each of them.
+
+        Raises:
+            UnsupportedError: this rank is a worker.
+            WireError: a damaged message.
+        """
+        self._member.serve(on_update)
+
+    def step(self, gradients: Mapping[str, Array]) -> None:
+        """On a worker: send gradients by name, once the last ones are answered; `parameters` may be newer afterwards.
+
+        Args:
+            gradients: of the shapes of the parameters, not changed; a parameter that is left out has none. Where one is
+                not finite, none of this step is applied, and residuals stay as they are.
+
+        Raises:
+            UnsupportedError: this rank is the server.
+            ValueError: an unknown name, or another shape.
+            HvdCompressError: the server has failed.
+        """
+        given = self._values.flat_gradients(gradients)
+        self._member.step(lambda: given)
+
+    def stats(self) -> dict[str, Any]:
+        """See `server_stats` of `hvd_compress.torch.AsyncParameterServerOptimizer`."""
+        return self._member.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals of this rank, as `hvd_compress.feedback.write_state` saves them; they go back to the same rank."""
+        return self._member.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank.
+
+        Raises:
+            StateError: not such a state, or of another rank or other parameters.
+        """
+        self._member.load_state_dict(state)
+
+    def close(self) -> None:
+        """Say that this rank has finished; on the server, wait until all workers have. Done at exit at the latest."""
+        self._member.close()
+
+    def __enter__(self) -> AsyncParameterServer:  # noqa: PYI034 (Self is of Python 3.11)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Arrays:
+    """See `async_server.Values`."""
+
+    def __init__(self, parameters: dict[str, Array], update: Callable[[dict[str, Array]], object] | None) -> None:
+        self._parameters = parameters
+        self._update = update
+        self.has_update = update is not None
+        self.tensors = [_described(name, p) for name, p in parameters.items()]
+
+    def arrays(self) -> Sequence[Array]:
+        """Flat, in the parameters' memory."""
+        return [self._flat_parameter(t) for t in self.tensors]
+
+    def take(self, arrays: Sequence[Array]) -> None:
+        """They are the parameters' memory."""
+
+    def update(self, gradients: Sequence[Array | None]) -> None:
+        """Call the user's function."""
+        assert self._update is not None
+        pairs = zip(self.tensors, gradients, strict=True)
+        self._update({t.name: gradient.reshape(t.shape) for t, gradient in pairs if gradient is not None})
+
+    def flat_gradients(self, gradients: Mapping[str, Array]) -> list[Array | None]:
+        """In the order and the dtypes of the parameters.
+
+        Raises:
+            ValueError: an unknown name, or another shape.
+        """
+        if unknown := sorted(gradients.keys() - {t.name for t in self.tensors}):
+            raise ValueError(f"gradient of {unknown[0]!r}, which is no parameter: there are {list(self._parameters)}")
+        return [_flat_gradient(t, gradients[t.name]) if t.name in gradients else None for t in self.tensors]
+
+    def _flat_parameter(self, tensor: Tensor) -> Array:
+        # `update` may have put another array there; kernels trust their sizes, and write where the user must see it
+        p: Any = self._parameters[tensor.name]
+        if _described(tensor.name, p) != tensor:
+            raise ValueError(
+                f"parameter {tensor.name!r} is {p.dtype} of shape {p.shape}, and was {tensor.dtype} of shape "
+                f"{tensor.shape} when the server was made: these must stay"
+            )
+        flat: Array = p.reshape(-1)
+        return flat
+
+
+def _flat_gradient(tensor: Tensor, gradient: Any) -> Array:
+    array = np.asarray(gradient)
+    if array.shape != tensor.shape:
+        raise ValueError(
+            f"gradient {tensor.name!r} has shape {array.shape}, its parameter has {tensor.shape}: they must be equal"
+        )
+    return np.ascontiguousarray(array, tensor.dtype).reshape(-1)
+
+
+def _described(name: str, p: Any) -> Tensor:
+    if not isinstance(p, np.ndarray) or p.dtype not in (np.float32, np.float64):
+        raise TypeError(f"parameter {name!r}: must be a NumPy array of float32 or float64, got {_type_of(p)}")
+    if not p.flags.c_contiguous or not p.flags.writeable:
+        raise ValueError(f"parameter {name!r} changes in place: it must be C-contiguous and writeable")
+    return Tensor(name, p.shape, p.dtype.name)
+
+
+def _type_of(p: object) -> str:
+    return f"one of {p.dtype}" if isinstance(p, np.ndarray) else type(p).__name__
+
+
+def join_server(
+    tensors: Sequence[Tensor], settings: AsyncServerSettings, values: Values, mpi: Any, comm: Any
+) -> Member:
+    """This rank's part of an asynchronous parameter server, which is closed at exit; a collective call.
+
+    Args:
+        tensors: of the parameters.
+        settings: the same on all ranks.
+        values: the parameters.
+        mpi: the module `mpi4py.MPI`.
+        comm: a communicator of mpi4py that nobody else uses; it is freed.
+
+    Raises:
+        TypeError: the server knows no update.
+        ValueError: no parameters, or no such server.
+        UnsupportedError: fewer than two ranks, or messages of 16 GiB and more.
+        MismatchError: the ranks disagree; raised on all of them.
+    """
+    size, position, server = int(comm.size), int(comm.rank), settings.server
+    # first of all, so that whatever is refused below is refused on all ranks
+    agree(settings.description(tensors), "mpi", lambda data, name: b"".join(comm.allgather(data)))
+    if size < 2:
+        raise UnsupportedError(
+            "an asynchronous parameter server with one rank: one serves and the others train. Start with mpirun -np 2 "
+            "or more"
+        )
+    if server >= size:
+        raise ValueError(f"server={server}: must be one of the ranks 0 to {size - 1}")
+    if not tensors:
+        raise ValueError("no parameters: give those that are trained")
+    if not comm.bcast(values.has_update, root=server):
+        raise TypeError(f"rank {server} is the server and was given update=None: it must know what an update is")
+    to_server, to_worker = settings.gradient_bytes(tensors), settings.answer_bytes(tensors)
+    if max(to_server, to_worker) > MOST_BYTES:
+        raise UnsupportedError(
+            f"messages of up to {max(to_server, to_worker)} bytes: MPI counts {MOST_BYTES} at most. Divide the "
+            "parameters among several servers"
+        )
+    peers = [rank for rank in range(size) if rank != server] if position == server else [server]
+    room = to_server if position == server else to_worker
+    links = {peer: MpiLink(peer, room, mpi, comm) for peer in peers}
+    member = _MpiMember(tensors, settings, values, links, position, size)
+    member.leave_at_exit(mpi, comm)
+    return member
+
+
+class _MpiMember(Member):
+    """Closes at exit: messages that nobody receives would keep MPI from ending."""
+
+    _mpi: Any
+
+    def leave_at_exit(self, mpi: Any, comm: Any) -> None:
+        """Close then, and let no rank go before all have."""
+        self._mpi = mpi
+        # the last one that is registered comes first
+        atexit.register(_leave, mpi, comm)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """See `Member.close`."""
+        atexit.unregister(self.close)
+        if not self._mpi.Is_finalized():
+            super().close()
+
+
+def _leave(mpi: Any, comm: Any) -> None:
+    """Wait for all ranks: when one of them ends, Horovod ends MPI on all."""
+    if not mpi.Is_finalized():
+        wait_until(comm.Ibarrier().Test)
+        comm.Free()

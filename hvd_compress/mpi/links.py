@@ -1,0 +1,66 @@
+"""Messages between two ranks by MPI's non-blocking point-to-point operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.exchange import aligned_empty
+
+__all__ = ["MOST_BYTES", "MpiLink"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_WORD = 8
+MOST_BYTES = _WORD * (2**31 - 1)
+"""Of a message: MPI counts with 32 bits, and here it counts words."""
+_TAG = 0
+
+
+class MpiLink:
+    """See `async_server.Link`; messages are multiples of 8 bytes.
+
+    A receive with room for the longest message is posted before that message comes, and MPI tells its real size. So no
+    size goes ahead of a message, and none is asked for.
+
+    Args:
+        peer: rank of the other end.
+        most_bytes: of a message that comes from there.
+        mpi: the module `mpi4py.MPI`; importing it starts MPI, which is up to the caller.
+        comm: a communicator of mpi4py that nobody else uses.
+    """
+
+    def __init__(self, peer: int, most_bytes: int, mpi: Any, comm: Any) -> None:
+        self._peer = peer
+        self._mpi = mpi
+        self._comm = comm
+        self._status = mpi.Status()
+        self._room: Bytes = aligned_empty(most_bytes, np.uint8)
+        self._sends: list[Any] = []
+        self._receive: Any = None
+
+    def send(self, message: Bytes) -> None:
+        """Start sending; the bytes are in use until `flush` returns."""
+        self._sends.append(self._comm.Isend(self._words(message), self._peer, _TAG))
+
+    def flush(self) -> None:
+        """Wait until no bytes are in use."""
+        self._mpi.Request.Waitall(self._sends)
+        self._sends.clear()
+
+    def receive(self) -> Bytes | None:
+        """A message that has arrived, which lasts until the next call; None if there is none. Never waits."""
+        if self._receive is None:
+            self._receive = self._comm.Irecv(self._words(self._room), self._peer, _TAG)
+        if not self._receive.Test(self._status):
+            return None
+        self._receive = None
+        return self._room[: _WORD * self._status.Get_count(self._mpi.INT64_T)]
+
+    def close(self) -> None:
+        """Nothing is under way: a receive is posted only where a message is to come."""
+
+    def _words(self, message: Bytes) -> list[Any]:
+        return [message, message.size // _WORD, self._mpi.INT64_T]
