@@ -9,12 +9,13 @@ import numpy.typing as npt
 
 from hvd_compress.exchange import aligned_empty
 
-__all__ = ["MOST_BYTES", "MpiLink"]
+__all__ = ["MOST_BYTES", "WORD", "MpiLink"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_WORD = 8
-MOST_BYTES = _WORD * (2**31 - 1)
+WORD = 8
+"""Bytes of what MPI is told to count."""
+MOST_BYTES = WORD * (2**31 - 1)
 """Of a message: MPI counts with 32 bits, and here it counts words."""
 _TAG = 0
 
@@ -57,10 +58,10 @@ class MpiLink:
         if not self._receive.Test(self._status):
             return None
         self._receive = None
-        return self._room[: _WORD * self._status.Get_count(self._mpi.INT64_T)]
+        return self._room[: WORD * self._status.Get_count(self._mpi.INT64_T)]
 
     def close(self) -> None:
         """Nothing is under way: a receive is posted only where a message is to come."""
 
     def _words(self, message: Bytes) -> list[Any]:
-        return [message, message.size // _WORD, self._mpi.INT64_T]
+        return [message, message.size // WORD, self._mpi.INT64_T]

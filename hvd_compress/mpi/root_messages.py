@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Parcel, aligned_empty
+from hvd_compress.mpi.links import MOST_BYTES, WORD
 
 __all__ = ["Pending", "RootMessages"]
 
 Bytes = npt.NDArray[np.uint8]
-
-_MOST_BYTES = 2**31 - 1
 
 
 class Pending:
@@ -51,7 +50,7 @@ class Pending:
         """What has come, in the order of the senders without gaps, or what was sent."""
         statuses = [self._mpi.Status() for _ in self._requests]
         self._mpi.Request.Waitall(self._requests, statuses)
-        arrived = iter(status.Get_count(self._mpi.BYTE) for status in statuses)
+        arrived = iter(WORD * status.Get_count(self._mpi.INT64_T) for status in statuses)
         end = self._slots[0].start
         begin = end
         for slot, size in zip(self._slots, self._sizes, strict=True):
@@ -83,20 +82,20 @@ class RootMessages:
             parcel: what an alltoall would be given; its buffer is as long as a message can be, on all ranks.
 
         Raises:
-            UnsupportedError: a message can be 2 GiB or larger.
+            UnsupportedError: a message can be 16 GiB or larger.
         """
         self._check(number, parcel.buffer.size)
         used = parcel.buffer.size if parcel.sizes is None else parcel.sizes[root]
         message = parcel.buffer[:used]
         if self._comm.rank != root:
-            request = self._comm.Isend([message, self._mpi.BYTE], root, self._tag(number, answers=False))
+            request = self._comm.Isend(self._words(message), root, self._tag(number, answers=False))
             return Pending(self._mpi, [request], message[:0], [slice(0, 0)], [0])
         ranks, most = self._comm.size, parcel.buffer.size
         memory = self._room(number, ranks * most)
         slots = [slice(sender * most, (sender + 1) * most) for sender in range(ranks)]
         memory[slots[root]][:used] = message
         requests = [
-            self._comm.Irecv([memory[slot], self._mpi.BYTE], sender, self._tag(number, answers=False))
+            self._comm.Irecv(self._words(memory[slot]), sender, self._tag(number, answers=False))
             for sender, slot in enumerate(slots)
             if sender != root
         ]
@@ -112,16 +111,16 @@ class RootMessages:
             most: bytes that it can have, the same on all ranks.
 
         Raises:
-            UnsupportedError: it can have 2 GiB or more.
+            UnsupportedError: it can have 16 GiB or more.
         """
         self._check(number, most)
-        tag, byte = self._tag(number, answers=True), self._mpi.BYTE
+        tag = self._tag(number, answers=True)
         if self._comm.rank == root:
             others = [rank for rank in range(self._comm.size) if rank != root]
-            requests = [self._comm.Isend([message, byte], rank, tag) for rank in others]
+            requests = [self._comm.Isend(self._words(message), rank, tag) for rank in others]
             return Pending(self._mpi, requests, message, [slice(0, message.size)], [message.size])
         memory = message if message.size == most else self._room(number, most)
-        request = self._comm.Irecv([memory, byte], root, tag)
+        request = self._comm.Irecv(self._words(memory), root, tag)
         return Pending(self._mpi, [request], memory, [slice(0, most)], [None])
 
     def _room(self, number: int, nbytes: int) -> Bytes:
@@ -132,9 +131,13 @@ class RootMessages:
     def _tag(self, number: int, answers: bool) -> int:
         return 2 * number + answers
 
+    def _words(self, message: Bytes) -> list[Any]:
+        # payloads, and so messages, are padded to whole words
+        return [message, message.size // WORD, self._mpi.INT64_T]
+
     def _check(self, number: int, nbytes: int) -> None:
-        if nbytes > _MOST_BYTES:
+        if nbytes > MOST_BYTES:
             raise UnsupportedError(
-                f'transport="mpi" with messages of up to {nbytes} bytes of bucket {number}: MPI counts bytes with 32 '
-                'bits. Use smaller bucket_bytes, or transport="horovod"'
+                f'transport="mpi" with messages of up to {nbytes} bytes of bucket {number}: MPI counts {MOST_BYTES} at '
+                'most. Use smaller bucket_bytes, or transport="horovod"'
             )
