@@ -38,8 +38,8 @@ def mnist(train: int, test: int) -> Data:
     digits = mnist_data.load_on_all_ranks(hvd.rank(), hvd.barrier, None, train)
     if train == _MNIST_IMAGES != len(digits.train_y):
         raise SystemExit(f"this repeats a paper on MNIST, and there is only {digits.source}")
-    images = (torch.from_numpy(a) for a in (digits.train_x, digits.train_y, digits.test_x[:test], digits.test_y[:test]))
-    return Data(*images, digits.source.partition(" from ")[0])
+    train_x, train_y, test_x, test_y = (torch.from_numpy(array) for array in digits[:4])
+    return Data(train_x, train_y, test_x[:test], test_y[:test], digits.source.partition(" from ")[0])
 
 
 def cifar(train: int, test: int) -> Data:

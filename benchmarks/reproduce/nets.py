@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -34,7 +36,7 @@ def quick() -> nn.Module:
     )  # fmt: skip
 
 
-def from_seed(make: object, seed: int) -> nn.Module:
+def from_seed(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """What `make()` returns, with parameters that follow from the seed: the same on all ranks."""
     torch.manual_seed(seed)
-    return make()  # type: ignore[operator]
+    return make()
