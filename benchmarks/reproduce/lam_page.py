@@ -47,8 +47,7 @@ def equal_accuracy(rows: Mapping[str, Sequence[Record]]) -> float:
 
 
 def _seconds(steps: Record | None, method: str) -> float | None:
-    row = steps and steps["result"]["rows"].get(method)
-    return median(row["seconds"]) if row else None
+    return None if steps is None else median(steps["result"]["rows"][method]["seconds"])
 
 
 def _passes(rows: Mapping[str, Sequence[Record]], method: str, target: float) -> list[float]:
@@ -81,7 +80,7 @@ def _times_as_fast(
         return ""
     timed = steps["result"]["rows"]
     passes, of_dense = (_passes(rows, name, target) for name in (method, dense))
-    if method not in timed or dense not in timed or not passes or not of_dense:
+    if not passes or not of_dense:
         return ""
     factor = mean(of_dense) / mean(passes)
     return str(Spread.of([factor * r for r in ratios(timed[dense]["seconds"], timed[method]["seconds"])]))
@@ -92,13 +91,10 @@ def _steps(record: Record) -> str:
     result = record["result"]
     lines: list[list[object]] = []
     for method in TIMED:
-        if method in result["refused"]:
-            lines.append([method, f"refused: {result['refused'][method]}", "", "", ""])
-        elif method in result["rows"]:
-            row, sent = result["rows"][method], [of_rank[method] / 1e3 for of_rank in result["bytes_sent"]]
-            against = ratios(result["rows"][DENSE]["seconds"], row["seconds"])
-            milliseconds = Spread.of([1e3 * s for s in row["seconds"]])
-            lines.append([method, milliseconds, Spread.of(against), f"{sent[0]:.0f}", f"{mean(sent[1:]):.0f}"])
+        row, sent = result["rows"][method], [of_rank[method] / 1e3 for of_rank in result["bytes_sent"]]
+        against = ratios(result["rows"][DENSE]["seconds"], row["seconds"])
+        milliseconds = Spread.of([1e3 * s for s in row["seconds"]])
+        lines.append([method, milliseconds, Spread.of(against), f"{sent[0]:.0f}", f"{mean(sent[1:]):.0f}"])
     head = [
         f"{record['ranks']} workers, {record['settings']['rate']}", "a step, ms", f"times as fast as {DENSE}",
         "kB from the first rank", "kB from each other",

@@ -23,6 +23,7 @@ COMPUTE, ENCODE, WAIT, DECODE, STEP = "compute", "encode", "send and wait", "dec
 SHARES = (COMPUTE, ENCODE, WAIT, DECODE, STEP)
 _STATS = {ENCODE: "encode_seconds", WAIT: "exchange_seconds", DECODE: "decode_seconds"}
 _WARM_UP = 5  # steps: kernels are compiled, caches filled
+_IMAGES = 4000
 _WHOLE = 2**30  # elements of a bucket: one norm for a tensor, as in the paper
 FORMS: dict[str, dict[str, Any]] = {
     "tiny": {"workers": [2], "width": 4, "blocks": [1, 1, 1, 1], "batch": 2, "steps": 3, "rate": "unlimited"},
@@ -57,18 +58,20 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     from .nets import from_seed
     from .training import wrapped
 
-    steps = _WARM_UP + settings["steps"]
-    data = cifar(hvd.size() * settings["batch"] * steps, 1)
+    data = cifar(_IMAGES, 1)
     network = from_seed(lambda: networks.resnet(settings["width"], tuple(settings["blocks"])), settings["seed"])
     sgd = torch.optim.SGD(network.parameters(), 0.01)
     qsgd = QSGD(bits=1, bucket_numel=_WHOLE, coding="elias", seed=settings["seed"])
     optimizer = wrapped(sgd, network, qsgd, exchange=ParameterServer())
     clocks = {COMPUTE: 0.0, STEP: 0.0}
-    for number, rows in enumerate(torch.arange(len(data.train_y)).split(hvd.size() * settings["batch"])):
+    before = {}
+    for number in range(_WARM_UP + settings["steps"]):
         if number == _WARM_UP:
             clocks = dict.fromkeys(clocks, 0.0)
             before = optimizer.compression_stats()["total"]
-        _timed_step(network, optimizer, data, rows[hvd.rank() :: hvd.size()], clocks)
+        first = (number * hvd.size() + hvd.rank()) * settings["batch"]
+        rows = torch.arange(first, first + settings["batch"]) % len(data.train_y)
+        _timed_step(network, optimizer, data, rows, clocks)
     after = optimizer.compression_stats()["total"]
     r.done(f"{hvd.size()} workers")
     counted = {key: after[key] - before[key] for key in (*_STATS.values(), "bytes_sent", "bytes_received")}
