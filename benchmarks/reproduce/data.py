@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from networks import mnist_data
 
-__all__ = ["Data", "cifar", "mnist"]
+__all__ = ["Data", "cifar", "cifar_folders", "mnist"]
 
 _CIFAR = ("data_batch_1.bin", "test_batch.bin")
 _SHAPE = (3, 32, 32)
@@ -48,7 +48,7 @@ def cifar(train: int, test: int) -> Data:
     Raises:
         SystemExit: there is none.
     """
-    folders = [folder.with_name("cifar10") for folder in mnist_data.places(None) if folder.name == "mnist"]
+    folders = cifar_folders()
     found = next((files for folder in folders if all(files := [_file(folder, name) for name in _CIFAR])), None)
     if found is None:
         raise SystemExit(
@@ -58,6 +58,11 @@ def cifar(train: int, test: int) -> Data:
     (train_x, train_y, checksum), (test_x, test_y, _) = (_read(file) for file in found if file)
     source = f"CIFAR-10, first batch, CRC-32 {checksum:08x}"
     return Data(train_x[:train], train_y[:train], test_x[:test], test_y[:test], source)
+
+
+def cifar_folders() -> list[Path]:
+    """Where CIFAR-10 is looked for: beside MNIST."""
+    return [folder.with_name("cifar10") for folder in mnist_data.places(None) if folder.name == "mnist"]
 
 
 def _file(folder: Path, name: str) -> Path | None:

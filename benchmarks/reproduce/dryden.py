@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from measure import table
 
 from .papers import DRYDEN, DRYDEN_ALONE, Figure
-from .show import Record, all_groups, complete, figure_of, of_seeds, said_settings, shown
+from .show import Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -111,9 +111,8 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
     accuracy, volume = [], []
     for settings, rows in all_groups(records, "width"):
         title = f"### {said_settings(settings, ('width', 'epochs', 'train', 'batch', 'ranks'))}"
-        name = f"dryden-{settings['width']}-{settings['epochs']}"
-        accuracy += [title, "", _accuracy(rows), "", _curves(rows, folder, f"{name}-accuracy"), ""]
-        volume += [title, "", _volume(rows), "", _volume_plot(rows, folder, f"{name}-volume"), ""]
+        accuracy += [title, "", _accuracy(rows), "", _curves(rows, folder, plot_of(NAME, settings, "accuracy")), ""]
+        volume += [title, "", _volume(rows), "", _volume_plot(rows, folder, plot_of(NAME, settings, "volume")), ""]
     return {"accuracy": "\n".join(accuracy).strip(), "volume": "\n".join(volume).strip()}
 
 

@@ -8,10 +8,11 @@ from statistics import mean, median
 from typing import Any
 
 from measure import Spread, ratios, table
+from places import UNLIMITED
 
-from .lam import BINS, DENSE, DENSE_SERVER, LEARNING, METHODS, TIMED, TIMES, WIDEST
+from .lam import BINS, DENSE, DENSE_SERVER, LEARNING, METHODS, NAME, TIMED, TIMES, WIDEST
 from .papers import LAM_SPEEDUP, LAM_TARGET
-from .show import MISSING, Record, all_groups, figure_of, of_seeds, said_settings, shown
+from .show import MISSING, Record, all_groups, figure_of, of_seeds, plot_of, said_settings, shown
 
 __all__ = ["equal_accuracy", "parts", "passes_to"]
 
@@ -22,15 +23,24 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
     speed, magnitudes = [], []
     for settings, rows in all_groups(learning, "ranks"):
         title = f"### {said_settings(settings, ('ranks', 'train', 'batch'))}"
-        name = f"lam-{settings['ranks']}-{settings['train']}-{settings['epochs']}"
-        steps = next((r for r in timed if r["ranks"] == settings["ranks"]), None)
-        speed += [title, "", _speed(settings, rows, steps), "", _curves(settings, rows, steps, folder, name), ""]
+        steps = _steps_of(settings, timed)
+        speed += [title, "", _speed(settings, rows, steps), "", _curves(settings, rows, steps, folder), ""]
         if rows.get(DENSE):
             watched = rows[DENSE][0]["result"]["watched"]
-            magnitudes += [title, "", *_magnitudes(settings, watched, folder, f"{name}-magnitudes"), ""]
+            magnitudes += [title, "", *_magnitudes(settings, watched, folder), ""]
     tables = [text for record in sorted(timed, key=lambda r: r["ranks"]) for text in (_steps(record), "")]
     texts = {"speed": speed, "steps": tables, "magnitudes": magnitudes}
     return {key: "\n".join(lines).strip() for key, lines in texts.items()}
+
+
+def _steps_of(settings: Mapping[str, Any], timed: Sequence[Record]) -> Record | None:
+    """The steps of as many workers, on limited links rather than not, of as many rounds as possible."""
+    fitting = [r for r in timed if (r["ranks"], r["settings"]["batch"]) == (settings["ranks"], settings["batch"])]
+    return max(
+        fitting,
+        key=lambda r: (r["settings"]["rate"] != UNLIMITED, len(r["result"]["rows"][DENSE]["seconds"])),
+        default=None,
+    )
 
 
 def passes_to(target: float, record: Record) -> float | None:
@@ -102,9 +112,8 @@ def _steps(record: Record) -> str:
     return table(head, lines)
 
 
-def _curves(
-    settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps: Record | None, folder: Path, name: str
-) -> str:
+def _curves(settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps: Record | None, folder: Path) -> str:
+    name = plot_of(NAME, settings, "accuracy")
     steps_of_pass = settings["train"] // (settings["batch"] * settings["ranks"])
     with figure_of(folder, name, panels=2) as (by_passes, by_time):
         for method in TIMED:
@@ -126,7 +135,8 @@ def _curves(
     return shown(name)
 
 
-def _magnitudes(settings: Mapping[str, Any], watched: Mapping[str, Any], folder: Path, name: str) -> list[str]:
+def _magnitudes(settings: Mapping[str, Any], watched: Mapping[str, Any], folder: Path) -> list[str]:
+    name = plot_of(NAME, settings, "magnitudes")
     layers, steps = watched["layers"], watched["step"]
     steps_of_pass = max(1, settings["train"] // (settings["batch"] * settings["ranks"]))
     passes = [step // steps_of_pass for step in steps]

@@ -113,4 +113,10 @@ def _conditions(everything: Mapping[str, Sequence[Record]]) -> str:
                 [name, f"`{command}`", len(made), " to ".join({dates[0]: 0, dates[-1]: 0}), f"{minutes:.0f}", data]
             )
     head = ["", "command", "starts", "date", "minutes", "data"]
-    return "\n".join([table(["", ""], facts), "", table(head, runs)])
+    return "\n".join([_replicas(records), "", table(["", ""], facts), "", table(head, runs)])
+
+
+def _replicas(records: Sequence[Record]) -> str:
+    same = [r["result"]["replicas_identical"] for r in records if r["result"].get("replicas_identical") is not None]
+    said = f"In {sum(same)} of {len(same)} trainings all ranks held the same bytes in the end."
+    return said if all(same) else f"**{said}**"

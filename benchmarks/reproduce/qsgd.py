@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from measure import table
 
-from .show import MISSING, Record, all_groups, figure_of, of_seeds, said_settings, shown
+from .show import MISSING, Record, all_groups, figure_of, of_seeds, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
     found = []
     for settings, rows in all_groups(records, "train"):
         data = settings["data"]
-        name = f"qsgd-{data.lower()}-{settings['epochs']}"
+        name = plot_of(NAME, settings, data.lower())
         title = f"### {data}: {said_settings(settings, ('epochs', 'train', 'batch', 'ranks'))}"
         found += [title, "", _table(data, rows), "", _plot(data, rows, folder, name), ""]
     return {"results": "\n".join(found).strip()}

@@ -9,7 +9,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-__all__ = ["MISSING", "Record", "all_groups", "complete", "figure_of", "of_seeds", "said_settings", "shown"]
+from .unit import key_of
+
+__all__ = [
+    "MISSING",
+    "Record",
+    "all_groups",
+    "complete",
+    "figure_of",
+    "of_seeds",
+    "plot_of",
+    "said_settings",
+    "shown",
+]
 
 Record = dict[str, Any]
 Group = tuple[dict[str, Any], dict[str, list[Record]]]
@@ -68,6 +80,11 @@ def said_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
         '1,024 wide, 8 epochs'
     """
     return ", ".join(_SAID[key].format(settings[key]) for key in keys)
+
+
+def plot_of(experiment: str, settings: Mapping[str, Any], kind: str) -> str:
+    """The name of a group's plot, which no other group has."""
+    return f"{experiment}-{kind}-{key_of(experiment, 0, settings)[:6]}"
 
 
 @contextmanager

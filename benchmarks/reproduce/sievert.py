@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from measure import table
 
-from .show import Record, all_groups, figure_of, shown
+from .show import Record, all_groups, figure_of, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -115,13 +115,13 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
     for settings, rows in all_groups(records, "width"):
         title = (
             f"### Residual network with {settings['width']} channels and {settings['blocks']} blocks, "
-            f"links of {settings['rate']}"
+            f"{said_settings(settings, ('batch', 'rate'))}"
         )
         groups.setdefault(title, []).extend(record for of_label in rows.values() for record in of_label)
     found = []
-    for number, (title, of_group) in enumerate(groups.items()):
+    for title, of_group in groups.items():
         ordered = sorted(of_group, key=lambda record: record["ranks"])
-        name = f"sievert-{number}"
+        name = plot_of(NAME, {"title": title}, "shares")
         found += [title, "", _table(ordered), "", _plot(ordered, folder, name), ""]
     return {"shares": "\n".join(found).strip()}
 

@@ -76,8 +76,10 @@ def learn(
     Returns:
         Accuracies in percent: "train" of each part, of images before they were learned from; "test" of each epoch and,
         where ranks learn alone, rank. "loss" of each part, "bytes_sent" and "seconds" of each rank, "steps", what
-        `watch` has found, whether "replicas_identical", and "digest" of the first rank's parameters.
+        `watch` has found, whether "replicas_identical" (None where ranks learn alone), and "digest" of the first
+        rank's parameters.
     """
+    are_replicas = hasattr(optimizer, "compression_stats")
     history: dict[str, Any] = {"train": [], "loss": [], "test": [], "bytes": 0, "seconds": 0.0, "steps": 0}
     first = _restored(checkpoint, network, optimizer, history, watch)
     sent_before = history["bytes"]
@@ -92,7 +94,7 @@ def learn(
             _learn_part(part, network, optimizer, data, history, watch)
             if _is_reached(history, target):
                 break
-        history["test"].append(_tested(network, data, is_shared=hasattr(optimizer, "compression_stats")))
+        history["test"].append(_tested(network, data, are_replicas))
         history["bytes"] = sent_before + _bytes_sent(optimizer)
         checkpoint.save(epoch, _state(epoch, network, optimizer, history, watch))
         r.done(f"epoch {epoch + 1}: {history['test'][-1][0]:.2f} %")
@@ -103,7 +105,7 @@ def learn(
         "seconds": all_ranks(history["seconds"]),
         "watched": None if watch is None else watch.found,
         "digest": digests[0],
-        "replicas_identical": len(set(digests)) == 1,
+        "replicas_identical": len(set(digests)) == 1 if are_replicas else None,
         "parameters": sum(p.numel() for p in network.parameters()),
         "data": data.source,
     }
@@ -142,9 +144,9 @@ def _learn_part(
     history["loss"].append(float(np.mean(all_ranks(float(loss_sum) / len(order)))))
 
 
-def _tested(network: nn.Module, data: Data, is_shared: bool) -> list[float]:
+def _tested(network: nn.Module, data: Data, are_replicas: bool) -> list[float]:
     """Test accuracy of each rank; of one where all have the same network, and share the work."""
-    if not is_shared:
+    if not are_replicas:
         return [100 * right / len(data.test_y) for right in all_ranks(_right(network, data.test_x, data.test_y))]
     mine = slice(hvd.rank(), None, hvd.size())
     return [100 * sum(all_ranks(_right(network, data.test_x[mine], data.test_y[mine]))) / len(data.test_y)]

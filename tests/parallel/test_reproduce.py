@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from reproduce import page
+from reproduce.data import cifar_folders
 from reproduce.experiments import EXPERIMENTS, settings_of
 from reproduce.runner import run
 from reproduce.store import Record, Store
@@ -29,17 +30,9 @@ def tiny(name: str, folder: Path, label: str) -> Record:
     return record
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def needs_cifar() -> None:
-    from networks import mnist_data
-
-    folders = [folder.with_name("cifar10") for folder in mnist_data.places(None)]
-    if not any(folder.is_dir() for folder in folders):
-        pytest.skip(f"no CIFAR-10 in {', '.join(map(str, folders))}")
+    if not any(folder.is_dir() for folder in cifar_folders()):
+        pytest.skip(f"no CIFAR-10 in {', '.join(map(str, cifar_folders()))}")
 
 
 def needs(*names: str) -> None:
