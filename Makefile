@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-keras2 test-all lint format bench clean
+.PHONY: help setup setup-keras2 demo test test-keras2 test-all lint format bench reproduce clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -39,6 +39,9 @@ format: setup        ## let ruff format and fix what it can
 
 bench: setup         ## what compression is worth, into benchmarks/results/ (a quarter of an hour; root for slow links; ARGS=--long)
 	@$(WITH_VENV) $(PYTHON_VENV) benchmarks $(ARGS)
+
+reproduce: setup     ## the papers' experiments, into docs/reproductions.md (about two hours; root for slow links; ARGS=--full: days)
+	@$(WITH_VENV) $(PYTHON_VENV) -m benchmarks.reproduce $(ARGS)
 
 clean:               ## remove build and cache folders; .venv* and the Horovod wheels in the user's cache stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \

@@ -33,6 +33,7 @@ __all__ = [
     "picture",
     "ratios",
     "read",
+    "rounded",
     "table",
     "verdict",
     "write",
@@ -175,17 +176,18 @@ def write(name: str, content: Mapping[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {"command": ["python", f"benchmarks/{name}.py", *sys.argv[1:]], "machine": machine(), **content}
-    path.write_text(json.dumps(_rounded(record), separators=(",", ":")) + "\n")
+    path.write_text(json.dumps(rounded(record), separators=(",", ":")) + "\n")
     return path
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """The same with as many digits as are worth keeping in a file."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(v) for key, v in value.items()}
+        return {key: rounded(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
+        return [rounded(v) for v in value]
     return value
 
 

@@ -19,7 +19,7 @@ import hvd_compress.torch as hvd
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import mnist_data
 
-__all__ = ["Training", "batches", "mlp", "network_of", "resnet"]
+__all__ = ["Training", "batches", "mlp", "mnist_data", "network_of", "resnet"]
 
 CLASSES = 10
 

@@ -204,20 +204,20 @@ def _run_here(ranks: int, command: Sequence[str], progress: Progress) -> None:
     # both processors are shared by more ranks than there are, and a spinning one would starve the others
     options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    process = subprocess.Popen(
+    with subprocess.Popen(
         ["mpirun", "-np", str(ranks), *options, *root, *command],
         cwd=ROOT,
         env={**os.environ, **_environment(), "PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            progress.write(line)
-    finally:
-        if process.poll() is None:
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                progress.write(line)
+        except BaseException:
             process.terminate()
-    if process.wait():
+            raise
+    if process.returncode:
         raise RunError(f"mpirun returned {process.returncode}")

@@ -1,0 +1,200 @@
+"""Table 1 and figure 3 of Dryden et al. 2016: MNIST, three wide layers, AdaGrad, four replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from measure import table
+
+from .papers import DRYDEN, DRYDEN_ALONE, Figure
+from .show import Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+
+__all__ = ["FORMS", "VERSION", "parts", "plan", "work"]
+
+VERSION = 1
+NAME = "dryden"
+NORMAL, ONE_BIT, THRESHOLD, ADAPTIVE, ALONE = "normal", "one-bit", "threshold", "adaptive", "no communication"
+METHODS = (NORMAL, ONE_BIT, THRESHOLD, ADAPTIVE, ALONE)
+PAPER: dict[str, Figure] = {**DRYDEN, ALONE: DRYDEN_ALONE}
+_PAPERS_OWN = {"ranks": 4, "batch": 10, "train": 60000, "test": 10000}
+FORMS: dict[str, dict[str, Any]] = {
+    "tiny": {"width": 16, "epochs": 2, "ranks": 2, "batch": 10, "train": 400, "test": 100},
+    "short": {"width": 1024, "epochs": 8, **_PAPERS_OWN},
+    "full": {"width": 4096, "epochs": 20, **_PAPERS_OWN},
+}
+RATE, EPSILON = 0.005, 1e-8  # the learning rate is the paper's; epsilon is not in it
+TAU, PI, SAMPLE = 0.001, 64, 128  # the paper's, but for the size of one-bit's sample, which it does not tell
+LAYER = "4.weight"  # the third of the fully connected ones, as in the figure
+_CONSECUTIVE, _EVERY = 200, 50  # mini-batches whose bytes are kept: the first ones, then some
+
+
+def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
+    """All trainings; those of one seed come before those of the next."""
+    own = {key: value for key, value in settings.items() if key != "ranks"}
+    return [
+        Unit(NAME, VERSION, method, {**own, "method": method, "seed": seed}, settings["ranks"], settings["epochs"])
+        for seed in seeds
+        for method in METHODS
+    ]
+
+
+# -- in the ranks ---------------------------------------------------------------------------------------------------
+
+
+def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """One training."""
+    import networks
+    from torch.optim import SGD, Adagrad
+
+    from hvd_compress import AdaGrad, Adaptive, NoCompression, OneBit, Threshold
+
+    from .data import mnist
+    from .nets import from_seed
+    from .training import learn, wrapped
+
+    data = mnist(settings["train"], settings["test"])
+    features = data.train_x.shape[1]
+    network = from_seed(lambda: networks.mlp(settings["width"], features), settings["seed"])
+    adagrad = Adagrad(network.parameters(), RATE, eps=EPSILON, fused=True)
+    method = settings["method"]
+    if method == ALONE:
+        return learn(settings, network, adagrad, data, checkpoint)
+    if method == ONE_BIT:
+        # of the paper's methods the only one with AdaGrad inside of its allreduce
+        sgd = SGD(network.parameters(), RATE)
+        optimizer = wrapped(sgd, network, OneBit(sample=SAMPLE), adagrad=AdaGrad(EPSILON))
+    else:
+        compression = {NORMAL: NoCompression(), THRESHOLD: Threshold(TAU), ADAPTIVE: Adaptive(pi=PI)}[method]
+        optimizer = wrapped(adagrad, network, compression, exchange="two_phase")
+    return learn(settings, network, optimizer, data, checkpoint, watch=Volume(optimizer))
+
+
+class Volume:
+    """Bytes that this rank sends for the layer of the figure, in single mini-batches."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.found: dict[str, Any] = {"step": [], "bytes": []}
+        self._optimizer = optimizer
+        self._before = 0
+
+    def begin(self, step: int, x: Any, y: Any) -> None:
+        """Before a step."""
+        if _is_kept(step):
+            self._before = self._sent()
+
+    def end(self, step: int) -> None:
+        """After it."""
+        if _is_kept(step):
+            self.found["step"].append(step)
+            self.found["bytes"].append(self._sent() - self._before)
+
+    def _sent(self) -> int:
+        return self._optimizer.compression_stats()["tensors"][LAYER]["bytes_sent"]
+
+
+def _is_kept(step: int) -> bool:
+    return step < _CONSECUTIVE or step % _EVERY == 0
+
+
+# -- the page -------------------------------------------------------------------------------------------------------
+
+
+def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
+    """What the page shows of the records: "accuracy" and "volume"."""
+    accuracy, volume = [], []
+    for settings, rows in all_groups(records, "width"):
+        title = f"### {said_settings(settings, ('width', 'epochs', 'train', 'batch', 'ranks'))}"
+        accuracy += [title, "", _accuracy(rows), "", _curves(rows, folder, plot_of(NAME, settings, "accuracy")), ""]
+        volume += [title, "", _volume(rows), "", _volume_plot(rows, folder, plot_of(NAME, settings, "volume")), ""]
+    return {"accuracy": "\n".join(accuracy).strip(), "volume": "\n".join(volume).strip()}
+
+
+def _accuracy(rows: Mapping[str, list[Record]]) -> str:
+    lines: list[list[object]] = []
+    for method, records in complete(rows, METHODS):
+        paper = PAPER[method]
+        ours = [best_of_ranks(record) for record in records]
+        sent = [mean(record["result"]["bytes_sent"]) / record["result"]["steps"] / 1e3 for record in records]
+        differs = [o - best_of_ranks(normal) for o, normal in _beside_normal(records, ours, rows)]
+        lines.append(
+            [
+                method,
+                f"{paper.value:.2f}",
+                f"{paper.value - PAPER[NORMAL].value:+.2f}",
+                of_seeds(ours, 2),
+                of_seeds(differs, 2, sign=True) if differs else "",
+                of_seeds(sent, 1) if any(sent) else "0" if records else "",
+                len(records),
+            ]
+        )
+    head = [
+        "", "paper, 20 epochs, %", "paper, against normal", "here, %", "here, against normal, same seed",
+        "kB a rank sends in a step", "seeds",
+    ]  # fmt: skip
+    return table(head, lines)
+
+
+def best_of_ranks(record: Record) -> float:
+    """Test accuracy at the end; of ranks that learned alone, the best one's, as in the paper."""
+    return max(record["result"]["test"][-1])
+
+
+def _beside_normal(
+    records: Sequence[Record], values: Sequence[float], rows: Mapping[str, list[Record]]
+) -> list[tuple[float, Record]]:
+    normal = {record["settings"]["seed"]: record for record in rows.get(NORMAL, [])}
+    seeds = [record["settings"]["seed"] for record in records]
+    return [(value, normal[seed]) for value, seed in zip(values, seeds, strict=True) if seed in normal]
+
+
+def _curves(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
+    with figure_of(folder, name) as panel:
+        for method in METHODS:
+            for i, record in enumerate(rows.get(method, [])):
+                best = [max(of_ranks) for of_ranks in record["result"]["test"]]
+                label = None if i else method
+                panel.plot(range(1, len(best) + 1), best, color=f"C{METHODS.index(method)}", label=label, marker=".")
+        panel.set(xlabel="epoch", ylabel="test accuracy, %", title="Test accuracy after each epoch")
+        panel.legend(fontsize=8)
+    return shown(name)
+
+
+def _volume(rows: Mapping[str, list[Record]]) -> str:
+    lines: list[list[object]] = []
+    for method, records in complete(rows, METHODS[:-1]):
+        samples = [b / 1e3 for record in records for b in record["result"]["watched"]["bytes"]]
+        lines.append([method, *(volume_figures(samples) if samples else [""] * 5)])
+    head = ["", "kB: median", "least", "most", "most / median", "deviation / mean"]
+    return table(head, lines)
+
+
+def volume_figures(samples: Sequence[float]) -> list[str]:
+    """Median, extremes, the largest against the median, and the coefficient of variation."""
+    import numpy as np
+
+    middle, least, most = float(np.median(samples)), min(samples), max(samples)
+    spread = float(np.std(samples)) / float(np.mean(samples)) if any(samples) else 0.0
+    return [f"{middle:.1f}", f"{least:.1f}", f"{most:.1f}", f"{most / middle:.2f}" if middle else "", f"{spread:.3f}"]
+
+
+def _volume_plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
+    with figure_of(folder, name) as panel:
+        for method in METHODS[:-1]:
+            for record in rows.get(method, [])[:1]:
+                watched = record["result"]["watched"]
+                kilobytes = [b / 1e3 for b in watched["bytes"]]
+                colour = f"C{METHODS.index(method)}"
+                panel.plot(watched["step"], kilobytes, color=colour, label=method, linewidth=0.8)
+        panel.set(
+            xlabel="mini-batch", ylabel="kB that a rank sends", yscale="log",
+            title="Third fully connected layer (figure 3 of the paper)",
+        )  # fmt: skip
+        panel.legend(fontsize=8)
+    return shown(name)

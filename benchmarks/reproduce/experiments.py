@@ -1,0 +1,72 @@
+"""All experiments, and how large each form of them is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import dryden, lam, lam_page, qsgd, sievert
+from .show import Record
+from .unit import Unit
+
+__all__ = ["EXPERIMENTS", "SEEDS", "Experiment", "settings_of"]
+
+
+class Experiment(NamedTuple):
+    """A paper's experiment.
+
+    Args:
+        version: of its records.
+        forms: settings of "tiny", "short" and "full".
+        plan: the units of settings and seeds.
+        work: what the ranks of a unit do with its settings and checkpoint.
+        parts: Markdown by name, of records and the folder for plots.
+    """
+
+    version: int
+    forms: Mapping[str, dict[str, Any]]
+    plan: Callable[[Mapping[str, Any], Sequence[int]], list[Unit]]
+    work: Callable[[Mapping[str, Any], Any], dict[str, Any]]
+    parts: Callable[[Sequence[Record], Path], dict[str, str]]
+
+
+EXPERIMENTS = {
+    "dryden": Experiment(dryden.VERSION, dryden.FORMS, dryden.plan, dryden.work, dryden.parts),
+    "lam": Experiment(lam.VERSION, lam.FORMS, lam.plan, lam.work, lam_page.parts),
+    "sievert": Experiment(sievert.VERSION, sievert.FORMS, sievert.plan, sievert.work, sievert.parts),
+    "qsgd": Experiment(qsgd.VERSION, qsgd.FORMS, qsgd.plan, qsgd.work, qsgd.parts),
+}
+SEEDS = {"tiny": 1, "short": 1, "full": 3}
+
+
+def settings_of(experiment: str, form: str, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The settings of a form of an experiment, some of them changed.
+
+    Args:
+        experiment: its name.
+        form: "tiny", "short" or "full".
+        changes: NAME=JSON each.
+
+    Raises:
+        ValueError: a change that is no NAME=JSON, or of a setting that this experiment does not have.
+
+    Example:
+        >>> settings_of("dryden", "short", ["epochs=20"])["epochs"]
+        20
+    """
+    plain = EXPERIMENTS[experiment].forms[form]
+    settings = dict(plain)
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in plain:
+            raise ValueError(f"--set {change}: settings of {experiment} are {', '.join(plain)}")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text  # a plain word, such as a rate
+        if type(value) is not type(plain[name]):
+            raise ValueError(f"--set {change}: give something like {name}={json.dumps(plain[name])}")
+        settings[name] = value
+    return settings

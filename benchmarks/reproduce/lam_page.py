@@ -1,0 +1,155 @@
+"""What the page shows of the repetition of Lam et al. 2017."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from measure import Spread, ratios, table
+from places import UNLIMITED
+
+from .lam import BINS, DENSE, DENSE_SERVER, LEARNING, METHODS, NAME, TIMED, TIMES, WIDEST
+from .papers import LAM_SPEEDUP, LAM_TARGET
+from .show import MISSING, Record, all_groups, figure_of, of_seeds, plot_of, said_settings, shown
+
+__all__ = ["equal_accuracy", "parts", "passes_to"]
+
+
+def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
+    """What the page shows of the records: "speed", "steps" and "magnitudes"."""
+    learning, timed = ([r for r in records if r["settings"]["kind"] == kind] for kind in (LEARNING, TIMES))
+    speed, magnitudes = [], []
+    for settings, rows in all_groups(learning, "ranks"):
+        title = f"### {said_settings(settings, ('ranks', 'train', 'batch'))}"
+        steps = _steps_of(settings, timed)
+        speed += [title, "", _speed(settings, rows, steps), "", _curves(settings, rows, steps, folder), ""]
+        if rows.get(DENSE):
+            watched = rows[DENSE][0]["result"]["watched"]
+            magnitudes += [title, "", *_magnitudes(settings, watched, folder), ""]
+    tables = [text for record in sorted(timed, key=lambda r: r["ranks"]) for text in (_steps(record), "")]
+    texts = {"speed": speed, "steps": tables, "magnitudes": magnitudes}
+    return {key: "\n".join(lines).strip() for key, lines in texts.items()}
+
+
+def _steps_of(settings: Mapping[str, Any], timed: Sequence[Record]) -> Record | None:
+    """The steps of as many workers, on limited links rather than not, of as many rounds as possible."""
+    fitting = [r for r in timed if (r["ranks"], r["settings"]["batch"]) == (settings["ranks"], settings["batch"])]
+    return max(
+        fitting,
+        key=lambda r: (r["settings"]["rate"] != UNLIMITED, len(r["result"]["rows"][DENSE]["seconds"])),
+        default=None,
+    )
+
+
+def passes_to(target: float, record: Record) -> float | None:
+    """Passes over the data until a part of one is learned with that training accuracy; None if it never is."""
+    train = record["result"]["train"]
+    of_part = 1 / record["settings"]["parts"]
+    return next(((i + 1) * of_part for i, accuracy in enumerate(train) if accuracy >= target), None)
+
+
+def equal_accuracy(rows: Mapping[str, Sequence[Record]]) -> float:
+    """The paper's training accuracy, or the highest that all trainings have reached, whichever is lower."""
+    best = [max(record["result"]["train"]) for records in rows.values() for record in records]
+    return min([LAM_TARGET.value, *best])
+
+
+def _seconds(steps: Record | None, method: str) -> float | None:
+    return None if steps is None else median(steps["result"]["rows"][method]["seconds"])
+
+
+def _passes(rows: Mapping[str, Sequence[Record]], method: str, target: float) -> list[float]:
+    learned = DENSE if method == DENSE_SERVER else method  # the sums are the same
+    found = [passes_to(target, record) for record in rows.get(learned, [])]
+    return [passes for passes in found if passes is not None]
+
+
+def _speed(settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps: Record | None) -> str:
+    target = equal_accuracy(rows)
+    steps_of_pass = settings["train"] // (settings["batch"] * settings["ranks"])
+    lines: list[list[object]] = []
+    for method in TIMED:
+        passes, seconds = _passes(rows, method, target), _seconds(steps, method)
+        total = f"{mean(passes) * steps_of_pass * seconds:.0f}" if passes and seconds else ""
+        against = [_times_as_fast(rows, steps, method, dense, target) for dense in (DENSE, DENSE_SERVER)]
+        lines.append([method, of_seeds(passes, 2), f"{1e3 * seconds:.0f}" if seconds else MISSING, total, *against])
+    rate = steps["settings"]["rate"] if steps else "any rate"
+    head = [
+        "", f"passes to {target:.1f} %", f"ms of a step, {rate}", "s to that accuracy", f"times as fast as {DENSE}",
+        f"times as fast as {DENSE_SERVER}",
+    ]  # fmt: skip
+    return table(head, [*lines, ["paper, 14 machines", "", "", "", "", f"about {LAM_SPEEDUP.value:g}"]])
+
+
+def _times_as_fast(
+    rows: Mapping[str, list[Record]], steps: Record | None, method: str, dense: str, target: float
+) -> str:
+    if steps is None or method == dense:
+        return ""
+    timed = steps["result"]["rows"]
+    passes, of_dense = (_passes(rows, name, target) for name in (method, dense))
+    if not passes or not of_dense:
+        return ""
+    factor = mean(of_dense) / mean(passes)
+    return str(Spread.of([factor * r for r in ratios(timed[dense]["seconds"], timed[method]["seconds"])]))
+
+
+def _steps(record: Record) -> str:
+    """Table of the steps that were timed in turns."""
+    result = record["result"]
+    lines: list[list[object]] = []
+    for method in TIMED:
+        row, sent = result["rows"][method], [of_rank[method] / 1e3 for of_rank in result["bytes_sent"]]
+        against = ratios(result["rows"][DENSE]["seconds"], row["seconds"])
+        milliseconds = Spread.of([1e3 * s for s in row["seconds"]])
+        lines.append([method, milliseconds, Spread.of(against), f"{sent[0]:.0f}", f"{mean(sent[1:]):.0f}"])
+    head = [
+        f"{record['ranks']} workers, {record['settings']['rate']}", "a step, ms", f"times as fast as {DENSE}",
+        "kB from the first rank", "kB from each other",
+    ]  # fmt: skip
+    return table(head, lines)
+
+
+def _curves(settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps: Record | None, folder: Path) -> str:
+    name = plot_of(NAME, settings, "accuracy")
+    steps_of_pass = settings["train"] // (settings["batch"] * settings["ranks"])
+    with figure_of(folder, name, panels=2) as (by_passes, by_time):
+        for method in TIMED:
+            learned = DENSE if method == DENSE_SERVER else method
+            seconds = _seconds(steps, method)
+            for i, record in enumerate(rows.get(learned, [])):
+                train = record["result"]["train"]
+                passes = [(number + 1) / settings["parts"] for number in range(len(train))]
+                drawn = {"color": f"C{TIMED.index(method)}", "label": None if i else method, "linewidth": 1}
+                if method in METHODS:
+                    by_passes.plot(passes, train, **drawn)
+                if seconds:
+                    by_time.plot([p * steps_of_pass * seconds for p in passes], train, **drawn)
+        by_passes.set(xlabel="passes over the data", ylabel="training accuracy, %")
+        by_time.set(xlabel=f"seconds at {steps['settings']['rate'] if steps else '?'}", ylabel="training accuracy, %")
+        by_passes.legend(fontsize=7)
+        if by_time.get_legend_handles_labels()[0]:
+            by_time.legend(fontsize=7)
+    return shown(name)
+
+
+def _magnitudes(settings: Mapping[str, Any], watched: Mapping[str, Any], folder: Path) -> list[str]:
+    name = plot_of(NAME, settings, "magnitudes")
+    layers, steps = watched["layers"], watched["step"]
+    steps_of_pass = max(1, settings["train"] // (settings["batch"] * settings["ranks"]))
+    passes = [step // steps_of_pass for step in steps]
+    left = [WIDEST * i / BINS for i in range(BINS)]
+    with figure_of(folder, name, panels=len(layers), rows=len(steps)) as panels:
+        for i, of_pass in enumerate(passes):
+            for j, (layer, histograms) in enumerate(layers.items()):
+                panel = panels.reshape(len(steps), len(layers))[i, j]
+                panel.bar(left, histograms[i]["counts"], width=WIDEST / BINS, align="edge")
+                panel.set(title=f"{layer}, after {of_pass} passes", yscale="log")
+                panel.set_xlabel("magnitude / root mean square")
+    lines = [
+        [f"`{layer}`", *(f"{100 * h['largest_tenth']:.0f}" for h in histograms)] for layer, histograms in layers.items()
+    ]
+    head = ["share of the squared norm in the largest 10 %, in percent", *(f"after {p} passes" for p in passes)]
+    return [shown(name), "", table(head, lines)]

@@ -1,0 +1,108 @@
+"""What the sections of the page share: groups of records, figures of several seeds, plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from .unit import key_of
+
+__all__ = [
+    "MISSING",
+    "Record",
+    "all_groups",
+    "complete",
+    "figure_of",
+    "of_seeds",
+    "plot_of",
+    "said_settings",
+    "shown",
+]
+
+Record = dict[str, Any]
+Group = tuple[dict[str, Any], dict[str, list[Record]]]
+MISSING = "**missing**"
+_OF_A_UNIT = ("method", "seed", "bits", "coding")
+_SAID = {
+    "width": "{:,} wide",
+    "epochs": "{:,} epochs",
+    "train": "{:,} images",
+    "batch": "batches of {} a rank",
+    "ranks": "{} ranks",
+    "rate": "links of {}",
+}
+
+
+def all_groups(records: Sequence[Record], largest: str) -> list[Group]:
+    """Records that differ in method and seed only, by label; the groups of the largest setting come first."""
+    groups: dict[str, Group] = {}
+    for record in records:
+        shared = {key: value for key, value in record["settings"].items() if key not in _OF_A_UNIT}
+        shared["ranks"] = record["ranks"]
+        group = groups.setdefault(json.dumps(shared, sort_keys=True), (shared, {}))
+        group[1].setdefault(record["label"], []).append(record)
+    for _, rows in groups.values():
+        for of_label in rows.values():
+            of_label.sort(key=lambda record: record["settings"].get("seed", 0))
+    return sorted(groups.values(), key=lambda group: (group[0][largest], group[0].get("epochs", 0)), reverse=True)
+
+
+def complete(rows: Mapping[str, list[Record]], labels: Sequence[str]) -> Iterator[tuple[str, list[Record]]]:
+    """All labels that should be there, and what there is of each."""
+    for label in labels:
+        yield label, rows.get(label, [])
+
+
+def of_seeds(values: Sequence[float], digits: int, sign: bool = False) -> str:
+    """The mean of seeds, with the extremes where there is more than one.
+
+    Example:
+        >>> of_seeds([1.0, 2.0], 1), of_seeds([1.0], 1), of_seeds([], 1)
+        ('1.5 (1.0–2.0)', '1.0', '**missing**')
+    """
+    if not values:
+        return MISSING
+    form = f"{'+' if sign else ''}.{digits}f"
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
+    return f"{mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+
+
+def said_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """Some settings in words.
+
+    Example:
+        >>> said_settings({"width": 1024, "epochs": 8}, ("width", "epochs"))
+        '1,024 wide, 8 epochs'
+    """
+    return ", ".join(_SAID[key].format(settings[key]) for key in keys)
+
+
+def plot_of(experiment: str, settings: Mapping[str, Any], kind: str) -> str:
+    """The name of a group's plot, which no other group has."""
+    return f"{experiment}-{kind}-{key_of(experiment, 0, settings)[:6]}"
+
+
+@contextmanager
+def figure_of(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterator[Any]:
+    """A figure to draw into, one panel or an array of them, that is saved at the end."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, panels, figsize=(max(7, 4.2 * panels), 3.8 * rows), layout="constrained")
+    try:
+        yield axes
+        for panel in [axes] if panels == rows == 1 else axes.flat:
+            panel.grid(alpha=0.3)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.png", dpi=90)
+    finally:
+        plt.close(figure)
+
+
+def shown(name: str) -> str:
+    """The Markdown that shows a figure; `page` knows the way to its folder."""
+    return f"![{name}](<plots>/{name}.png)"

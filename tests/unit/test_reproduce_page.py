@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reproduce import lam, lam_page, page, sievert
+from reproduce.cli import FOLDER, PAGE
+from reproduce.dryden import volume_figures
+from reproduce.experiments import EXPERIMENTS, settings_of
+from reproduce.store import Store
+from reproduce.unit import Unit
+
+ROOT = Path(__file__).parents[2]
+COMMAND = ["python", "-m", "benchmarks.reproduce"]
+
+
+def training(unit: Unit, accuracy: float, **more: Any) -> dict[str, Any]:
+    ranks = 4 if unit.label == "no communication" else 1
+    watched = {"step": [0, 1, 50], "bytes": [1000, 3000, 2000]}
+    return {
+        "train": [90.0, 99.0], "loss": [1.0, 0.1], "test": [[50.0] * ranks, [accuracy - i for i in range(ranks)]],
+        "steps": 10, "bytes_sent": [30000.0] * unit.ranks, "seconds": [1.0] * unit.ranks, "digest": "ab",
+        "parameters": 1000, "data": "MNIST", "watched": watched, "replicas_identical": True, **more,
+    }  # fmt: skip
+
+
+def written(tmp_path: Path, store: Store) -> str:
+    path = tmp_path / "docs" / "page.md"
+    page.write(path, store)
+    return path.read_text()
+
+
+def cells_of(text: str, first: str) -> list[str]:
+    """The cells of the first row that begins so."""
+    row = next(line for line in text.splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+def part_of(text: str, heading: str) -> str:
+    return text.partition(f"\n## {heading}")[2].partition("\n## ")[0]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "results")
+
+
+def test_without_records_the_page_says_what_is_missing(tmp_path: Path, store: Store) -> None:
+    text = written(tmp_path, store)
+    for name in EXPERIMENTS:
+        assert f"**Missing:** nothing is recorded. `python -m benchmarks.reproduce {name}`" in text
+    assert "**0 of 5 starts of the short form are recorded**; **0 of 15 starts of the full form are recorded**" in text
+    assert "{{" not in text
+
+
+def test_ours_stand_beside_the_papers_and_a_missing_method_is_named(tmp_path: Path, store: Store) -> None:
+    units = EXPERIMENTS["dryden"].plan(settings_of("dryden", "short"), range(2))
+    accuracy = {"normal": 97.5, "one-bit": 97.25, "threshold": 96.0, "no communication": 95.0}
+    for unit in units:
+        if unit.label in accuracy:
+            value = accuracy[unit.label] + unit.settings["seed"]
+            store.write(unit, training(unit, value), 60.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Accuracy of quantized")
+    assert "### 1,024 wide, 8 epochs, 60,000 images, batches of 10 a rank, 4 ranks" in table
+    # Table 1 of the paper: 98.49 against 98.51
+    assert cells_of(table, "one-bit") == [
+        "98.49", "-0.02", "97.75 (97.25–98.25)", "-0.25 (-0.25–-0.25)", "3.0 (3.0–3.0)", "2",
+    ]  # fmt: skip
+    assert cells_of(table, "no communication")[:3] == ["98.09", "-0.42", "95.50 (95.00–96.00)"]
+    assert cells_of(table, "adaptive") == ["98.53", "+0.02", "**missing**", "", "", "0"]
+    assert "**4 of 5 starts of the short form are recorded**" in table
+    (plot,) = store.folder.glob("dryden-accuracy-*.png")
+    assert f"![{plot.stem}](../results/{plot.name})" in table
+
+
+def test_trainings_of_other_sizes_get_a_table_of_their_own(tmp_path: Path, store: Store) -> None:
+    for changes in (["width=64"], ["width=128"], ["width=64", "epochs=2"]):
+        unit = EXPERIMENTS["dryden"].plan(settings_of("dryden", "short", changes), [0])[0]
+        store.write(unit, training(unit, 90.0), 60.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Accuracy of quantized")
+    titles = [line.split(",")[:2] for line in table.splitlines() if " wide, " in line]
+    assert titles == [["### 128 wide", " 8 epochs"], ["### 64 wide", " 8 epochs"], ["### 64 wide", " 2 epochs"]]
+
+
+def test_replicas_that_differ_are_told(tmp_path: Path, store: Store) -> None:
+    one, other, *_ = EXPERIMENTS["dryden"].plan(settings_of("dryden", "short"), [0])
+    store.write(one, training(one, 90.0), 60.0, COMMAND)
+    assert "\nIn 1 of 1 trainings all ranks held the same bytes" in written(tmp_path, store)
+    store.write(other, training(other, 90.0, replicas_identical=False), 60.0, COMMAND)
+    assert "\n**In 1 of 2 trainings all ranks held the same bytes" in written(tmp_path, store)
+
+
+def test_steps_on_limited_links_and_of_more_rounds_come_first(tmp_path: Path, store: Store) -> None:
+    lam_records(store)
+    for rate, seconds, rounds in (("unlimited", 100.0, 9), ("500mbit", 4.0, 5)):
+        changes = [f"rate={rate}", f"seconds={seconds}", "workers=[]", "timed=[4]"]
+        (unit,) = EXPERIMENTS["lam"].plan(settings_of("lam", "short", changes), [0])
+        rows = {method: {"seconds": [seconds] * rounds, "bytes": [0] * rounds} for method in lam.TIMED}
+        sent = [dict.fromkeys(lam.TIMED, 1.0)] * 4
+        store.write(unit, {"rows": rows, "bytes_sent": sent, "data": "CIFAR"}, 9.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Sparsified gradients")
+    assert cells_of(table, "dense, allreduce")[1] == "4000"
+
+
+def test_a_volume_is_summed_up_by_its_extremes_and_its_deviation() -> None:
+    # mean 2, deviation 1
+    assert volume_figures([1.0, 3.0]) == ["2.0", "1.0", "3.0", "1.50", "0.500"]
+    assert volume_figures([4.0, 4.0, 4.0])[-2:] == ["1.00", "0.000"]
+    assert volume_figures([0.0, 0.0]) == ["0.0", "0.0", "0.0", "", "0.000"]
+
+
+def lam_records(store: Store) -> None:
+    curves = {"dense, allreduce": [50.0, 99.6], "Percentile(90)": [40.0, 80.0, 90.0, 99.7]}
+    for unit in EXPERIMENTS["lam"].plan(settings_of("lam", "short"), [0]):
+        if unit.settings["kind"] == lam.TIMES:
+            seconds = {"dense, allreduce": 2.0, "dense, parameter server": 8.0, "Percentile(90)": 1.0}
+            seconds["Percentile(90), error feedback"] = 1.5
+            rows = {method: {"seconds": [s, 2 * s, s], "bytes": [0, 0, 0]} for method, s in seconds.items()}
+            sent = [dict.fromkeys(seconds, 5000.0)] * unit.ranks
+            result = {"rows": rows, "bytes_sent": sent, "data": "CIFAR"}
+            store.write(unit, result, 9.0, COMMAND)
+        elif unit.label in curves:
+            histograms = [lam.histogram(np.ones(20, np.float32))]
+            watched = {"step": [0], "layers": {"0.weight": histograms, "3.weight": histograms}}
+            result = training(unit, 50.0, train=curves[unit.label], watched=watched)
+            store.write(unit, result, 9.0, COMMAND)
+
+
+def test_time_to_equal_accuracy_is_passes_times_steps(tmp_path: Path, store: Store) -> None:
+    lam_records(store)
+    table = part_of(written(tmp_path, store), "Sparsified gradients")
+    # four parts of a pass: dense reaches 99.5 % in the second, the other in the fourth; 312 steps of 32 images a pass
+    assert cells_of(table, "dense, allreduce")[:3] == ["0.50", "2000", f"{0.5 * 312 * 2:.0f}"]
+    # half as long a step, twice the passes: as fast; four times as fast as the server
+    assert cells_of(table, "Percentile(90)") == [
+        "1.00", "1000", "312", "1.0 (1.0–1.0)", "4.0 (4.0–4.0)",
+    ]  # fmt: skip
+    assert cells_of(table, "Percentile(90), error feedback") == ["**missing**", "1500", "", "", ""]
+    assert cells_of(table, "paper, 14 machines")[-1] == "about 2"
+    assert cells_of(table.partition("### Steps")[2], "Percentile(90)") == [
+        "1000 (1000–2000)", "2.0 (2.0–2.0)", "5", "5",
+    ]  # fmt: skip
+
+
+def test_the_accuracy_to_reach_is_the_papers_or_what_all_have_reached() -> None:
+    def records(*train: float) -> list[dict[str, Any]]:
+        return [{"result": {"train": list(train)}, "settings": {"parts": 2}}]
+
+    assert lam_page.equal_accuracy({"a": records(99.6), "b": records(100.0)}) == 99.5
+    assert lam_page.equal_accuracy({"a": records(90.0, 80.0), "b": records(100.0)}) == 90.0
+    assert lam_page.passes_to(70.0, records(60.0, 65.0, 71.0)[0]) == 1.5
+    assert lam_page.passes_to(99.0, records(60.0)[0]) is None
+
+
+def test_a_histogram_of_magnitudes_counts_them_in_root_mean_squares() -> None:
+    # of ten values, the largest tenth is one: 64 of 64 + 9
+    found = lam.histogram(np.array([1, -1, 1, -1, 1, -1, 1, -1, 1, -8], np.float32))
+    assert found["largest_tenth"] == pytest.approx(64 / 73)
+    one, eight = (int(m / (7.3**0.5) / lam.WIDEST * lam.BINS) for m in (1, 8))
+    assert (found["counts"][one], found["counts"][eight]) == (0.9, 0.1)
+    assert sum(lam.histogram(np.zeros(5, np.float32))["counts"]) == 1.0
+
+
+def test_parts_of_a_step_add_up_and_the_server_stands_alone(tmp_path: Path, store: Store) -> None:
+    clocks = {"compute": 10.0, "step": 2.0, "encode_seconds": 1.0, "exchange_seconds": 3.0, "decode_seconds": 0.5}
+    assert sievert.shares(clocks) == {"compute": 5.5, "encode": 1.0, "send and wait": 3.0, "decode": 0.5, "step": 2.0}
+    for unit in EXPERIMENTS["sievert"].plan(settings_of("sievert", "short"), [0]):
+        ranks = [{**clocks, "step": 14.0}] + [clocks] * (unit.ranks - 1)
+        store.write(unit, {"ranks": ranks, "steps": 4, "parameters": 9, "data": "CIFAR"}, 9.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Where the time goes")
+    assert cells_of(table, "8: others") == ["46", "8", "25", "4", "17", "3000"]
+    assert cells_of(table, "2: server")[-2:] == ["58", "6000"]
+
+
+def test_bits_stand_with_bytes_with_and_without_a_coding(tmp_path: Path, store: Store) -> None:
+    for unit in EXPERIMENTS["qsgd"].plan(settings_of("qsgd", "short"), [0]):
+        if unit.settings["data"] == "CIFAR-10" or unit.settings["bits"] == 8:
+            continue
+        coded = unit.settings["coding"]
+        digest = "other" if coded and unit.settings["bits"] == 2 else "ab"
+        sent = [15000.0 if coded else 30000.0] * unit.ranks
+        store.write(unit, training(unit, 97.0, digest=digest, bytes_sent=sent), 9.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Accuracy against bits")
+    # 30 kB in 10 steps, to 3 others; 1000 parameters of 4 bytes
+    assert cells_of(table, "4") == ["97.00", "1.0", "4.0", "0.5", "8.0", "yes, bit by bit", "1"]
+    assert cells_of(table, "2")[5] == "**no**"
+    assert cells_of(table, "8") == ["**missing**", "", "", "**missing**", "", "", "0"]
+    assert cells_of(table, "32 (Horovod fp32)")[:3] == ["97.00", "4.0", "1.0"]
+
+
+def test_prose_and_records_must_fit_each_other() -> None:
+    with pytest.raises(ValueError, match="do not fit each other: volume"):
+        page.filled("{{volume}} {{speed}}", {"speed": "1"})
+    with pytest.raises(ValueError, match="do not fit each other: speed"):
+        page.filled("", {"speed": "1"})
+
+
+def test_the_page_is_that_of_the_records(tmp_path: Path) -> None:
+    # prose that is changed without `--page-only`, or a page that is changed by hand, would not last
+    folder = tmp_path / FOLDER.relative_to(ROOT)
+    folder.mkdir(parents=True)
+    for record in FOLDER.glob("*.json"):
+        shutil.copy(record, folder)
+    path = tmp_path / PAGE.relative_to(ROOT)
+    page.write(path, Store(folder))
+    assert path.read_text() == PAGE.read_text()
+
+
+def test_no_figure_of_ours_is_typed_into_the_prose() -> None:
+    assert "98." not in page.PROSE.read_text()
