@@ -8,10 +8,10 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO, final
+from typing import final
 
 from .errors import ClusterError
-from .launch import Run, environment_of, launch
+from .launch import Run, environment_of, launch, Writer
 from .links import parse_rate, shape_of
 from .system import FOLDER, call, end_processes, exclusive, namespaces, pids_in, terminated_as_exit, uninterrupted
 from .topology import (
@@ -110,7 +110,7 @@ class Cluster:
         launcher: str = "mpi",
         timeout: float = 600.0,
         env: Mapping[str, str] | None = None,
-        echo: TextIO | None = None,
+        echo: Writer | None = None,
     ) -> Run:
         """Run a command on all ranks: real Horovod finds `ranks_per_host` of them on each host.
 

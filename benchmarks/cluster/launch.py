@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol
 
 from .errors import ClusterError, RunError
 from .system import end_processes, pids_in, uninterrupted
 from .topology import CONTROL, DATA, HEAD, HEAD_ADDRESS
 
-__all__ = ["LAUNCHERS", "Run", "environment_of", "launch", "launcher_command"]
+__all__ = ["LAUNCHERS", "Run", "Writer", "environment_of", "launch", "launcher_command"]
 
 LAUNCHERS = ("mpi", "gloo")
 _HERE = Path(__file__).resolve().parent
@@ -30,6 +30,16 @@ _OWN_FILES = 'exec "$@" >"$0/$OMPI_COMM_WORLD_RANK.out" 2>"$0/$OMPI_COMM_WORLD_R
 _TAIL = 3000
 _SECONDS_FOR_STACKS = 5.0
 _POLL_SECONDS = 0.05
+
+
+class Writer(Protocol):
+    """What takes lines, such as a text file."""
+
+    def write(self, text: str, /) -> object:
+        """Take some."""
+
+    def flush(self) -> object:
+        """Hold nothing back."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ def launch(
     command: Sequence[str],
     timeout: float,
     environment: Mapping[str, str],
-    echo: TextIO | None = None,
+    echo: Writer | None = None,
 ) -> None:
     """Run the command on all ranks and wait for them; what is left of them afterwards is ended.
 
@@ -214,7 +224,7 @@ def _check_mpi(path: str) -> None:
 class _Echo:
     """Passes on the whole lines that a rank has written since the last call."""
 
-    def __init__(self, folder: Path, rank: int, to: TextIO) -> None:
+    def __init__(self, folder: Path, rank: int, to: Writer) -> None:
         self._files = [folder / f"{rank}.{kind}" for kind in ("out", "err")]
         self._read = [0, 0]
         self._rank = rank
