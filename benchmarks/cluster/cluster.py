@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import final
 
 from .errors import ClusterError
-from .launch import Run, environment_of, launch, Writer
+from .launch import Run, Writer, environment_of, launch
 from .links import parse_rate, shape_of
 from .system import FOLDER, call, end_processes, exclusive, namespaces, pids_in, terminated_as_exit, uninterrupted
 from .topology import (
