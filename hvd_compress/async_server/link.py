@@ -25,9 +25,6 @@ class Link(Protocol):
     def receive(self) -> Bytes | None:
         """A message that has arrived, which lasts until the next call; None if there is none. Never waits."""
 
-    def close(self) -> None:
-        """Give up what it holds, when nothing is under way any more."""
-
 
 class QueueLink:
     """One end of a link inside a process.
@@ -51,9 +48,6 @@ class QueueLink:
     def receive(self) -> Bytes | None:
         """See `Link`."""
         return self._incoming.popleft() if self._incoming else None
-
-    def close(self) -> None:
-        """See `Link`."""
 
 
 def queue_links() -> tuple[QueueLink, QueueLink]:

@@ -105,6 +105,8 @@ class Member:
                 f"step() on rank {self._position}, which is the server: call serve() where is_server is True, and "
                 "train on the other ranks"
             )
+        if self.is_closed:
+            raise UnsupportedError(f"step() on rank {self._position} after close(): nobody takes gradients any more")
         if self._worker.is_over or self._exchanges(self._worker, gradients):
             return
         warnings.warn(
@@ -118,18 +120,23 @@ class Member:
         """Say that this rank has finished; on the server, wait until all have said so.
 
         A worker that was given up is waited for here too: MPI cannot end without it.
+
+        Raises:
+            HvdCompressError: the server has failed.
         """
         if self.is_closed:
             return
         self.is_closed = True
-        if self._server is not None:
-            self._close_server(self._server)
-        else:
-            self._the_worker.finish()
-            wait_until(self._the_worker.poll)
-        for link in self._links:
-            link.flush()
-            link.close()
+        try:
+            if self._server is not None:
+                self._close_server(self._server)
+            else:
+                self._the_worker.finish()
+                wait_until(self._the_worker.poll)
+        finally:
+            # an answer may say that the server has failed
+            for link in self._links:
+                link.flush()
 
     def stats(self) -> dict[str, Any]:
         """See `server_stats` of the optimizer."""

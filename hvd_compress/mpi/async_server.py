@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -264,31 +265,47 @@ def join_server(
     room = to_server if position == server else to_worker
     links = {peer: MpiLink(peer, room, mpi, comm) for peer in peers}
     member = _MpiMember(tensors, settings, values, links, position, size)
-    member.leave_at_exit(mpi, comm)
+    _end_at_exit(member, mpi, comm)
     return member
 
 
 class _MpiMember(Member):
     """Closes at exit: messages that nobody receives would keep MPI from ending."""
 
-    _mpi: Any
-
-    def leave_at_exit(self, mpi: Any, comm: Any) -> None:
-        """Close then, and let no rank go before all have."""
-        self._mpi = mpi
-        # the last one that is registered comes first
-        atexit.register(_leave, mpi, comm)
-        atexit.register(self.close)
+    mpi: Any
 
     def close(self) -> None:
         """See `Member.close`."""
-        atexit.unregister(self.close)
-        if not self._mpi.Is_finalized():
+        if self in _open:
+            _open.remove(self)
+        if not self.mpi.Is_finalized():
             super().close()
 
 
+_open: list[_MpiMember] = []
+_communicators: list[Any] = []
+
+
+def _end_at_exit(member: _MpiMember, mpi: Any, comm: Any) -> None:
+    if not _communicators:
+        # after Horovod has registered its own end, and so before it
+        atexit.register(_end, mpi)
+    member.mpi = mpi
+    _open.append(member)
+    _communicators.append(comm)
+
+
+def _end(mpi: Any) -> None:
+    """Close what is open, and wait for all ranks: when one of them ends, Horovod ends MPI on all."""
+    with ExitStack() as stack:
+        # the last one that is pushed comes first, and all come, whichever raises
+        for comm in _communicators:
+            stack.callback(_leave, mpi, comm)
+        for member in reversed(_open):
+            stack.callback(member.close)
+
+
 def _leave(mpi: Any, comm: Any) -> None:
-    """Wait for all ranks: when one of them ends, Horovod ends MPI on all."""
     if not mpi.Is_finalized():
         wait_until(comm.Ibarrier().Test)
         comm.Free()

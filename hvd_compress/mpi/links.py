@@ -53,15 +53,13 @@ class MpiLink:
 
     def receive(self) -> Bytes | None:
         """A message that has arrived, which lasts until the next call; None if there is none. Never waits."""
+        # callers ask where a message is to come, so that at the end no receive is left
         if self._receive is None:
             self._receive = self._comm.Irecv(self._words(self._room), self._peer, _TAG)
         if not self._receive.Test(self._status):
             return None
         self._receive = None
         return self._room[: WORD * self._status.Get_count(self._mpi.INT64_T)]
-
-    def close(self) -> None:
-        """Nothing is under way: a receive is posted only where a message is to come."""
 
     def _words(self, message: Bytes) -> list[Any]:
         return [message, message.size // WORD, self._mpi.INT64_T]

@@ -92,3 +92,10 @@ def test_a_worker_that_dies_ends_the_job() -> None:
     outcome = run("async_stop", 4, "mpi", "dies", limit_seconds=120)
     assert outcome.returncode not in (0, None), outcome.describe("the start should fail")
     assert outcome.left == []
+
+
+def test_servers_that_workers_never_close_are_closed_at_exit() -> None:
+    outcome = run("async_stop", 4, "mpi", "stays-open", limit_seconds=120)
+    check_ended(outcome)
+    served = [line for lines in outcome.reports.values() for line in lines if line.get("updates")]
+    assert [(line["updates"], line["value"]) for line in served] == [(15, -15.0)] * 2

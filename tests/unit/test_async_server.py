@@ -542,6 +542,9 @@ def test_wrong_calls_are_refused_with_the_remedy():
     def train(member, own, rank):
         with pytest.raises(UnsupportedError, match=r"serve\(\) on rank 1, which is a worker"):
             member.serve()
+        member.close()
+        with pytest.raises(UnsupportedError, match=r"step\(\) on rank 1 after close\(\)"):
+            member.step(lambda: start())
 
     def serve(member, values):
         with pytest.raises(UnsupportedError, match=r"step\(\) on rank 0, which is the server"):

@@ -47,6 +47,9 @@ def train(server: AsyncParameterServer, how: str) -> int:
 
 def main(report: Any, how: str) -> None:
     """Train; the server stops the victim after some updates, and lets it go on when the others have gone on."""
+    if how == "stays-open":
+        leave_open(report)
+        return
     world = MPI.COMM_WORLD
     compile_kernels()
     parameters = {"w": np.zeros(1000)}
@@ -85,6 +88,34 @@ def main(report: Any, how: str) -> None:
     if how in ("stays", "returns"):
         texts = [str(w.message) for w in told if issubclass(w.category, RuntimeWarning)]
         report(told=texts, steps=steps, over=server.is_over, value=float(parameters["w"][0]), stats=stats)
+
+
+def leave_open(report: Any) -> None:
+    """Two servers on two ranks, which workers close at exit only."""
+    world = MPI.COMM_WORLD
+    values = [{"w": np.zeros(8)} for _ in range(2)]
+
+    def update_of(parameters: dict[str, np.ndarray]) -> Any:
+        def update(gradients: dict[str, np.ndarray]) -> None:
+            parameters["w"] -= gradients["w"]
+
+        return update
+
+    # no worker is held back by one that serves elsewhere still
+    first, second = (
+        AsyncParameterServer(v, update_of(v), staleness=10, server=place) for place, v in enumerate(values)
+    )
+    for server, parameters in ((first, values[0]), (second, values[1])):
+        if not server.is_server:
+            for _ in range(5):
+                server.step({"w": np.ones(8)})
+        if world.rank < 2:
+            # who serves the other one must finish with this one first, all others need not
+            if server.is_server:
+                server.serve()
+            else:
+                server.close()
+            report(updates=server.version if server.is_server else None, value=float(parameters["w"][0]))
 
 
 def compile_kernels() -> None:
