@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, ClusterError, RunError, unavailable
+from cluster.system import terminated_as_exit
 from measure import write
 from tqdm import tqdm
 
@@ -204,14 +205,18 @@ def _run_here(ranks: int, command: Sequence[str], progress: Progress) -> None:
     # both processors are shared by more ranks than there are, and a spinning one would starve the others
     options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    with subprocess.Popen(
-        ["mpirun", "-np", str(ranks), *options, *root, *command],
-        cwd=ROOT,
-        env={**os.environ, **_environment(), "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    # ended with this process, ranks of an interrupted run would go on alone
+    with (
+        terminated_as_exit(),
+        subprocess.Popen(
+            ["mpirun", "-np", str(ranks), *options, *root, *command],
+            cwd=ROOT,
+            env={**os.environ, **_environment(), "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
