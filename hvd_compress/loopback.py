@@ -22,6 +22,7 @@ from hvd_compress.exchange import (
     checked,
     checked_exchange,
     exchange_with,
+    fitted,
     make_plan,
     plan_together,
 )
@@ -182,7 +183,7 @@ class Loopback:
             exchange = "two_phase" if exchange == "dense" else exchange
             if isinstance(exchange, ParameterServer):
                 exchange = exchange.of_bucket(len(self._buckets), self.ranks)
-            together = {name: (grad.shape, self.compressor) for name, grad in grads.items()}
+            together = {name: (grad.shape, fitted(self.compressor, grad.dtype.name)) for name, grad in grads.items()}
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():
                 self._transfers[name] = [

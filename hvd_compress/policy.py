@@ -139,8 +139,9 @@ def compressors_in(compression: Compressor | Policy) -> list[Compressor]:
 
 def horovods_own(compression: Any) -> Any:
     """In place of a compressor that comes with Horovod, ours of the same meaning."""
-    is_known = isinstance(compression, type) and compression.__name__ in _HOROVODS
-    return _HOROVODS[compression.__name__] if is_known else compression
+    # a user's own may be of the same name
+    is_horovods = isinstance(compression, type) and compression.__module__.partition(".")[0] == "horovod"
+    return _HOROVODS.get(compression.__name__, compression) if is_horovods else compression
 
 
 def given_compression(argument: str, compression: Any) -> Compressor | Policy:

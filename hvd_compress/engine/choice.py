@@ -20,7 +20,7 @@ from hvd_compress.compressors import (
     TopK,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with
+from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with, unchecked
 from hvd_compress.policy import Auto, Policy, horovods_own
 
 __all__ = [
@@ -127,6 +127,8 @@ def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
         raise TypeError(
             f"compression={compression.__name__} is a class; give a compressor, such as {compression.__name__}(...)"
         )
+    if isinstance(compression, Compressor):
+        compression = unchecked(compression)
     if isinstance(compression, NoCompression):
         return none
     if isinstance(compression, Policy | Auto):
@@ -252,6 +254,7 @@ def check_settings(
     ours = exchanged(compression)
     if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(
-            f"{ours!r} in an elastic run: residuals of ranks that leave would be lost. Start with a fixed number of "
-            "ranks, and use hvd_compress.feedback.redistribute to change it between runs"
+            f"{ours!r} in an elastic run: exchanges are laid out for the ranks that there are, and residuals of those "
+            "that leave would be lost. Start with a fixed number of ranks, and use hvd_compress.feedback.redistribute "
+            "to change it between runs"
         )

@@ -17,7 +17,7 @@ from hvd_compress.engine.lane import Lane
 from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, plan_together
+from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, fitted, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
 __all__ = ["Ledger", "empty_state", "refuse_residuals"]
@@ -97,6 +97,9 @@ class Ledger(Generic[AnyBucket]):
         self.accumulators = (
             None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.lanes, self.packs)
         )
+        if ranks > 1 and isinstance(routing.exchange, ParameterServer):
+            # refused whether a tensor goes there or not
+            routing.exchange.of_bucket(0, ranks).root_among(ranks)
         for names in routing.divided(by_name.values(), ranks, groups):
             bucket = self._make_bucket(names, by_name, routing, make_bucket)
             self.buckets.append(bucket)
@@ -108,7 +111,8 @@ class Ledger(Generic[AnyBucket]):
     ) -> AnyBucket:
         compressed = [tensors[name] for name in names if routing.compresses(tensors[name], self._ranks)]
         small = {name: tensors[name].shape for name in names if tensors[name] not in compressed}
-        together = {t.name: (t.shape, routing.compressor_of(t.name)) for t in compressed}
+        chosen = {t.name: fitted(routing.compressor_of(t.name), t.dtype) for t in compressed}
+        together = {t.name: (t.shape, chosen[t.name]) for t in compressed}
         packed_as = f"{compressed[0].name} and small"
         if small:
             together[packed_as] = (Pack.shape_of(small), Pack.compressor)
@@ -120,7 +124,7 @@ class Ledger(Generic[AnyBucket]):
         plans = plan_together(exchange, together, self._ranks)
         lanes = {
             t.name: Lane(
-                t.name, plans[t.name], routing.compressor_of(t.name), self._position, self._hosts, t.itemsize,
+                t.name, plans[t.name], chosen[t.name], self._position, self._hosts, t.itemsize,
                 self._accumulator(),
             )
             for t in compressed

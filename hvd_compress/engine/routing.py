@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import ParameterServer, make_plan
+from hvd_compress.exchange import ParameterServer, is_uncompressed, make_plan
 from hvd_compress.policy import Assigned, Policy
 
 __all__ = ["Routing", "Tensor", "backward_buckets"]
@@ -57,7 +57,9 @@ class Routing:
     def compresses(self, tensor: Tensor, ranks: int) -> bool:
         """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod."""
         compressor = self.compressor_of(tensor.name)
-        if compressor.reducible or math.prod(tensor.shape) < max(self.min_numel, 1):
+        # whatever is sent as it is has no size from which on that pays
+        least = 0 if is_uncompressed(compressor) else self.min_numel
+        if compressor.reducible or math.prod(tensor.shape) < max(least, 1):
             return False
         exchange = self.exchange_of(tensor.name)
         if isinstance(exchange, ParameterServer):

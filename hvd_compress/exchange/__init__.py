@@ -26,7 +26,7 @@ from hvd_compress.exchange.plan import (
     plan_together,
     ring_bytes,
 )
-from hvd_compress.exchange.raw import Raw, checked
+from hvd_compress.exchange.raw import Raw, checked, fitted, is_uncompressed, unchecked
 from hvd_compress.exchange.transfer import Transfer
 
 __all__ = [
@@ -46,7 +46,10 @@ __all__ = [
     "checked_exchange",
     "chunk_bounds",
     "exchange_with",
+    "fitted",
+    "is_uncompressed",
     "make_plan",
     "plan_together",
     "ring_bytes",
+    "unchecked",
 ]

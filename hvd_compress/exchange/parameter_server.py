@@ -29,7 +29,7 @@ class ParameterServer:
         root: position in the process set of the rank that sums, or "round_robin" for the next rank with each bucket,
             so that the load is spread.
         answer: how the sum travels: "compressed" as gradients do, with the root's own error feedback, or "dense" as
-            float32.
+            float32 (float64 where uncompressed gradients are). What is not finite makes a whole tensor NaN either way.
         transport: "horovod" for its collectives, or "mpi" for non-blocking messages of mpi4py, which have no need of
             Horovod's negotiation; "mpi" wants a run with MPI.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
 from hvd_compress.compressors.base import Array, Bytes
 from hvd_compress.kernels import cast, common
 
-__all__ = ["CheckedRaw", "Raw", "checked"]
+__all__ = ["CheckedRaw", "Raw", "checked", "fitted", "is_uncompressed", "unchecked"]
 
 
 class Raw(NoCompression):
@@ -22,26 +24,43 @@ class Raw(NoCompression):
         return 4 * numel
 
 
+@dataclass(frozen=True, repr=False)
 class CheckedRaw(Raw):
-    """Float32 values, whatever the type of their source; the payload says if one is not finite."""
+    """Values as they are; the payload says if one is not finite.
 
+    Args:
+        itemsize: bytes per element; values are rounded to float32 for 4, which is all that other compressors send, and
+            float64 for 8.
+    """
+
+    itemsize: int = 4
     reducible: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return repr(NoCompression())
 
+    def body_bytes(self, numel: int, group: int) -> int:
+        return self.itemsize * numel
+
+    @property
+    def _dtype(self) -> npt.DTypeLike:
+        return np.float64 if self.itemsize == 8 else np.float32
+
     def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
-        if np.isnan(common.correct(x, r)):
-            return None
+        if r.size:
+            x += r
         sections = wire.Sections(body)
-        values = sections.blank(x.size, np.float32)
-        values[...] = x
+        values = sections.blank(x.size, self._dtype)
+        with np.errstate(over="ignore"):
+            values[...] = x
+        if not common.all_finite(values):
+            return None
         if r.size:
             x -= values
         return sections.used, x.size, 0
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        cast.scaled(body.take(out.size, np.float32), out.dtype.type(scale), out, add)
+        cast.scaled(body.take(out.size, self._dtype), out.dtype.type(scale), out, add)
         return True
 
 
@@ -57,6 +76,23 @@ class CheckedHalves(FP16):
         done = super()._encode(x, r, body, group, key)
         halves = wire.Sections(body).take(x.size, np.float16)
         return done if np.isfinite(halves).all() else None
+
+
+def fitted(compressor: Compressor, dtype: str) -> Compressor:
+    """What suits tensors of a dtype, given by name: float64 is not rounded where nothing else is lost."""
+    return CheckedRaw(8) if isinstance(compressor, CheckedRaw) and dtype == "float64" else compressor
+
+
+def is_uncompressed(compressor: Compressor) -> bool:
+    """Whether it is one that `checked` makes."""
+    return isinstance(compressor, CheckedRaw | CheckedHalves)
+
+
+def unchecked(compressor: Compressor) -> Compressor:
+    """What `checked` was given."""
+    if isinstance(compressor, CheckedRaw):
+        return NoCompression()
+    return FP16() if isinstance(compressor, CheckedHalves) else compressor
 
 
 def checked(compressor: Compressor) -> Compressor:

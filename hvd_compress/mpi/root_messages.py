@@ -1,13 +1,14 @@
 """Messages to the root of a bucket and back: point to point, non-blocking, of whatever size a payload has.
 
 What MPI's `Igatherv` would do, without its order: non-blocking collectives must be started in the same order on all
-ranks, and gradients do not come in one. A message is told from others by the number of its bucket. Receivers have room
+ranks, and gradients do not come in one. A message is told from others by the channel of its bucket. Receivers have room
 for the largest one, so no sizes are exchanged beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,21 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Parcel, aligned_empty
 from hvd_compress.mpi.links import MOST_BYTES, WORD
 
-__all__ = ["Pending", "RootMessages"]
+__all__ = ["Channel", "Pending", "RootMessages"]
 
 Bytes = npt.NDArray[np.uint8]
 
+# MPI writes and reads until a message is complete, whoever has lost interest in it meanwhile
+_under_way: set[Pending] = set()
+
 
 class Pending:
-    """Messages under way.
+    """Messages under way, whose memory is kept until they are complete.
 
     Args:
         mpi: the module `mpi4py.MPI`.
         requests: of the messages, first those received.
-        memory: what they are received in, or sent from; kept until they are.
+        memory: what they are received in, or sent from.
         slots: of the memory, one for each sender, this rank's own included.
         sizes: bytes in each slot; None where the message that comes will tell.
     """
@@ -40,6 +44,9 @@ class Pending:
         self._requests = requests
         self._memory = memory
         self._slots, self._sizes = slots, sizes
+        # a list: other threads may add to the set
+        _under_way.difference_update([pending for pending in list(_under_way) if pending.is_done()])
+        _under_way.add(self)
 
     def is_done(self) -> bool:
         """Whether all have come and gone; never waits."""
@@ -50,6 +57,7 @@ class Pending:
         """What has come, in the order of the senders without gaps, or what was sent."""
         statuses = [self._mpi.Status() for _ in self._requests]
         self._mpi.Request.Waitall(self._requests, statuses)
+        _under_way.discard(self)
         arrived = iter(WORD * status.Get_count(self._mpi.INT64_T) for status in statuses)
         end = self._slots[0].start
         begin = end
@@ -62,7 +70,7 @@ class Pending:
 
 
 class RootMessages:
-    """Carries what the buckets of one optimizer send to their roots, and the answers.
+    """Carries what buckets send to their roots, and the answers; one for all optimizers of the same ranks.
 
     Args:
         mpi: the module `mpi4py.MPI`; importing it starts MPI, which is up to the caller.
@@ -71,41 +79,58 @@ class RootMessages:
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
-        self._rooms: dict[int, Bytes] = {}
+        self._channels = count()
 
-    def gather(self, number: int, root: int, parcel: Parcel) -> Pending:
-        """Send a bucket's payloads to its root; the root receives those of all.
+    def channel(self) -> Channel:
+        """That of a new bucket; all ranks make them in the same order."""
+        return Channel(self._mpi, self._comm, next(self._channels))
+
+
+class Channel:
+    """The messages of one bucket, which no others are taken for.
+
+    Args:
+        mpi: the module `mpi4py.MPI`.
+        comm: see `RootMessages`.
+        number: of the bucket, the same on all ranks.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, number: int) -> None:
+        self._mpi, self._comm = mpi, comm
+        self._number = number
+        self._memory: Bytes = aligned_empty(0, np.uint8)
+
+    def gather(self, root: int, parcel: Parcel) -> Pending:
+        """Send the bucket's payloads to its root; the root receives those of all.
 
         Args:
-            number: of the bucket, the same on all ranks.
             root: position among the ranks.
             parcel: what an alltoall would be given; its buffer is as long as a message can be, on all ranks.
 
         Raises:
             UnsupportedError: a message can be 16 GiB or larger.
         """
-        self._check(number, parcel.buffer.size)
+        self._check(parcel.buffer.size)
         used = parcel.buffer.size if parcel.sizes is None else parcel.sizes[root]
         message = parcel.buffer[:used]
         if self._comm.rank != root:
-            request = self._comm.Isend(self._words(message), root, self._tag(number, answers=False))
-            return Pending(self._mpi, [request], message[:0], [slice(0, 0)], [0])
+            request = self._comm.Isend(self._words(message), root, self._tag(answers=False))
+            return Pending(self._mpi, [request], message, [slice(0, 0)], [0])
         ranks, most = self._comm.size, parcel.buffer.size
-        memory = self._room(number, ranks * most)
+        memory = self._room(ranks * most)
         slots = [slice(sender * most, (sender + 1) * most) for sender in range(ranks)]
         memory[slots[root]][:used] = message
         requests = [
-            self._comm.Irecv(self._words(memory[slot]), sender, self._tag(number, answers=False))
+            self._comm.Irecv(self._words(memory[slot]), sender, self._tag(answers=False))
             for sender, slot in enumerate(slots)
             if sender != root
         ]
         return Pending(self._mpi, requests, memory, slots, [used if r == root else None for r in range(ranks)])
 
-    def answer(self, number: int, root: int, message: Bytes, most: int) -> Pending:
+    def answer(self, root: int, message: Bytes, most: int) -> Pending:
         """Send a root's message to all; the others receive it.
 
         Args:
-            number: of the bucket, the same on all ranks.
             root: position among the ranks.
             message: of the root; of others, where it has the size of what comes, the memory for it.
             most: bytes that it can have, the same on all ranks.
@@ -113,31 +138,31 @@ class RootMessages:
         Raises:
             UnsupportedError: it can have 16 GiB or more.
         """
-        self._check(number, most)
-        tag = self._tag(number, answers=True)
+        self._check(most)
+        tag = self._tag(answers=True)
         if self._comm.rank == root:
             others = [rank for rank in range(self._comm.size) if rank != root]
             requests = [self._comm.Isend(self._words(message), rank, tag) for rank in others]
             return Pending(self._mpi, requests, message, [slice(0, message.size)], [message.size])
-        memory = message if message.size == most else self._room(number, most)
+        memory = message if message.size == most else self._room(most)
         request = self._comm.Irecv(self._words(memory), root, tag)
         return Pending(self._mpi, [request], memory, [slice(0, most)], [None])
 
-    def _room(self, number: int, nbytes: int) -> Bytes:
-        if number not in self._rooms or self._rooms[number].size != nbytes:
-            self._rooms[number] = aligned_empty(nbytes, np.uint8)
-        return self._rooms[number]
+    def _room(self, nbytes: int) -> Bytes:
+        if self._memory.size != nbytes:
+            self._memory = aligned_empty(nbytes, np.uint8)
+        return self._memory
 
-    def _tag(self, number: int, answers: bool) -> int:
-        return 2 * number + answers
+    def _tag(self, answers: bool) -> int:
+        return 2 * self._number + answers
 
     def _words(self, message: Bytes) -> list[Any]:
         # payloads, and so messages, are padded to whole words
         return [message, message.size // WORD, self._mpi.INT64_T]
 
-    def _check(self, number: int, nbytes: int) -> None:
+    def _check(self, nbytes: int) -> None:
         if nbytes > MOST_BYTES:
             raise UnsupportedError(
-                f'transport="mpi" with messages of up to {nbytes} bytes of bucket {number}: MPI counts {MOST_BYTES} at '
+                f'transport="mpi" with messages of up to {nbytes} bytes: MPI counts {MOST_BYTES} at '
                 'most. Use smaller bucket_bytes, or transport="horovod"'
             )

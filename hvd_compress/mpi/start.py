@@ -14,6 +14,9 @@ __all__ = ["communicator", "start_one_sided", "start_root_messages"]
 
 _NO_MPI4PY = -1
 
+_messages: dict[tuple[int, ...], RootMessages] = {}
+"""By the ranks, in the world, that they go between."""
+
 
 def start_one_sided(
     hvd: Any, node: Node, parts: Sequence[Neighbours], gathered: Callable[[int], Sequence[int]]
@@ -46,9 +49,12 @@ def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> R
     Raises:
         UnsupportedError: as `start_one_sided`.
     """
-    return RootMessages(
-        *communicator(hvd, gathered, 'transport="mpi"', "messages between two ranks", 'transport="horovod"')
-    )
+    mpi, comm = communicator(hvd, gathered, 'transport="mpi"', "messages between two ranks", 'transport="horovod"')
+    ranks = tuple(comm.group.Translate_ranks(range(comm.size), mpi.COMM_WORLD.group))
+    # optimizers come and go, communicators are few, and freeing one would have to wait for all ranks
+    if ranks in _messages:
+        comm.Free()
+    return _messages.setdefault(ranks, RootMessages(mpi, comm))
 
 
 def communicator(

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -35,7 +34,7 @@ from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
-from hvd_compress.tensorflow._root_bucket import RootBucket
+from hvd_compress.tensorflow._root_bucket import RootBucket, after_others, let_others_follow
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
@@ -122,6 +121,12 @@ class GradientExchange(Ledger[Bucket]):
         self._compiled = tf.function(self._lay, autograph=False)
 
     @property
+    def _waits(self) -> bool:
+        """Whether stages wait for other ranks on threads of TensorFlow."""
+        exchange = self.settings.exchange
+        return self.takes_part and isinstance(exchange, ParameterServer) and exchange.transport == "mpi"
+
+    @property
     def keeps_state(self) -> bool:
         """Whether anything depends on the steps before; not where this rank exchanges nothing."""
         return self.takes_part or self.accumulators is not None
@@ -161,6 +166,8 @@ class GradientExchange(Ledger[Bucket]):
         # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
         with tf.device("CPU:0"):
             turn = self._turn.read()
+            if self._waits:
+                turn = after_others(turn)
             if self.accumulators is not None:
                 turn = tf.numpy_function(self._forget, [turn], tf.int64, stateful=False)
             if loss_scale is not None and self.owes:
@@ -184,6 +191,8 @@ class GradientExchange(Ledger[Bucket]):
                 combined |= of_bucket
                 ends.append(done)
             self._lay_end(prepared, [keep, *ends], turn)
+            if self._waits:
+                let_others_follow([keep, *ends])
         return [combined.get(s.name, result) for s, result in zip(self._sources, results, strict=True)]
 
     def _lay_dense(self, gradients: list[Gradient], exchanged: set[str], turn: tf.Tensor) -> list[Gradient]:
@@ -344,15 +353,14 @@ class GradientExchange(Ledger[Bucket]):
         return routing
 
     def _bucket_maker(self) -> Callable[[dict[str, Lane], Pack | None], Bucket]:
-        process_set, exchange = self.settings.process_set, self.settings.exchange
-        if not (self.takes_part and isinstance(exchange, ParameterServer) and exchange.transport == "mpi"):
+        process_set = self.settings.process_set
+        if not self._waits:
             return partial(Bucket, process_set=process_set, wire_names=self._wire_names)
         with tf.init_scope(), tf.device("CPU:0"):
             messages = start_root_messages(hvd, HorovodCollectives(hvd, tf.constant, process_set).gathered)
-        numbers = count()
 
         def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
-            return RootBucket(lanes, pack, process_set, self._wire_names, messages, next(numbers))
+            return RootBucket(lanes, pack, process_set, self._wire_names, messages.channel())
 
         return make_bucket
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -11,10 +12,30 @@ import tensorflow as tf
 
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
-from hvd_compress.mpi import Pending, RootMessages
+from hvd_compress.mpi import Channel, Pending
 from hvd_compress.tensorflow._bucket import Bucket
 
-__all__ = ["RootBucket"]
+__all__ = ["RootBucket", "after_others", "let_others_follow"]
+
+_last_in: WeakKeyDictionary[Any, tf.Tensor] = WeakKeyDictionary()
+"""Of each graph, a number that exists when the last exchange that was laid into it has ended."""
+
+
+def after_others(turn: tf.Tensor) -> tf.Tensor:
+    """`turn`, but not before the exchanges that were laid into this graph earlier have ended.
+
+    Each of two exchanges might else hold the only thread of a rank, and wait for the thread that the other one holds on
+    another rank.
+    """
+    last = _last_in.get(tf.compat.v1.get_default_graph())
+    return turn if last is None else tf.numpy_function(lambda turn, _: turn, [turn, last], tf.int64, stateful=False)
+
+
+def let_others_follow(ends: Sequence[tf.Tensor]) -> None:
+    """Note what exists when an exchange has ended, for `after_others`."""
+    _last_in[tf.compat.v1.get_default_graph()] = tf.numpy_function(
+        lambda *_: np.int64(0), list(ends), tf.int64, stateful=False
+    )
 
 
 class RootBucket(Bucket):
@@ -28,8 +49,7 @@ class RootBucket(Bucket):
         pack: of the small ones, if there are any.
         process_set: the ranks that take part.
         wire_names: see `Bucket`.
-        messages: among these ranks.
-        number: of the bucket, the same on all ranks.
+        channel: of the bucket.
     """
 
     def __init__(
@@ -38,12 +58,10 @@ class RootBucket(Bucket):
         pack: Pack | None,
         process_set: hvd.ProcessSet,
         wire_names: Mapping[str, str],
-        messages: RootMessages,
-        number: int,
+        channel: Channel,
     ) -> None:
         super().__init__(lanes, pack, process_set, wire_names)
-        self._messages = messages
-        self._number = number
+        self._channel = channel
         self._pending: Pending | None = None
 
     def lay_advance(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
@@ -72,9 +90,9 @@ class RootBucket(Bucket):
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
         assert self.root is not None
         if collective == "alltoall":
-            self._pending = self._messages.gather(self._number, self.root, parcel)
+            self._pending = self._channel.gather(self.root, parcel)
         else:
-            self._pending = self._messages.answer(self._number, self.root, parcel.buffer, self.answer_bytes)
+            self._pending = self._channel.answer(self.root, parcel.buffer, self.answer_bytes)
         return super()._handed_on(parcel, collective)
 
     def _awaited(self) -> Any:

@@ -12,7 +12,7 @@ import torch
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
-from hvd_compress.torch._calls import HorovodCalls, RootCalls
+from hvd_compress.torch._calls import Calls
 from hvd_compress.torch._staging import Staged, stage
 
 __all__ = ["Bucket"]
@@ -25,15 +25,11 @@ class Bucket(engine.Bucket):
         lanes: of the compressed tensors by name.
         pack: of the small ones, if there are any.
         calls: that run the collectives.
-        number: of the bucket, the same on all ranks.
     """
 
-    def __init__(
-        self, lanes: Mapping[str, Lane], pack: Pack | None, calls: HorovodCalls | RootCalls, number: int
-    ) -> None:
+    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, calls: Calls) -> None:
         super().__init__(lanes, pack)
         self._calls = calls
-        self.number = number
         self._staged: dict[str, Staged] = {}
         self._small: dict[str, torch.Tensor] = {}
         self._handle: Any = None

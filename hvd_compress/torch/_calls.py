@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import horovod.torch as hvd
@@ -10,9 +11,9 @@ import torch
 
 from hvd_compress.cost import HorovodCollectives
 from hvd_compress.exchange import ParameterServer, Parcel
-from hvd_compress.mpi import RootMessages, start_root_messages
+from hvd_compress.mpi import Channel, start_root_messages
 
-__all__ = ["HorovodCalls", "RootCalls", "calls_for"]
+__all__ = ["Calls", "calls_for"]
 
 Array = np.ndarray[Any, Any]
 
@@ -20,7 +21,6 @@ Array = np.ndarray[Any, Any]
 class _Bucket(Protocol):
     """What is known of the bucket that a collective is for."""
 
-    number: int
     root: int | None
 
     @property
@@ -32,16 +32,30 @@ class _Bucket(Protocol):
         """The most bytes that the last one brings."""
 
 
-def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> HorovodCalls | RootCalls:
-    """What carries the exchanges of a process set; a collective call.
+class Calls(Protocol):
+    """Runs the collectives of a bucket."""
+
+    def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
+        """Start what a stage has made a parcel for."""
+
+    def is_done(self, handle: Any) -> bool:
+        """Whether it would not have to be awaited."""
+
+    def wait(self, handle: Any) -> Array:
+        """What it has brought."""
+
+
+def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> Callable[[], Calls]:
+    """Makes what carries the exchanges of a bucket of a process set; a collective call.
 
     Raises:
         UnsupportedError: messages of MPI are asked for, and cannot be had.
     """
     if isinstance(exchange, ParameterServer) and exchange.transport == "mpi":
         gathered = HorovodCollectives(hvd, torch.from_numpy, process_set).gathered
-        return RootCalls(start_root_messages(hvd, gathered))
-    return HorovodCalls(process_set)
+        messages = start_root_messages(hvd, gathered)
+        return lambda: RootCalls(messages.channel())
+    return lambda: HorovodCalls(process_set)
 
 
 class HorovodCalls:
@@ -55,7 +69,7 @@ class HorovodCalls:
         self._process_set = process_set
 
     def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
-        """Start what a stage has made a parcel for."""
+        """See `Calls`."""
         # named by tensor and stage: ranks may issue them in any order
         settings = {"name": f"hvd_compress.{collective}.{bucket.name}", "process_set": self._process_set}
         buffer = torch.from_numpy(parcel.buffer)
@@ -68,11 +82,11 @@ class HorovodCalls:
         return hvd.alltoall_async(buffer, splits=splits, **settings)
 
     def is_done(self, handle: Any) -> bool:
-        """Whether it would not have to be awaited."""
+        """See `Calls`."""
         return bool(hvd.poll(handle))
 
     def wait(self, handle: Any) -> Array:
-        """What it has brought."""
+        """See `Calls`."""
         output = hvd.synchronize(handle)
         tensor = output[0] if isinstance(output, tuple) else output
         array: Array = tensor.numpy()
@@ -83,24 +97,24 @@ class RootCalls:
     """The two collectives of a parameter server as messages of MPI.
 
     Args:
-        messages: among the ranks that take part.
+        channel: of the bucket.
     """
 
-    def __init__(self, messages: RootMessages) -> None:
-        self._messages = messages
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
 
     def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
-        """See `HorovodCalls.start`."""
+        """See `Calls`."""
         assert bucket.root is not None
         if collective == "alltoall":
-            return self._messages.gather(bucket.number, bucket.root, parcel)
-        return self._messages.answer(bucket.number, bucket.root, parcel.buffer, bucket.answer_bytes)
+            return self._channel.gather(bucket.root, parcel)
+        return self._channel.answer(bucket.root, parcel.buffer, bucket.answer_bytes)
 
     def is_done(self, handle: Any) -> bool:
-        """Whether it would not have to be awaited."""
+        """See `Calls`."""
         return bool(handle.is_done())
 
     def wait(self, handle: Any) -> Array:
-        """What it has brought."""
+        """See `Calls`."""
         array: Array = handle.wait()
         return array

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import count
 from typing import Any
 
 import horovod.torch as hvd
@@ -26,6 +25,8 @@ def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
 
 def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool:
     """With AdaGrad, make a combined dense gradient an update, in place; see `Ledger.precondition`."""
+    if ledger.accumulators is None:
+        return True
     wide = torch.float64 if combined.dtype == torch.float64 else torch.float32
     staged = combined.detach().to(device="cpu", dtype=wide).contiguous()
     finite = ledger.precondition(name, staged.view(-1).numpy())
@@ -65,10 +66,10 @@ class Engine(Ledger[Bucket]):
         pays_debts: bool = False,
         adagrad: AdaGrad | None = None,
     ) -> None:
-        calls, numbers = calls_for(routing.exchange, process_set), count()
+        make_calls = calls_for(routing.exchange, process_set)
 
         def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
-            return Bucket(lanes, pack, calls, next(numbers))
+            return Bucket(lanes, pack, make_calls())
 
         hosts = None
         if routing.exchange == "hierarchical":

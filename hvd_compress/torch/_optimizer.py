@@ -19,6 +19,7 @@ from hvd_compress.engine import (
     Counters,
     Ledger,
     Routing,
+    average_share,
     check_settings,
     describe,
     description,
@@ -409,9 +410,9 @@ def DistributedOptimizer(
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
-        UnsupportedError: Adasum or elastic runs with compression; `adagrad` with another `op` than Average and Sum,
-            with `Auto` or with exchange="allgather"; `Auto` with a
-            parameter server, whose root is none of the ranks, or whose transport is not there.
+        UnsupportedError: Adasum, another `op` than Average and Sum, or elastic runs with compression; `adagrad` with
+            another `op`, with `Auto` or with exchange="allgather"; `Auto` with a parameter server, whose root is none
+            of the ranks, or whose transport is not there.
         MismatchError: the ranks disagree; raised on all of them.
     """
     groups = num_groups if num_groups and groups is None else groups
@@ -429,13 +430,14 @@ def DistributedOptimizer(
     if op == hvd.Adasum and hvd.size() > 1:
         if ours is not None:
             raise UnsupportedError(
-                f"op=Adasum with {ours!r}: Adasum combines dense gradients pairwise. Use op=Average or op=Sum, or "
-                "compression=hvd.Compression.fp16"
+                f"op=Adasum with {ours!r} and exchange={exchange!r}: Adasum combines dense gradients pairwise. Use "
+                'op=Average or op=Sum, or compression=hvd.Compression.fp16 and exchange="auto"'
             )
         return hvd.DistributedOptimizer(
             optimizer, named, horovods, backward_passes_per_step, op, process_set=process_set
         )
     takes_part = process_set.included() and process_set.size() > 1
+    scale = 1.0 if ours is None else average_share(ours, op, hvd.Average, hvd.Sum, process_set.size() or 1)
     if takes_part:
         told = description(
             compression, op, _describe_parameters(optimizer, named), exchange=exchange, min_numel=min_numel,
@@ -456,7 +458,6 @@ def DistributedOptimizer(
     wrapped._horovods, wrapped._adagrad = horovods, adagrad
     wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
     if takes_part:
-        scale = 1.0 / process_set.size() if op == hvd.Average else 1.0
         # of a list, Horovod makes a group of each parameter that is in none of its groups
         formed = [g for g in wrapped._group_counts if len(g) > 1 or not isinstance(groups, list)]
         named_groups = [[wrapped._parameter_names[p] for p in group] for group in formed] or None

@@ -78,18 +78,18 @@ def test_auto_is_refused() -> None:
 
 
 def test_uncompressed_gradients_take_the_same_way() -> None:
-    class NoneCompressor:
-        """As Horovod's is called."""
-
-    for given, said in ((NoneCompressor, NoCompression()), (NoCompression(), NoCompression()), (FP16(), FP16())):
+    none = type("NoneCompressor", (), {"__module__": "horovod.torch.compression"})
+    for given, said in ((none, NoCompression()), (NoCompression(), NoCompression()), (FP16(), FP16())):
         ours = exchanged(resolved(given, "parameter_server"))
         assert ours is not None
         assert repr(ours) == repr(said)
         assert exchanged(resolved(given, "two_phase")) is None or isinstance(given, type)
     policy = Policy([("*", OneBit())])
     assert resolved(policy, ParameterServer()) is policy
-    with pytest.raises(TypeError, match="a compressor of hvd_compress"):
-        resolved(object(), ParameterServer())
+    of_the_user = type("NoneCompressor", (), {"__module__": "train"})
+    for unknown in (object(), of_the_user):
+        with pytest.raises(TypeError, match="a compressor of hvd_compress"):
+            resolved(unknown, ParameterServer())
 
 
 def test_ranks_compare_all_settings() -> None:
@@ -186,6 +186,26 @@ def test_a_dense_answer_is_the_sum_of_what_was_sent(compressor: Compressor, root
             errors = found - np.sum(mine, axis=0)
             assert np.isfinite(found).all()
             assert abs(errors.mean()) < 6 * errors.std() / errors.size**0.5
+
+
+@every_answer
+def test_without_compression_float64_stays_what_it_is(answer: str) -> None:
+    mine = [np.random.default_rng(rank).standard_normal(SHAPE) * 1e300 for rank in range(3)]
+    found = Loopback(3, NoCompression(), ParameterServer(1, answer), op="sum").allreduce(mine)[0]
+    assert found.dtype == np.float64
+    assert found.tobytes() == (mine[0] + mine[1] + mine[2]).tobytes()
+
+
+def test_small_tensors_go_uncompressed_to_the_root_as_well() -> None:
+    tensors = [Tensor("w", (20, 20)), Tensor("b", (20,)), Tensor("d", (5,), "float64", 8)]
+    for given in (NoCompression(), FP16()):
+        ledger = Ledger(Routing(resolved(given, ParameterServer()), ParameterServer()), 2, 0, tensors, Bucket)
+        assert set(ledger.lanes) == {"w", "b", "d"}
+    # and those that a compressor leaves out do so beside others only
+    ledger = Ledger(Routing(OneBit(), ParameterServer()), 2, 0, tensors, Bucket)
+    assert not ledger.buckets
+    with pytest.raises(UnsupportedError, match="from 0 to 1"):
+        Ledger(Routing(OneBit(), ParameterServer(7)), 2, 0, tensors, Bucket)
 
 
 @every_answer

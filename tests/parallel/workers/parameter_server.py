@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import zlib
 from typing import Any
 
@@ -251,6 +253,36 @@ def what_cannot_be_is_refused_by_all() -> None:
     raises(TypeError, lambda: wrap(Net(), OfTheUser, ParameterServer()), "hvd.Compression")
     if not horovod.mpi_enabled():
         raises(UnsupportedError, lambda: wrap(Net(), OneBit(), ParameterServer(transport="mpi")), "Gloo", "horovod")
+
+
+@cases.add
+def other_ops_are_refused() -> None:
+    for exchange in (ParameterServer(), "two_phase"):
+        for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+            raises(UnsupportedError, lambda op=op, e=exchange: wrap(Net(), OneBit(), e, op=op), "op=Average")
+    raises(UnsupportedError, lambda: wrap(Net(), hvd.Compression.none, ParameterServer(), op=hvd.Min), "op=Average")
+
+
+@cases.each(SERVERS)
+def an_optimizer_that_is_given_up_harms_nobody(setting: Any) -> None:
+    exchange = server(setting)
+    for _ in range(3):
+        model = Net()
+        optimizer = wrap(model, hvd.Compression.none, exchange, bucket_bytes=0)
+        loss_of(model, 0).backward()
+        if setting["transport"] == "horovod" or not horovod.mpi_enabled():
+            # Horovod refuses names that are under way
+            optimizer.synchronize()
+        # the memory of messages under way is given up here, and there
+        del optimizer, model
+        gc.collect()
+        mine = [np.zeros(np.prod(shape), np.float32) for shape in SHAPES.values() for _ in range(8)]
+        horovod.barrier()
+        time.sleep(0.05)
+        assert not any(array.any() for array in mine)
+    model, oracle = Net(), Oracle(TopK(0.05), exchange, together=TOGETHER)
+    optimizer = wrap(model, TopK(0.05), exchange)
+    train(model, optimizer, range(2), check=lambda step: oracle.check_step(model, step))
 
 
 @cases.add

@@ -151,6 +151,21 @@ def positions_are_those_in_the_process_set(setting: Any) -> None:
             check(found, loopback, step, MEMBERS)
 
 
+@cases.each(SERVERS)
+def two_exchanges_share_a_graph(setting: Any) -> None:
+    exchanges = [server(setting), server({**setting, "root": 0})]
+    both = [variables(), variables()]
+    loopbacks = [Loopback(horovod.size(), OneBit(), exchange) for exchange in exchanges]
+
+    @tf.function
+    def step_of(wanted: list[tf.Tensor]) -> list[list[tf.Tensor]]:
+        return [gradients(of, wanted, OneBit(), exchange=e) for of, e in zip(both, exchanges, strict=True)]
+
+    for step in range(5):
+        for found, loopback in zip(step_of(given(step)), loopbacks, strict=True):
+            check(found, loopback, step, list(range(horovod.size())))
+
+
 @cases.add
 def what_cannot_be_is_refused_by_all() -> None:
     def with_(compression: Any, exchange: Any) -> Any:
