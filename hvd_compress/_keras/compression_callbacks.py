@@ -19,7 +19,8 @@ class CompressionStatsCallback(LinkedCallback):
     """Puts what compression did in an epoch into `logs`; put it before callbacks that show or write them.
 
     Keys, each of this rank: `compression_ratio` (bytes of a dense ring allreduce / bytes sent), `bytes_sent`, and
-    `residual_norm` (Euclidean, of what is owed at the end of the epoch).
+    `residual_norm` (Euclidean, of what is owed at the end of the epoch). The root of a parameter server sends more than
+    the others; a `MetricAverageCallback` behind this one averages all keys over the ranks.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ class Counters:
 
     Args:
         steps: exchanges finished.
-        bytes_sent: given to the network by this rank; an allgather counts as a ring.
+        bytes_sent: given to the network by this rank; an allgather counts as a ring, a broadcast as sent by its root.
         bytes_received: taken from it.
         bytes_sent_inside: given to other ranks of its host by a hierarchical exchange; all others go between hosts.
         dense_bytes: what Horovod's ring allreduce of the uncompressed gradient would have sent.
