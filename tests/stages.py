@@ -33,7 +33,8 @@ def allgather(parcels: Sequence[Parcel]) -> np.ndarray:
 def last_message(buckets: Sequence[Bucket[Any]]) -> np.ndarray:
     """What the last collective of buckets that are complete, one of each rank, brings to all of them."""
     parcels = [bucket.parcel() for bucket in buckets]
-    if buckets[0].exchange == "two_phase":
+    *earlier, last = buckets[0].collectives
+    if earlier:
         received = alltoall(parcels)
         parcels = [bucket.reduce(message) for bucket, message in zip(buckets, received, strict=True)]
-    return allgather(parcels)
+    return parcels[buckets[0].root].buffer if last == "broadcast" else allgather(parcels)

@@ -8,8 +8,8 @@ from typing import Any
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import local_variables, wrap
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, resolved
-from hvd_compress.exchange import AdaGrad, ParameterServer, checked_exchange, exchange_with
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchange_of, resolved
+from hvd_compress.exchange import AdaGrad, ParameterServer
 
 __all__ = ["Interface"]
 
@@ -101,13 +101,14 @@ class Interface:
             model.compile(optimizer, "sparse_categorical_crossentropy")
         """
         groups = num_groups if num_groups and groups is None else groups
+        compression = resolved(self._link.none if compression is None else compression, exchange)
         settings = {
-            "compression": resolved(self._link.none if compression is None else compression, exchange),
+            "compression": compression,
             "sparse_as_dense": sparse_as_dense,
             "op": self._link.average_op if op is None else op,
             "gradient_predivide_factor": gradient_predivide_factor,
             "process_set": self._link.all_ranks if process_set is None else process_set,
-            "exchange": exchange_with(adagrad, checked_exchange(exchange)),
+            "exchange": exchange_of(adagrad, exchange, compression),
             "adagrad": adagrad,
             "min_numel": min_numel,
             "bucket_bytes": bucket_bytes,

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from hvd_compress.engine import check_settings, exchange_of, refuse_other_ops
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.engine import check_settings, refuse_other_ops
+from hvd_compress.exchange import ParameterServer
 from hvd_compress.gossip import Collectives
 from hvd_compress.horovod_nodes import HorovodNodes
 
@@ -87,7 +87,6 @@ class Link(ABC):
         compression: Any,
         op: Any,
         exchange: str | ParameterServer,
-        adagrad: AdaGrad | None,
         min_numel: int,
         bucket_bytes: int,
         gradient_predivide_factor: float,
@@ -100,7 +99,6 @@ class Link(ABC):
             compression, exchange, min_numel, bucket_bytes, op == self.average_op, gradient_predivide_factor,
             backward_passes_per_step, groups, self._hvd.rocm_built(),
         )  # fmt: skip
-        exchange_of(adagrad, exchange, compression)
         self._horovod_compressor(compression)
         refuse_other_ops(op, self.average_op, self._hvd.Sum)
 

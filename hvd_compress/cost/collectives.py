@@ -93,12 +93,6 @@ class HorovodCollectives:
             )
         return list(numbers)
 
-    def gathered(self, number: int) -> list[int]:
-        """A number of each rank."""
-        mine = self._tensor(np.array([number], np.int64))
-        everyone = self._hvd.allgather(mine, name="hvd_compress.numbers", **self._settings).numpy()
-        return [int(n) for n in everyone]
-
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of all ranks' values, one by one."""
         mine = self._tensor(np.array([values], np.float64))

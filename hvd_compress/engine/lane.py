@@ -108,7 +108,7 @@ class Lane(Transfer):
         self.counters.encode_seconds += seconds
 
     def note_arrived(self) -> None:
-        self.counters.bytes_received += self._hop(self._full_answers)
+        self.counters.bytes_received += self._full_answers
 
     def note_finished(self, seconds: float) -> None:
         self.counters.steps += 1
@@ -200,9 +200,9 @@ class Lane(Transfer):
         return self._hop([self.plan.slots[chunk] for chunk, _ in self.sent_chunks])
 
     @cached_property
-    def _full_answers(self) -> list[int]:
-        """Bytes of the payload of the sum of each chunk that this rank encodes, where it fills its slot."""
-        return [self.plan.answer_slots[chunk] for chunk, _ in self.sent_chunks]
+    def _full_answers(self) -> int:
+        """Bytes of the payloads of sums that this rank gets from others, where every one fills its slot."""
+        return self._hop([self.plan.answer_slots[chunk] for chunk, _ in self.sent_chunks])
 
     def _count_received(self, of_ranks: Sequence[Bytes]) -> None:
         sizes = [payload.size for payload in of_ranks]

@@ -7,6 +7,7 @@ a fixed size they lie at fixed places; else they follow one another, and state t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ class Layout:
         of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
         return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
-    @property
+    @cached_property
     def answer_bytes(self) -> int:
         """The most bytes that the last collective brings."""
         return sum(slot for _, parts in self.last for _, _, slot in parts)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from hvd_compress.mpi.async_server import AsyncParameterServer, join_server
 from hvd_compress.mpi.collectives import HorovodRanks
-from hvd_compress.mpi.root_messages import Channel, Pending, RootMessages
-from hvd_compress.mpi.start import start_root_messages
+from hvd_compress.mpi.root_messages import Channel, Pending
 
 __all__ = [
     "AsyncParameterServer",
     "Channel",
     "HorovodRanks",
     "Pending",
-    "RootMessages",
     "join_server",
-    "start_root_messages",
 ]

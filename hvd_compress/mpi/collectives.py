@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from hvd_compress.fingerprint import scope_of
 from hvd_compress.gossip import Node, Transport, collective_name
-from hvd_compress.mpi.start import communicator, start_one_sided
+from hvd_compress.mpi.root_messages import RootMessages
+from hvd_compress.mpi.start import communicator, start_one_sided, start_root_messages
 from hvd_compress.topology import Neighbours
 
 __all__ = ["HorovodRanks"]
@@ -40,6 +41,10 @@ class HorovodRanks(ABC):
     def one_sided(self, node: Node, parts: Sequence[Neighbours]) -> Transport:
         """The transport over MPI's one-sided operations."""
         return start_one_sided(self._hvd, node, parts, self._gathered)
+
+    def root_messages(self) -> RootMessages:
+        """The transport of a parameter server over MPI's messages between two ranks."""
+        return start_root_messages(self._hvd, self._gathered)
 
     def communicator(self, asked: str, lacking: str, instead: str) -> tuple[Any, Any]:
         """See `start.communicator`."""

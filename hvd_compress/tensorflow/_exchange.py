@@ -30,10 +30,10 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
-from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._root_bucket import RootBucket, after_others, let_others_follow
 from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
@@ -357,7 +357,7 @@ class GradientExchange(Ledger[Bucket]):
         if not self._waits:
             return partial(Bucket, process_set=process_set, wire_names=self._wire_names)
         with tf.init_scope(), tf.device("CPU:0"):
-            messages = start_root_messages(hvd, HorovodCollectives(hvd, tf.constant, process_set).gathered)
+            messages = TensorFlowCollectives(process_set).root_messages()
 
         def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
             return RootBucket(lanes, pack, process_set, self._wire_names, messages.channel())

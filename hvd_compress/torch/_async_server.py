@@ -14,7 +14,7 @@ from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi import join_server
 from hvd_compress.torch._gossip import TorchCollectives
-from hvd_compress.torch._horovod import HorovodOptimizer, make_subclass
+from hvd_compress.torch._horovod import laid_over, refuse_unfit
 from hvd_compress.torch._parameters import Parameters, as_arrays, as_tensors, trained
 
 __all__ = ["AsyncParameterServerOptimizer"]
@@ -200,24 +200,12 @@ def AsyncParameterServerOptimizer(
             ...  # train as always
         opt.close()
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "AsyncParameterServerOptimizer around LBFGS: it evaluates many points in one step. Use an optimizer with "
-            "one gradient per step"
-        )
-    if type(optimizer).__module__ == HorovodOptimizer.__module__:
-        raise UnsupportedError(
-            "AsyncParameterServerOptimizer around an optimizer that is distributed already: wrap the torch optimizer "
-            "inside of it"
-        )
+    refuse_unfit("AsyncParameterServerOptimizer", optimizer)
     if not process_set.included():
         raise ValueError("this rank is not in process_set: wrap its optimizer on those ranks only")
     settings = AsyncServerSettings(staleness, compression, answer, patience, server)
     values = _Values(trained(optimizer, named_parameters))
-    cls: Any = make_subclass(type(optimizer), _Overrides)
-    wrapped: Any = cls.__new__(cls)
-    # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
-    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped = laid_over(optimizer, _Overrides)
     wrapped._values, values.optimizer = values, wrapped
     wrapped._server = _joined(values, settings, process_set)
     return wrapped

@@ -9,9 +9,9 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hvd_compress.cost import HorovodCollectives
 from hvd_compress.exchange import ParameterServer, Parcel
-from hvd_compress.mpi import Channel, start_root_messages
+from hvd_compress.mpi import Channel
+from hvd_compress.torch._gossip import TorchCollectives
 
 __all__ = ["Calls", "calls_for"]
 
@@ -52,8 +52,7 @@ def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> C
         UnsupportedError: messages of MPI are asked for, and cannot be had.
     """
     if isinstance(exchange, ParameterServer) and exchange.transport == "mpi":
-        gathered = HorovodCollectives(hvd, torch.from_numpy, process_set).gathered
-        messages = start_root_messages(hvd, gathered)
+        messages = TorchCollectives(process_set).root_messages()
         return lambda: RootCalls(messages.channel())
     return lambda: HorovodCalls(process_set)
 

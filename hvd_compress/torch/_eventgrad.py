@@ -14,7 +14,7 @@ from hvd_compress.gossip import GossipSettings
 from hvd_compress.schedules import ConstantThreshold, SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
 from hvd_compress.torch._gossip import Gossip
-from hvd_compress.torch._horovod import HorovodOptimizer, make_subclass
+from hvd_compress.torch._horovod import laid_over, refuse_unfit
 from hvd_compress.torch._parameters import by_name, trained
 
 __all__ = ["DPSGDOptimizer", "EventGraDOptimizer"]
@@ -168,22 +168,11 @@ def EventGraDOptimizer(
         ...  # train as always
         opt.average_parameters()
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "EventGraDOptimizer around LBFGS: it evaluates many points in one step, and neighbours average once. Use "
-            "an optimizer with one gradient per step"
-        )
-    if type(optimizer).__module__ == HorovodOptimizer.__module__:
-        raise UnsupportedError(
-            "EventGraDOptimizer around an optimizer that is distributed already: wrap the torch optimizer inside of it"
-        )
+    refuse_unfit("EventGraDOptimizer", optimizer)
     settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, overlap, traced)
     buffers = by_name("named_buffers", named_buffers or ())
     gossip = Gossip(trained(optimizer, named_parameters), buffers, settings, process_set)
-    cls: Any = make_subclass(type(optimizer), _Overrides)
-    wrapped: Any = cls.__new__(cls)
-    # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
-    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped = laid_over(optimizer, _Overrides)
     wrapped._gossip = gossip
     return wrapped
 

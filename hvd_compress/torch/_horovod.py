@@ -12,7 +12,9 @@ from horovod.common import process_sets
 from horovod.common.util import split_list
 from horovod.torch.optimizer import _DistributedOptimizer as HorovodOptimizer
 
-__all__ = ["HorovodOptimizer", "form_groups", "known_process_sets", "make_class", "make_subclass", "relay"]
+from hvd_compress.errors import UnsupportedError
+
+__all__ = ["HorovodOptimizer", "form_groups", "known_process_sets", "laid_over", "make_class", "refuse_unfit", "relay"]
 
 
 def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
@@ -27,14 +29,31 @@ def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch
     return type(base.__name__, (base,), {**vars(HorovodOptimizer), **ours})
 
 
-def make_subclass(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
-    """A class like `base` with our methods over it and none of Horovod's.
+def refuse_unfit(by: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedError if what goes by this name cannot be `laid_over` an optimizer."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"{by} around LBFGS: it evaluates many points in one step. Use an optimizer with one gradient per step"
+        )
+    if type(optimizer).__module__ == HorovodOptimizer.__module__:
+        raise UnsupportedError(
+            f"{by} around an optimizer that is distributed already: wrap the torch optimizer inside of it"
+        )
+
+
+def laid_over(optimizer: torch.optim.Optimizer, overrides: type) -> Any:
+    """An optimizer with the attributes of another one, and our methods over its class' own; none of Horovod's.
 
     `__module__` is Horovod's for the same reason as in `make_class`: broadcast_optimizer_state calls
     `super(optimizer.__class__, optimizer).step()` of such a class (functions.py l. 106), not a collective step.
     """
+    base = type(optimizer)
     ours = {k: v for k, v in vars(overrides).items() if k not in ("__dict__", "__weakref__", "__doc__")}
-    return type(base.__name__, (base,), {**ours, "__module__": HorovodOptimizer.__module__})
+    cls: Any = type(base.__name__, (base,), {**ours, "__module__": HorovodOptimizer.__module__})
+    wrapped = cls.__new__(cls)
+    # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
+    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    return wrapped
 
 
 def form_groups(optimizer: Any) -> None:

@@ -26,6 +26,7 @@ from hvd_compress.engine import Bucket, Ledger, Routing, Tensor, check_settings,
 from hvd_compress.errors import StateError, UnsupportedError, WireError
 from hvd_compress.exchange import make_plan, plan_together
 from hvd_compress.loopback import Loopback
+from tests.stages import last_message
 
 SHAPE = (37, 101)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -290,20 +291,7 @@ def step(of: list[Ledger[Bucket]], number: int) -> dict[str, np.ndarray]:
         for name in bucket.tensors:
             rng = np.random.default_rng([rank, number, bucket.shape_of(name)[0]])
             bucket.give(name, rng.standard_normal(bucket.shape_of(name)).astype(np.float32).reshape(-1))
-    parcels = [bucket.parcel() for bucket in buckets]
-    root = buckets[0].root
-    if root is None:
-        split = parcels[0].buffer.size // 2
-        halves = [(p.buffer[: p.sizes[0]] if p.sizes else p.buffer[:split]) for p in parcels]
-        rest = [(p.buffer[p.sizes[0] : sum(p.sizes)] if p.sizes else p.buffer[split:]) for p in parcels]
-        received = [np.concatenate(halves), np.concatenate(rest)]
-        answers = [b.reduce(r) for b, r in zip(buckets, received, strict=True)]
-        message = np.concatenate([answer.buffer for answer in answers])
-    else:
-        gathered = np.concatenate([p.buffer[: p.sizes[root]] if p.sizes else p.buffer for p in parcels])
-        received = [gathered if rank == root else gathered[:0] for rank in range(2)]
-        answers = [b.reduce(r) for b, r in zip(buckets, received, strict=True)]
-        message = answers[root].buffer
+    message = last_message(buckets)
     assert [bucket.arrive(message.copy()) for bucket in buckets] == [True, True]
     results = [bucket.finish(keep=True, scale=0.5) for bucket in buckets]
     for ledger in of:

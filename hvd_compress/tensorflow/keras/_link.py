@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from hvd_compress._keras.link import Link
 from hvd_compress.tensorflow._agreement import require_agreement
+from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings
 from hvd_compress.tensorflow._functions import allreduce
-from hvd_compress.tensorflow._gossip import TensorFlowCollectives
 from hvd_compress.tensorflow._ranks import NODES
 from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of
