@@ -3,8 +3,9 @@
 
 Horovod's last release installs on no current PyTorch or TensorFlow: its CMake files ask for C++14, and one
 optional TensorFlow file includes headers that TensorFlow's wheel no longer ships. This script takes the sdist
-from the package index (checked by its hash), changes three lines of its build files, and builds a wheel against
-the frameworks of the Python that runs it:
+from the package index (checked by its hash), changes three lines of its build files and how `horovod.torch` waits
+(it spins on `sched_yield`, which can starve Gloo's threads for half a minute), and builds a wheel against the
+frameworks of the Python that runs it:
 
     python ci/build_horovod.py                   build (or take from the cache) and install
     python ci/build_horovod.py --wheel-dir DIST  put the wheel into DIST, install nothing
@@ -56,6 +57,33 @@ EDITS = [
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',
         "",
         "TensorFlow >= 2.20 ships without headers that only the optional XLA ops include",
+    ),
+    *(
+        (f"horovod/torch/{file}", old, new, "a rank that waits sleeps: spinning on sched_yield starves Gloo's threads")
+        for file, old, new in [
+            ("handle_manager.h", "#include <atomic>", "#include <atomic>\n#include <condition_variable>"),
+            ("handle_manager.h", "  void Reset();", "  void WaitHandle(int handle);\n  void Reset();"),
+            ("handle_manager.h", "  std::mutex mutex_;", "  std::mutex mutex_;\n  std::condition_variable done_;"),
+            (
+                "handle_manager.cc",
+                "  results_[handle] = std::make_shared<Status>(status);\n}",
+                "  results_[handle] = std::make_shared<Status>(status);\n  done_.notify_all();\n}\n\n"
+                "void HandleManager::WaitHandle(int handle) {\n"
+                "  std::unique_lock<std::mutex> lock(mutex_);\n"
+                "  done_.wait(lock, [&] {\n"
+                "    auto found = results_.find(handle);\n"
+                "    return found == results_.end() || found->second != nullptr;\n"
+                "  });\n}",
+            ),
+            ("handle_manager.cc", "  results_.clear();", "  results_.clear();\n  done_.notify_all();"),
+            (
+                "mpi_ops_v2.cc",
+                "  while (true) {\n    if (handle_manager.PollHandle(handle)) break;\n    {\n"
+                "      py::gil_scoped_release release_python_gil;\n      std::this_thread::yield();\n    }\n  }\n",
+                "  {\n    py::gil_scoped_release release_python_gil;\n"
+                "    handle_manager.WaitHandle(handle);\n  }\n",
+            ),
+        ]
     ),
 ]
 

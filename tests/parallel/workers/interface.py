@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,21 @@ def mine(name: str, step: int, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 def of_all(name: str, step: int, shape: tuple[int, ...] = SHAPE) -> list[np.ndarray]:
     return [numbers(name, rank, step, shape) for rank in range(horovod.size())]
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------------
+
+
+@cases.add
+def a_rank_that_waits_leaves_its_core_to_others() -> None:
+    horovod.barrier()
+    if horovod.rank() == horovod.size() - 1:
+        time.sleep(1.0)  # what the others wait for
+    begin = time.thread_time()
+    horovod.barrier()
+    spent = time.thread_time() - begin
+    # a thread that spins starves those of Gloo where ranks are more than cores, until Gloo gives up
+    assert spent < 0.05, f"{spent:.3f} s of a core for waiting: build Horovod with ci/build_horovod.py"
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
