@@ -80,8 +80,7 @@ EDITS = [
                 "mpi_ops_v2.cc",
                 "  while (true) {\n    if (handle_manager.PollHandle(handle)) break;\n    {\n"
                 "      py::gil_scoped_release release_python_gil;\n      std::this_thread::yield();\n    }\n  }\n",
-                "  {\n    py::gil_scoped_release release_python_gil;\n"
-                "    handle_manager.WaitHandle(handle);\n  }\n",
+                "  {\n    py::gil_scoped_release release_python_gil;\n    handle_manager.WaitHandle(handle);\n  }\n",
             ),
         ]
     ),
