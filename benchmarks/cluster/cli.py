@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cluster import Cluster, build, take_down
+from .cluster import STAYS, Cluster, build, remove_leftovers, take_down
 from .errors import ClusterError, UnavailableError
 from .launch import LAUNCHERS
 from .links import format_rate, parse_rate
@@ -36,7 +36,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     run.set_defaults(launcher=LAUNCHERS[0])
     run.add_argument("command", nargs="+", metavar="-- COMMAND")
     actions.add_parser("status", help="hosts, rate, processes, and bytes so far")
-    actions.add_parser("down", help="end all processes on the hosts and remove these, also after a killed run")
+    actions.add_parser("down", help="end all processes on the hosts and remove these")
     return parser.parse_args(arguments)
 
 
@@ -66,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _up(options: argparse.Namespace) -> None:
     with terminated_as_exit(), exclusive():
+        remove_leftovers()
         build(options.hosts, options.rate)
+        STAYS.touch()
     first, last = host_name(1), host_name(options.hosts)
     print(f"{options.hosts} hosts, {first} to {last}, on links of {options.rate}; `down` removes them")
 

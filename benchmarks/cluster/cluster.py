@@ -27,7 +27,10 @@ from .topology import (
     shape_commands,
 )
 
-__all__ = ["Cluster", "build", "take_down"]
+__all__ = ["STAYS", "Cluster", "build", "remove_leftovers", "take_down"]
+
+# exists while the cluster is one of `up`, which has no process that could take it down
+STAYS = FOLDER / "stays"
 
 
 @final
@@ -55,6 +58,7 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             stack.enter_context(terminated_as_exit())
             stack.enter_context(exclusive())
+            remove_leftovers()
             build(self.hosts, self._first_rate)
             stack.callback(take_down)
             self._stack = stack.pop_all()
@@ -73,10 +77,9 @@ class Cluster:
             ClusterError: none is up, or another process uses it.
         """
         with terminated_as_exit(), exclusive():
-            hosts = hosts_among(namespaces())
-            if not hosts:
+            if not STAYS.exists():
                 raise ClusterError("no virtual cluster is up; `up` makes one")
-            yield cls(hosts)
+            yield cls(hosts_among(namespaces()))
 
     @property
     def rate(self) -> int | None:
@@ -145,17 +148,7 @@ class Cluster:
 
 
 def build(hosts: int, rate: str | None) -> None:
-    """Make the namespaces and links; call with `exclusive`.
-
-    Raises:
-        ClusterError: one is up, or what was left by one.
-    """
-    found = namespaces()
-    if found:
-        raise ClusterError(
-            f"a virtual cluster is up, or was left by a killed process ({', '.join(sorted(found))}); "
-            "`python benchmarks/cluster down` removes it"
-        )
+    """Make the namespaces and links; call with `exclusive`, after `remove_leftovers`."""
     commands = [*build_commands(hosts), *shape_commands(hosts, shape_of(parse_rate(rate)))]
     try:
         (FOLDER / "hosts").write_text(host_names(hosts))
@@ -166,6 +159,17 @@ def build(hosts: int, rate: str | None) -> None:
         raise
 
 
+def remove_leftovers() -> None:
+    """Remove what a killed process has left; call with `exclusive`, which shows that the process is no more.
+
+    Raises:
+        ClusterError: a cluster is up that was made to stay.
+    """
+    if STAYS.exists():
+        raise ClusterError("a virtual cluster is up; `python benchmarks/cluster down` removes it")
+    take_down()
+
+
 def take_down() -> list[str]:
     """End all processes in our namespaces and remove these; returns their names. Call with `exclusive`."""
     with uninterrupted():
@@ -173,7 +177,8 @@ def take_down() -> list[str]:
         end_processes(found)
         for name in found:
             call(["ip", "netns", "delete", name])
-        (FOLDER / "hosts").unlink(missing_ok=True)
+        for file in (FOLDER / "hosts", STAYS):
+            file.unlink(missing_ok=True)
         _clear()
         return found
 
