@@ -146,10 +146,14 @@ def _magnitudes(settings: Mapping[str, Any], watched: Mapping[str, Any], folder:
             for j, (layer, histograms) in enumerate(layers.items()):
                 panel = panels.reshape(len(steps), len(layers))[i, j]
                 panel.bar(left, histograms[i]["counts"], width=WIDEST / BINS, align="edge")
-                panel.set(title=f"{layer}, after {of_pass} passes", yscale="log")
+                panel.set(title=f"{layer}, {_after(of_pass)}", yscale="log")
                 panel.set_xlabel("magnitude / root mean square")
     lines = [
         [f"`{layer}`", *(f"{100 * h['largest_tenth']:.0f}" for h in histograms)] for layer, histograms in layers.items()
     ]
-    head = ["share of the squared norm in the largest 10 %, in percent", *(f"after {p} passes" for p in passes)]
+    head = ["share of the squared norm in the largest 10 %, in percent", *map(_after, passes)]
     return [shown(name), "", table(head, lines)]
+
+
+def _after(passes: int) -> str:
+    return f"after {passes} pass{'es' * (passes != 1)}" if passes else "at the start"
