@@ -27,7 +27,7 @@ RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 SHORT_RATES = ("100mbit", "1gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
 WITHIN = 0.25  # of what was measured, a prediction is to be
-MOST_STEPS = 2000  # until Auto has chosen
+MOST_STEPS = 6000  # until Auto has chosen
 TURN_SECONDS, MOST_TURN_STEPS = 0.05, 10  # of the step without communication
 
 

@@ -20,6 +20,7 @@ from hvd_compress.cost.predict import (
     stages_of,
     work_of,
 )
+from hvd_compress.cost.race import Race
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.cost.step import Job, step_seconds
 
@@ -34,6 +35,7 @@ __all__ = [
     "Line",
     "Link",
     "Network",
+    "Race",
     "Speed",
     "Stage",
     "Work",

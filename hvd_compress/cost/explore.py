@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, median_low, quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
+from hvd_compress.cost.race import Race
 
 __all__ = ["Explorer"]
 
 _LONGEST_PATIENCE = 64
-_ONCE_MORE = 2.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class _Settings:
     margin: float
     doubt: float
     trials: int
+    most_trials: int
+    race: float
+
+    def begin_race(self) -> Race:
+        return Race(self.doubt, self.trials, self.most_trials, self.race)
 
 
 class Explorer:
@@ -47,9 +52,10 @@ class Explorer:
         drift: relative change of three quarters of a window of 4 * `steps` steps after which all are tried again. Each
             time the windows until the next look double, so that a noisy machine does not keep on trying.
         margin: what another one must gain over `dense`.
-        doubt: those that take at most this share longer than the fastest are tried again, in turns with it.
-        trials: of each of them; the median counts. Those that take at most twice as long are tried once more, and the
-            better of two counts: all may have been disturbed once.
+        doubt: those that take at most this share longer than the fastest are tried again, in turns with it: see `Race`.
+        trials: of each of them, at least.
+        most_trials: of each of them, at most.
+        race: seconds that all trials last together; after that, there are no more than `trials`.
 
     Raises:
         ValueError: `dense` is not among the configurations, names repeat, or a setting is out of its range.
@@ -57,7 +63,7 @@ class Explorer:
     Example:
         >>> from hvd_compress.cost import Configuration, Explorer
         >>> both = [Configuration("onebit", ("onebit",), 0.08), Configuration("none", ("none",), 0.1)]
-        >>> explorer = Explorer(both, dense="none", skip=0, steps=1, trials=1)
+        >>> explorer = Explorer(both, dense="none", skip=0, steps=1, trials=1, most_trials=1)
         >>> explorer.current.name
         'onebit'
         >>> explorer.observe(0.2)  # slower than predicted, so is probably the other one
@@ -81,6 +87,8 @@ class Explorer:
         margin: float = 0.02,
         doubt: float = 0.25,
         trials: int = 5,
+        most_trials: int = 25,
+        race: float = 20.0,
     ) -> None:
         names = [c.name for c in configurations]
         if dense not in names or len(set(names)) < len(names):
@@ -93,9 +101,8 @@ class Explorer:
         self.configurations = tuple(configurations)
         self.corrector = Corrector()
         self._dense = dense
-        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, doubt, trials)
-        self._measured: dict[str, float] = {}
-        self._trials: dict[str, list[float]] = {}
+        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, doubt, trials, most_trials, race)
+        self._race = self._settings.begin_race()
         self._seconds: list[float] = []
         self._skipped = 0
         self._patience, self._windows = 1, 0
@@ -121,7 +128,7 @@ class Explorer:
     @property
     def measured(self) -> dict[str, float]:
         """Median seconds of a step by name, of those that have been tried this time."""
-        return dict(self._measured)
+        return self._race.measured
 
     def observe(self, seconds: float) -> bool:
         """Take the seconds of a step with `current`; whether `current` is another one from now on.
@@ -148,8 +155,7 @@ class Explorer:
         """All that it has learnt, as a JSON-able dict for `set_state`."""
         return {
             "current": self.current.name,
-            "measured": dict(self._measured),
-            "trials": {name: list(seconds) for name, seconds in self._trials.items()},
+            "race": self._race.get_state(),
             "seconds": list(self._seconds),
             "skipped": self._skipped,
             "patience": self._patience,
@@ -166,12 +172,11 @@ class Explorer:
             ValueError: it names a configuration that is not known here.
         """
         names = [c.name for c in self.configurations]
-        unknown = {state["current"], *state["measured"]} - set(names)
+        unknown = {state["current"], *state["race"]["trials"]} - set(names)
         if unknown:
             raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(names)}; begin anew")
         self._current = names.index(state["current"])
-        self._measured = dict(state["measured"])
-        self._trials = {name: list(seconds) for name, seconds in state["trials"].items()}
+        self._race.set_state(state["race"])
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
         self._patience, self._windows = state["patience"], state["windows"]
@@ -183,21 +188,18 @@ class Explorer:
         return taken >= 5 * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
 
     def _end_trial(self) -> None:
-        seconds, self._seconds = median(self._seconds), []
-        name = self.current.name
-        self._trials.setdefault(name, []).append(seconds)
-        self._measured[name] = median_low(self._trials[name])
+        seconds = median(self._seconds)
+        self._race.add(self.current.name, seconds, lasted=sum(self._seconds))
+        self._seconds = []
         self._learn(seconds)
         following = self._worth_a_trial()
         if following is None:
-            following = self._in_doubt()
-        if following is not None:
-            self._current = following
-            return
-        self._trials = {}
-        chosen = pick(self._known(), self._dense, margin=self._settings.margin)
-        self._current = next(i for i, c in enumerate(self.configurations) if c.name == chosen)
-        self._expected = self._known()[chosen]
+            following = self._race.following()
+        if following is None:
+            known = self._known()
+            following = pick(known, self._dense, margin=self._settings.margin)
+            self._expected = known[following]
+        self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)
 
     def _learn(self, seconds: float) -> None:
         if self.current.seconds > 0:
@@ -205,33 +207,24 @@ class Explorer:
 
     def _known(self) -> dict[str, float]:
         """Seconds of what was measured; and of dense, predicted if it was not."""
-        known = dict(self._measured)
+        known = self.measured
         if self._dense not in known:
             known[self._dense] = self._corrected(next(c for c in self.configurations if c.name == self._dense))
         return known
 
-    def _worth_a_trial(self) -> int | None:
-        limit = self._settings.within * min(self._measured.values())
-        full = len(self._measured.keys() - {self._dense}) >= self._settings.most
+    def _worth_a_trial(self) -> str | None:
+        measured = self.measured
+        limit = self._settings.within * min(measured.values())
+        full = len(measured.keys() - {self._dense}) >= self._settings.most
         left = {}
-        for i, c in enumerate(self.configurations):
+        for c in self.configurations:
             # dense may lose to a measured time, but is not to lose to a wrong prediction
             is_dense = c.name == self._dense
             # the factor learnt from another one may be all its own: a prediction counts as it stands, too
             worth = min(c.seconds, self._corrected(c)) <= limit or (is_dense and self._dense_is_due)
-            if c.name not in self._measured and worth and (is_dense or not full):
-                left[i] = self._corrected(c)
+            if c.name not in measured and worth and (is_dense or not full):
+                left[c.name] = self._corrected(c)
         return min(left, key=left.__getitem__, default=None)
-
-    def _in_doubt(self) -> int | None:
-        """One that is to be tried again: those that are about as fast as the fastest, in turns."""
-        for limit, trials in ((_ONCE_MORE, 2), (1 + self._settings.doubt, self._settings.trials)):
-            least = min(self._measured.values())
-            close = [n for n, seconds in self._measured.items() if seconds <= limit * least]
-            name = min(close, key=lambda name: len(self._trials[name]))
-            if len(close) > 1 and len(self._trials[name]) < min(trials, self._settings.trials):
-                return next(i for i, c in enumerate(self.configurations) if c.name == name)
-        return None
 
     def _corrected(self, configuration: Configuration) -> float:
         return configuration.seconds * self.corrector.factor(configuration.name)
@@ -247,8 +240,8 @@ class Explorer:
         drifted = low > expected * (1 + self._settings.drift) or high < expected * (1 - self._settings.drift)
         if self._windows >= self._patience and drifted:
             self._patience, self._windows = min(2 * self._patience, _LONGEST_PATIENCE), 0
-            self._expected, self._measured = None, {self.current.name: seconds}
-            self._trials = {self.current.name: [seconds]}
+            self._expected, self._race = None, self._settings.begin_race()
+            self._race.add(self.current.name, seconds, lasted=0.0)
             # what was learnt of the others was learnt on another link
             self.corrector = Corrector()
             self._learn(seconds)
@@ -258,4 +251,4 @@ class Explorer:
             if following is None:
                 self._expected = seconds
             else:
-                self._current = following
+                self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)

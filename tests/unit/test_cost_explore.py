@@ -18,7 +18,9 @@ def made(predicted: dict[str, float] = PREDICTED) -> list[Configuration]:
 
 
 def explorer(**settings: float) -> Explorer:
-    return Explorer(made(), "none", **{"skip": 1, "steps": 3, "trials": 1, **settings})  # type: ignore[arg-type]
+    settings = {"skip": 1, "steps": 3, "trials": 1, **settings}
+    settings.setdefault("most_trials", settings["trials"])
+    return Explorer(made(), "none", **settings)  # type: ignore[arg-type]
 
 
 def follow(explorer: Explorer, truth: dict[str, float], steps: int) -> list[tuple[str, int]]:
@@ -55,7 +57,7 @@ def test_most_trials_do_not_count_dense() -> None:
 
 
 def test_a_gain_below_the_margin_stays_dense() -> None:
-    it = Explorer(made({"a": 0.98, "none": 1.0}), "none", skip=0, steps=1, trials=1)
+    it = Explorer(made({"a": 0.98, "none": 1.0}), "none", skip=0, steps=1, trials=1, most_trials=1)
     assert follow(it, {"a": 0.985, "none": 1.0}, 5) == [("a", 1), ("none", 4)]
 
 
@@ -122,7 +124,9 @@ def test_a_link_that_becomes_fast_is_noticed() -> None:
 
 
 def test_a_link_that_becomes_slow_is_noticed() -> None:
-    it = Explorer(made({"none": 0.1, "onebit": 0.12, "adaptive": 0.13}), "none", skip=1, steps=3, trials=1)
+    it = Explorer(
+        made({"none": 0.1, "onebit": 0.12, "adaptive": 0.13}), "none", skip=1, steps=3, trials=1, most_trials=1
+    )
     follow(it, {"none": 0.1, "onebit": 0.12, "adaptive": 0.13}, 30)
     assert it.current.name == "none"
     follow(it, {"none": 1.0, "onebit": 0.2, "adaptive": 0.15}, 40)
@@ -130,7 +134,7 @@ def test_a_link_that_becomes_slow_is_noticed() -> None:
 
 
 def test_looking_again_gets_rarer_on_a_noisy_machine() -> None:
-    it = Explorer(made(), "none", skip=0, steps=1, trials=1)
+    it = Explorer(made(), "none", skip=0, steps=1, trials=1, most_trials=1)
     changes = []
     rng = np.random.default_rng(1)
     for step in range(4000):
@@ -142,7 +146,7 @@ def test_looking_again_gets_rarer_on_a_noisy_machine() -> None:
 
 
 def test_without_an_alternative_a_drift_is_the_new_normal() -> None:
-    it = Explorer(made({"none": 0.1, "adaptive": 10.0}), "none", skip=0, steps=1, trials=1)
+    it = Explorer(made({"none": 0.1, "adaptive": 10.0}), "none", skip=0, steps=1, trials=1, most_trials=1)
     assert follow(it, {"none": 0.1}, 5) == [("none", 5)]
     assert follow(it, {"none": 0.2}, 20) == [("none", 20)]
     assert it.committed
@@ -194,6 +198,6 @@ def test_names_are_checked(names: list[str]) -> None:
 
 
 def test_the_factor_of_one_does_not_keep_others_from_a_trial() -> None:
-    it = Explorer(made({"onebit": 0.1, "none": 0.4}), "none", skip=0, steps=1, trials=1)
+    it = Explorer(made({"onebit": 0.1, "none": 0.4}), "none", skip=0, steps=1, trials=1, most_trials=1)
     # four times slower than predicted, which need not be so of the other one
     assert follow(it, {"onebit": 0.4, "none": 0.3}, 6) == [("onebit", 1), ("none", 5)]
