@@ -180,7 +180,7 @@ def test_before_it_is_measured_the_reason_is_a_prediction() -> None:
 def test_ranks_compare_after_a_trial_and_rarely_when_it_is_over() -> None:
     it = pilot(per_byte=1e-6)
     assert it.seconds_wanted == TRIAL
-    follow(it, dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.1), 20)
+    follow(it, dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.1), 30)
     assert it.report()["committed"]
     assert it.seconds_wanted > TRIAL
 
