@@ -149,6 +149,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_before": round(LOAD_BEFORE, 2),
+        "commit": _commit(),
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),
         "mpi": _mpi(),
@@ -163,12 +164,25 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _mpi() -> str:
+def _commit() -> str:
+    """Of the program that runs, and whether its code was changed since; "unknown" outside of a repository."""
+    root = RESULTS.parents[1]
+    code = ["hvd_compress", "ci", "benchmarks", ":!benchmarks/results"]
+    head = _said("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = _said("git", "-C", str(root), "status", "--porcelain", "--", *code)
+    return f"{head}{', changed' * bool(changed)}" if head else "unknown"
+
+
+def _said(*command: str) -> str:
     try:
-        said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
-        return "none"
-    return said.splitlines()[0] if said else "unknown"
+        return ""
+
+
+def _mpi() -> str:
+    said = _said("mpirun", "--version")
+    return said.splitlines()[0] if said else "none"
 
 
 def write(name: str, content: Mapping[str, Any]) -> Path:

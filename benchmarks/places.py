@@ -130,18 +130,21 @@ class Place:
         self._cluster = cluster
         self._progress = progress
 
-    def run(self, script: str, task: Mapping[str, Any], rate: str = UNLIMITED) -> Any:
+    def run(
+        self, script: str, task: Mapping[str, Any], rate: str = UNLIMITED, env: Mapping[str, str] | None = None
+    ) -> Any:
         """What the ranks of `script --task JSON` deliver."""
+        env = {**_environment(), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
             command = [sys.executable, script, "--task", json.dumps({**task, "result": str(result)})]
             try:
                 if self._cluster is None:
-                    _run_here(self.hosts * self._ranks_per_host, command, self._progress)
+                    _run_here(self.hosts * self._ranks_per_host, command, env, self._progress)
                 else:
                     self._cluster.set_rate(rate)
                     self._cluster.run(
-                        command, ranks_per_host=self._ranks_per_host, env=_environment(), timeout=LIMIT_SECONDS,
+                        command, ranks_per_host=self._ranks_per_host, env=env, timeout=LIMIT_SECONDS,
                         echo=self._progress,
                     )  # fmt: skip
             except RunError:
@@ -200,7 +203,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _run_here(ranks: int, command: Sequence[str], progress: Progress) -> None:
+def _run_here(ranks: int, command: Sequence[str], env: Mapping[str, str], progress: Progress) -> None:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     # both processors are shared by more ranks than there are, and a spinning one would starve the others
     options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
@@ -211,7 +214,7 @@ def _run_here(ranks: int, command: Sequence[str], progress: Progress) -> None:
         subprocess.Popen(
             ["mpirun", "-np", str(ranks), *options, *root, *command],
             cwd=ROOT,
-            env={**os.environ, **_environment(), "PATH": path},
+            env={**os.environ, **env, "PATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from measure import table
 
 from .papers import DRYDEN, DRYDEN_ALONE, Figure
-from .show import Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
+from .show import MISSING, Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -169,19 +169,26 @@ def _curves(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
 def _volume(rows: Mapping[str, list[Record]]) -> str:
     lines: list[list[object]] = []
     for method, records in complete(rows, METHODS[:-1]):
-        samples = [b / 1e3 for record in records for b in record["result"]["watched"]["bytes"]]
-        lines.append([method, *(volume_figures(samples) if samples else [""] * 5)])
-    head = ["", "kB: median", "least", "most", "most / median", "deviation / mean"]
+        lines.append([method, *(volume_figures(records[0]["result"]["watched"]) if records else [MISSING] * 6)])
+    head = [
+        "", "kB in the first step", "most", "median", "least", "in the last",
+        "changes from a mini-batch to the next by, %",
+    ]  # fmt: skip
     return table(head, lines)
 
 
-def volume_figures(samples: Sequence[float]) -> list[str]:
-    """Median, extremes, the largest against the median, and the coefficient of variation."""
+def volume_figures(watched: Mapping[str, Sequence[float]]) -> list[str]:
+    """Of the mini-batches at equal distances: the first, most, median, least and last; and of all that follow on one
+    another, how much the volume changes, in the median.
+    """
     import numpy as np
 
-    middle, least, most = float(np.median(samples)), min(samples), max(samples)
-    spread = float(np.std(samples)) / float(np.mean(samples)) if any(samples) else 0.0
-    return [f"{middle:.1f}", f"{least:.1f}", f"{most:.1f}", f"{most / middle:.2f}" if middle else "", f"{spread:.3f}"]
+    steps, kilobytes = np.array(watched["step"]), np.array(watched["bytes"]) / 1e3
+    apart = kilobytes[steps % _EVERY == 0]
+    follow = np.diff(steps) == 1
+    changes = np.abs(np.diff(kilobytes))[follow] / np.maximum(kilobytes[:-1][follow], 1e-9)
+    figures = (apart[0], apart.max(), np.median(apart), apart.min(), apart[-1])
+    return [*(f"{figure:.1f}" for figure in figures), f"{100 * float(np.median(changes)):.1f}"]
 
 
 def _volume_plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:

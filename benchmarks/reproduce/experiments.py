@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import dryden, lam, lam_page, qsgd, sievert
+from . import dryden, lam, lam_page, methods, qsgd, sievert
 from .show import Record
 from .unit import Unit
 
@@ -33,6 +33,7 @@ class Experiment(NamedTuple):
 
 
 EXPERIMENTS = {
+    "methods": Experiment(methods.VERSION, methods.FORMS, methods.plan, methods.work, methods.parts),
     "dryden": Experiment(dryden.VERSION, dryden.FORMS, dryden.plan, dryden.work, dryden.parts),
     "lam": Experiment(lam.VERSION, lam.FORMS, lam.plan, lam.work, lam_page.parts),
     "sievert": Experiment(sievert.VERSION, sievert.FORMS, sievert.plan, sievert.work, sievert.parts),

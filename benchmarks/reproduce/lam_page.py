@@ -14,22 +14,26 @@ from .lam import BINS, DENSE, DENSE_SERVER, LEARNING, METHODS, NAME, TIMED, TIME
 from .papers import LAM_SPEEDUP, LAM_TARGET
 from .show import MISSING, Record, all_groups, figure_of, of_seeds, plot_of, said_settings, shown
 
+_TARGETS = (90.0, 95.0, 98.0, LAM_TARGET.value)  # of training accuracy, percent
+_LAST = 5
+
 __all__ = ["equal_accuracy", "parts", "passes_to"]
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """What the page shows of the records: "speed", "steps" and "magnitudes"."""
+    """What the page shows of the records: "learning", "speed", "steps" and "magnitudes"."""
     learning, timed = ([r for r in records if r["settings"]["kind"] == kind] for kind in (LEARNING, TIMES))
-    speed, magnitudes = [], []
+    learned, speed, magnitudes = [], [], []
     for settings, rows in all_groups(learning, "ranks"):
         title = f"### {said_settings(settings, ('ranks', 'train', 'batch'))}"
         steps = _steps_of(settings, timed)
+        learned += [title, "", _learning(rows), ""]
         speed += [title, "", _speed(settings, rows, steps), "", _curves(settings, rows, steps, folder), ""]
         if rows.get(DENSE):
             watched = rows[DENSE][0]["result"]["watched"]
             magnitudes += [title, "", *_magnitudes(settings, watched, folder), ""]
     tables = [text for record in sorted(timed, key=lambda r: r["ranks"]) for text in (_steps(record), "")]
-    texts = {"speed": speed, "steps": tables, "magnitudes": magnitudes}
+    texts = {"learning": learned, "speed": speed, "steps": tables, "magnitudes": magnitudes}
     return {key: "\n".join(lines).strip() for key, lines in texts.items()}
 
 
@@ -54,6 +58,21 @@ def equal_accuracy(rows: Mapping[str, Sequence[Record]]) -> float:
     """The paper's training accuracy, or the highest that all trainings have reached, whichever is lower."""
     best = [max(record["result"]["train"]) for records in rows.values() for record in records]
     return min([LAM_TARGET.value, *best])
+
+
+def _learning(rows: Mapping[str, list[Record]]) -> str:
+    lines: list[list[object]] = []
+    for method in METHODS:
+        records = rows.get(method, [])
+        passes = [[passes_to(target, record) for record in records] for target in _TARGETS]
+        reached = [of_seeds([p for p in of_target if p is not None], 2) for of_target in passes]
+        tested = [mean(ranks[0] for ranks in record["result"]["test"][-_LAST:]) for record in records]
+        lines.append([method, *reached, of_seeds(tested, 1), len(records)])
+    head = [
+        "", *(f"passes to {target:g} %" for target in _TARGETS),
+        f"test accuracy, mean after the last {_LAST} passes, %", "seeds",
+    ]  # fmt: skip
+    return table(head, lines)
 
 
 def _seconds(steps: Record | None, method: str) -> float | None:

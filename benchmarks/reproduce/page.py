@@ -108,11 +108,17 @@ def _conditions(everything: Mapping[str, Sequence[Record]]) -> str:
             made = [record for record in of_experiment if shlex.join(record["command"]) == command]
             dates = sorted({record["machine"]["date"] for record in made})
             minutes = sum(record["seconds"] for record in made) / 60
-            data = " / ".join(dict.fromkeys(record["result"]["data"] for record in made))
-            runs.append(
-                [name, f"`{command}`", len(made), " to ".join({dates[0]: 0, dates[-1]: 0}), f"{minutes:.0f}", data]
+            data, commits = (
+                " / ".join(dict.fromkeys(found))
+                for found in (
+                    (record["result"]["data"] for record in made),
+                    (record["machine"].get("commit", "not recorded") for record in made),
+                )
             )
-    head = ["", "command", "starts", "date", "minutes", "data"]
+            busy = f"{max(record['machine']['load_before'] for record in made):.1f}"
+            period = " to ".join({dates[0]: 0, dates[-1]: 0})
+            runs.append([name, f"`{command}`", len(made), period, f"{minutes:.0f}", busy, commits, data])
+    head = ["", "command", "starts of ranks", "date", "minutes", "load before, at most", "commit", "data"]
     return "\n".join([_replicas(records), "", table(["", ""], facts), "", table(head, runs)])
 
 

@@ -15,7 +15,7 @@ from .unit import Unit
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
-__all__ = ["FORMS", "VERSION", "parts", "plan", "work"]
+__all__ = ["CIFAR", "FORMS", "MNIST", "VERSION", "own_settings", "parts", "plan", "prepared", "work"]
 
 VERSION = 1
 NAME = "qsgd"
@@ -46,9 +46,14 @@ def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
     ]
 
 
-def _unit(data: str, bits: int, coding: str | None, seed: int, settings: Mapping[str, Any]) -> Unit:
+def own_settings(data: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that are of a data set."""
     prefix = {MNIST: "mnist_", CIFAR: "cifar_"}[data]
-    own = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+
+
+def _unit(data: str, bits: int, coding: str | None, seed: int, settings: Mapping[str, Any]) -> Unit:
+    own = own_settings(data, settings)
     label = label_of(data, bits, coding)
     given = {**own, "data": data, "bits": bits, "coding": coding, "seed": seed}
     return Unit(NAME, VERSION, label, given, settings["ranks"], own["epochs"])
@@ -69,14 +74,27 @@ def label_of(data: str, bits: int, coding: str | None) -> str:
 
 def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """One training."""
+    from hvd_compress import QSGD, NoCompression
+
+    from .training import learn, wrapped
+
+    data, network, sgd = prepared(settings)
+    if settings["bits"] == DENSE:
+        optimizer = wrapped(sgd, network, NoCompression())
+    else:
+        # every rank sends its gradient to all others, as in the paper: it is rounded once
+        qsgd = QSGD(bits=settings["bits"], coding=settings["coding"], seed=settings["seed"])
+        optimizer = wrapped(sgd, network, qsgd, exchange="allgather")
+    return learn(settings, network, optimizer, data, checkpoint)
+
+
+def prepared(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Data, network and plain optimizer of a training."""
     import networks
     import torch
 
-    from hvd_compress import QSGD, NoCompression
-
     from .data import cifar, mnist
     from .nets import from_seed, quick
-    from .training import learn, wrapped
 
     if settings["data"] == MNIST:
         data = mnist(settings["train"], settings["test"])
@@ -85,14 +103,7 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     else:
         data = cifar(settings["train"], settings["test"])
         network = from_seed(quick, settings["seed"])
-    sgd = torch.optim.SGD(network.parameters(), RATES[settings["data"]])
-    if settings["bits"] == DENSE:
-        optimizer = wrapped(sgd, network, NoCompression())
-    else:
-        # every rank sends its gradient to all others, as in the paper: it is rounded once
-        qsgd = QSGD(bits=settings["bits"], coding=settings["coding"], seed=settings["seed"])
-        optimizer = wrapped(sgd, network, qsgd, exchange="allgather")
-    return learn(settings, network, optimizer, data, checkpoint)
+    return data, network, torch.optim.SGD(network.parameters(), RATES[settings["data"]])
 
 
 # -- the page -------------------------------------------------------------------------------------------------------

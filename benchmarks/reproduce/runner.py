@@ -63,7 +63,9 @@ def started(unit: Unit, progress: Progress) -> Any:
     task = {"experiment": unit.experiment, "settings": dict(unit.settings), "scratch": str(_scratch(unit))}
 
     def ranks_of(here: Place) -> Any:
-        return here.run(str(Path(__file__).parent), task, unit.rate or UNLIMITED)
+        # settings of Open MPI, which mpirun hands on to all ranks
+        mpi = {f"OMPI_MCA_{name}": str(value) for name, value in unit.settings.get("mpi", {}).items()}
+        return here.run(str(Path(__file__).parent), task, unit.rate or UNLIMITED, env=mpi)
 
     if unit.rate in (None, UNLIMITED):
         return ranks_of(local(unit.ranks, progress))

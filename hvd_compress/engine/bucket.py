@@ -50,7 +50,12 @@ class Bucket(exchange.Bucket[Lane]):
             return self.encode(self.pack.name, self.pack.buffer)
         return False
 
+    def count_start(self, seconds: float) -> None:
+        """Time that it took to start a collective, shared among the tensors by their size."""
+        for transfer, share in self._shares:
+            transfer.counters.start_seconds += seconds * share
+
     def count_wait(self, seconds: float) -> None:
-        """Time waited for collectives, shared among the tensors by their size."""
+        """Time waited for collectives, shared in the same way."""
         for transfer, share in self._shares:
             transfer.counters.exchange_seconds += seconds * share

@@ -20,6 +20,7 @@ class Counters:
         bytes_sent_inside: given to other ranks of its host by a hierarchical exchange; all others go between hosts.
         dense_bytes: what Horovod's ring allreduce of the uncompressed gradient would have sent.
         encode_seconds: in the stages that encode.
+        start_seconds: handing what they have encoded to Horovod or MPI, which waits for nobody.
         exchange_seconds: waited for collectives, after all that could overlap with the backward pass.
         decode_seconds: in the stage that decodes.
     """
@@ -30,6 +31,7 @@ class Counters:
     bytes_sent_inside: float = 0.0
     dense_bytes: float = 0.0
     encode_seconds: float = 0.0
+    start_seconds: float = 0.0
     exchange_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -62,6 +64,7 @@ class Counters:
             "dense_bytes": round(self.dense_bytes),
             "ratio": self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0,
             "encode_seconds": self.encode_seconds,
+            "start_seconds": self.start_seconds,
             "exchange_seconds": self.exchange_seconds,
             "decode_seconds": self.decode_seconds,
             "residual_norm": residual_norm,

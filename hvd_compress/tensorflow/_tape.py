@@ -102,7 +102,7 @@ class _Overrides(tf.GradientTape):
 
         Returns:
             As `DistributedOptimizer.compression_stats` of `hvd_compress.torch` does, but `exchange_seconds` are those
-            between a stage and the next, in which other tensors make progress.
+            between a stage and the next, in which other tensors make progress, and `start_seconds` are among them.
         """
         return {"compressor": repr(self._hvd_settings.compression), **self._exchange_of(sources).stats()}
 

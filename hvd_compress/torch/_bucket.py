@@ -117,8 +117,10 @@ class Bucket(engine.Bucket):
         return self._waiting_for not in ("", self.collectives[-1])
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
+        begin = time.perf_counter()
         self._handle = self._calls.start(collective, self, parcel)
         self._waiting_for = collective
+        self.count_start(time.perf_counter() - begin)
 
     def _receive(self) -> np.ndarray[Any, Any]:
         begin = time.perf_counter()

@@ -209,7 +209,7 @@ class _Overrides:
         Returns:
             {"compressor": repr, "total": counters, "tensors": {name: counters}}, where counters are: steps,
             bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would have
-            sent), ratio (dense_bytes / bytes_sent), encode_seconds, exchange_seconds (waited), decode_seconds, and
+            sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds, exchange_seconds (waited), decode_seconds, and
             residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also "auto": what was chosen for
             each bucket, from which predicted and measured seconds, and why.
         """

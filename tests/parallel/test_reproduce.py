@@ -92,7 +92,7 @@ def test_sievert_starts(tmp_path: Path) -> None:
     result = tiny("sievert", tmp_path, "2 workers")["result"]
     assert len(result["ranks"]) == 2
     for of_rank in result["ranks"]:
-        counted = sum(of_rank[key] for key in ("encode_seconds", "exchange_seconds", "decode_seconds"))
+        counted = sum(of_rank[key] for key in ("encode_seconds", "start_seconds", "exchange_seconds", "decode_seconds"))
         assert 0 < counted < of_rank["compute"]
 
 
