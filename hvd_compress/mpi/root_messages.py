@@ -22,8 +22,29 @@ __all__ = ["Channel", "Pending", "RootMessages"]
 
 Bytes = npt.NDArray[np.uint8]
 
-# MPI writes and reads until a message is complete, whoever has lost interest in it meanwhile
-_under_way: set[Pending] = set()
+_FEW = 64
+
+
+class _UnderWay:
+    """Messages that MPI may still read or write, whoever has lost interest in them meanwhile."""
+
+    def __init__(self) -> None:
+        self._pending: set[Pending] = set()
+        self._enough = _FEW
+
+    def add(self, pending: Pending) -> None:
+        # each look is a call of MPI, which may give the core away: not at all messages for every new one
+        if len(self._pending) >= self._enough:
+            # a list: other threads may add to the set
+            self._pending.difference_update([kept for kept in list(self._pending) if kept.is_done()])
+            self._enough = max(_FEW, 2 * len(self._pending))
+        self._pending.add(pending)
+
+    def discard(self, pending: Pending) -> None:
+        self._pending.discard(pending)
+
+
+_under_way = _UnderWay()
 
 
 class Pending:
@@ -44,8 +65,6 @@ class Pending:
         self._requests = requests
         self._memory = memory
         self._slots, self._sizes = slots, sizes
-        # a list: other threads may add to the set
-        _under_way.difference_update([pending for pending in list(_under_way) if pending.is_done()])
         _under_way.add(self)
 
     def is_done(self) -> bool:

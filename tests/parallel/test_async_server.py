@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import Outcome, launched, run
 
-STARTS = [2, 4]
+STARTS = [2, 4, 8]
 # modules of workers that start MPI are not imported here: `mpirun` refuses to start below a process that has
 NUMPY_CASES = 16
 TORCH_CASES = 16
@@ -14,7 +14,7 @@ VICTIM = 1
 STEPS = 40
 
 
-@pytest.mark.parametrize("ranks", [*STARTS, 8])
+@pytest.mark.parametrize("ranks", STARTS)
 def test_numpy(ranks: int) -> None:
     check_cases(launched("async_numpy", ranks, "mpi"), NUMPY_CASES)
 

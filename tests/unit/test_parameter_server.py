@@ -17,6 +17,7 @@ from hvd_compress import (
     NoCompression,
     OneBit,
     ParameterServer,
+    Percentile,
     Policy,
     Threshold,
     TopK,
@@ -30,8 +31,9 @@ from tests.stages import last_message
 
 SHAPE = (37, 101)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
-WITH_FEEDBACK = [OneBit(), Threshold(0.5), Adaptive(pi=16), TopK(k=40), BF16(), TopK(0.05, coding="golomb")]
-WITHOUT = [QSGD(bits=1), QSGD(bits=4), QSGD(bits=1, coding="elias"), NoCompression(), FP16()]
+PERCENTILE = Percentile(90, error_feedback=True)
+WITH_FEEDBACK = [OneBit(), Threshold(0.5), Adaptive(pi=16), TopK(k=40), BF16(), TopK(0.05, coding="golomb"), PERCENTILE]
+WITHOUT = [QSGD(bits=1), QSGD(bits=4), QSGD(bits=1, coding="elias"), Percentile(90), NoCompression(), FP16()]
 every_answer = pytest.mark.parametrize("answer", ["compressed", "dense"])
 every_root = pytest.mark.parametrize("root", [0, 1, "round_robin"])
 feedback = pytest.mark.parametrize("compressor", WITH_FEEDBACK, ids=repr)

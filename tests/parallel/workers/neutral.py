@@ -19,6 +19,10 @@ COMPRESSORS: dict[str, Compressor] = {
     "qsgd": QSGD(bits=4),
     "topk": TopK(ratio=0.05),
     "percentile": Percentile(90),
+    "percentile-feedback": Percentile(90, error_feedback=True),
+    "adaptive-golomb": Adaptive(pi=16, coding="golomb"),
+    "topk-golomb": TopK(ratio=0.05, coding="golomb"),
+    "qsgd-elias": QSGD(bits=4, coding="elias"),
     "bf16": BF16(),
 }
 EXCHANGES = ("two_phase", "allgather")

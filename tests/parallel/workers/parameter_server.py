@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, AdaGrad, Auto, OneBit, ParameterServer, Policy, Threshold, TopK
+from hvd_compress import QSGD, AdaGrad, Auto, OneBit, ParameterServer, Percentile, Policy, Threshold, TopK
 from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -42,6 +42,8 @@ COMPRESSORS = {
     "qsgd": QSGD(bits=4),
     "qsgd-1-elias": QSGD(bits=1, coding="elias"),
     "topk": TopK(ratio=0.05),
+    "percentile": Percentile(90),
+    "percentile-feedback": Percentile(90, error_feedback=True),
 }
 SERVERS = {
     f"{transport}-{answer}-{root}": {"root": root, "answer": answer, "transport": transport}
@@ -101,6 +103,26 @@ def uncompressed_gradients_are_gathered_too(setting: Any) -> None:
     assert tensors["first.weight"]["exchange"] == "parameter_server"
     sent = optimizer.compression_stats()["total"]["bytes_sent"]
     assert sent > 0
+
+
+@cases.each(SERVERS)
+def a_gradient_leaves_while_backward_goes_on(setting: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.ReLU(), torch.nn.Linear(50, 30))
+    optimizer = wrap(model, OneBit(), server(setting), bucket_bytes=0)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    under_way = []
+
+    def look(gradient: torch.Tensor) -> None:
+        # the first layer's weights have none yet
+        assert model[0].weight.grad is None
+        under_way.append([bucket.tensors for bucket in optimizer._engine.buckets if bucket._handle is not None])
+
+    hidden = model[0](torch.full((4, 40), 1.0 + horovod.rank()))
+    hidden.register_hook(look)
+    model[2](model[1](hidden)).square().sum().backward()
+    assert under_way == [[["2.weight"]]], under_way
+    optimizer.step()
+    check_equal_on_all_ranks(model)
 
 
 @cases.each(SERVERS)

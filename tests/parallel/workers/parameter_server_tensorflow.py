@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress import QSGD, AdaGrad, Auto, OneBit, ParameterServer, Threshold, TopK
+from hvd_compress import QSGD, AdaGrad, Auto, OneBit, ParameterServer, Percentile, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -26,6 +26,7 @@ COMPRESSORS = {
     "threshold": Threshold(0.5),
     "qsgd-1-elias": QSGD(bits=1, coding="elias"),
     "topk": TopK(ratio=0.05),
+    "percentile-feedback": Percentile(90, error_feedback=True),
 }
 SERVERS = {
     f"{transport}-{answer}": {"root": 1, "answer": answer, "transport": transport}
