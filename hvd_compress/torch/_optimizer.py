@@ -209,9 +209,9 @@ class _Overrides:
         Returns:
             {"compressor": repr, "total": counters, "tensors": {name: counters}}, where counters are: steps,
             bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would have
-            sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds, exchange_seconds (waited), decode_seconds, and
-            residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also "auto": what was chosen for
-            each bucket, from which predicted and measured seconds, and why.
+            sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds (handing over), exchange_seconds
+            (waited), decode_seconds, and residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also
+            "auto": what was chosen for each bucket, from which predicted and measured seconds, and why.
         """
         if self._engine is None:
             return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}

@@ -158,7 +158,8 @@ def a_saved_training_goes_on_as_if_it_had_not_stopped() -> None:
 @cases.each({"half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64})
 def other_types_of_parameters(dtype) -> None:
     model = network(dtype=dtype)
-    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), lr=0.05), answer=TopK(0.5))
+    # each worker's updates count in full, so the rate that converges falls with their number
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), lr=0.1 / plain.size()), answer=TopK(0.5))
     losses = run(model, optimizer, 60)
     optimizer.close()
     assert all(p.dtype == dtype for p in model.parameters())
@@ -236,7 +237,7 @@ def some_ranks_can_have_a_server_of_their_own() -> None:
     if plain.size() < 4:
         return
     some = plain.add_process_set([1, 2, 3])
-    if plain.rank() == 0:
+    if plain.rank() not in (1, 2, 3):
         with pytest.raises(ValueError, match="not in process_set"):
             wrapped(network(), process_set=some)
     else:
