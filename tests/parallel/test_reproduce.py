@@ -67,6 +67,14 @@ def test_qsgd_starts(tmp_path: Path) -> None:
     assert 0 < result["bytes_sent"][0] < dense / 8
 
 
+@pytest.mark.parametrize("method", ["adaptive(64), Golomb coded", "Percentile(90), error feedback"])
+def test_methods_start(method: str, tmp_path: Path) -> None:
+    result = tiny("methods", tmp_path, f"MNIST, {method}")["result"]
+    assert result["replicas_identical"]
+    dense = 4 * result["parameters"] * result["steps"]
+    assert 0 < result["bytes_sent"][0] < dense / 7
+
+
 def test_lam_starts(tmp_path: Path) -> None:
     needs("Percentile", "ParameterServer")
     needs_cifar()

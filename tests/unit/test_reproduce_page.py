@@ -181,6 +181,19 @@ def test_parts_of_a_step_add_up_and_the_server_stands_alone(tmp_path: Path, stor
     assert cells_of(table, "2: server")[-2:] == ["58", "6000"]
 
 
+def test_methods_stand_with_what_a_rank_sends_and_their_last_accuracies(tmp_path: Path, store: Store) -> None:
+    for unit in EXPERIMENTS["methods"].plan(settings_of("methods", "short"), [0]):
+        sent = {"MNIST, Horovod fp32": 60000.0, "MNIST, one-bit": 3000.0}
+        if unit.label in sent:
+            tested = [[10.0], [90.0], [94.0], [98.0]]
+            store.write(unit, training(unit, 0.0, test=tested, bytes_sent=[sent[unit.label]] * 4), 9.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Which method to choose")
+    # ten steps; the mean of the last three epochs
+    assert cells_of(table, "Horovod fp32") == ["94.0", "6.0", "1.0", "1"]
+    assert cells_of(table, "one-bit") == ["94.0", "0.3", "20.0", "1"]
+    assert cells_of(table, "top-k 1 %") == ["**missing**", "", "", "0"]
+
+
 def test_bits_stand_with_bytes_with_and_without_a_coding(tmp_path: Path, store: Store) -> None:
     for unit in EXPERIMENTS["qsgd"].plan(settings_of("qsgd", "short"), [0]):
         if unit.settings["data"] == "CIFAR-10" or unit.settings["bits"] == 8:
