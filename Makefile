@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-keras2 test-all lint format bench reproduce clean
+.PHONY: help setup setup-keras2 demo test test-keras2 test-all coverage lint format bench reproduce clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -18,7 +18,11 @@ setup-keras2:        ## .venv-keras2 with TensorFlow 2.15, whose Keras is Keras 
 demo: setup          ## train MNIST on 2 ranks, compressed and dense, and compare (below 5 minutes)
 	@$(WITH_VENV) $(PYTHON_VENV) examples/demo.py
 
-test: setup          ## all tests, those with several processes too, and the coverage (about 40 minutes on 2 cores)
+test: setup          ## all tests, those with several processes too (about half an hour on 2 cores)
+	@$(WITH_VENV) $(PYTHON_VENV) -m pytest $(ARGS)
+
+# tracing the ranks takes a quarter more, so that `test` goes without
+coverage: setup      ## the same tests, and which lines of the package they have run
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest --cov --cov-report=term $(ARGS)
 
 test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the core, with TensorFlow 2.15 and Keras 2
