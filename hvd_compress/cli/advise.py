@@ -8,7 +8,8 @@ Measured, with the ranks and the network that training will have:
 
     horovodrun -np 4 -H a:1,b:1,c:1,d:1 hvd-compress advise --model my_package.models:make_net
 
-Kernel speeds are measured on this machine in both cases.
+Kernel speeds are measured on this machine in both cases. With real ranks on PyTorch, steps that are short are tried
+rather than predicted: see `hvd_compress.cli.rehearse`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, TopK
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
-from hvd_compress.cli.ranks import is_launched, open_ranks
+from hvd_compress.cli.ranks import Ranks, is_launched, open_ranks
 from hvd_compress.cli.table import short, table
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
 from hvd_compress.compressors import Compressor
@@ -41,7 +42,7 @@ from hvd_compress.cost import (
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work, has_cores
 from hvd_compress.exchange import EXCHANGES
 
-__all__ = ["HELP", "add_arguments", "advice", "predict", "run"]
+__all__ = ["HELP", "add_arguments", "advice", "predict", "run", "tried"]
 
 HELP = "does compression pay for a model, and which"
 
@@ -49,6 +50,9 @@ CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), To
 _LEAST_GAIN = 1.05
 # backward makes two products of matrices where forward makes one
 _BACKWARD_SHARE = 2 / 3
+# a trial is some dozens of steps; of what takes longer, the network and the kernels are most, which predictions know
+_LONGEST_TRIED = 1.0
+_MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
 Works = list[Work]
@@ -63,7 +67,8 @@ class Prediction:
         exchange: "dense" for Horovod's allreduce.
         sent_bytes: by each rank, in each step; of a hierarchical exchange to other hosts only.
         seconds: of a step.
-        break_even: bandwidth below which it is faster than dense float32, bits per second.
+        break_even: bandwidth below which it is faster than dense float32, bits per second; always predicted.
+        tried: whether `seconds` come from a trial.
     """
 
     compressor: Compressor
@@ -71,6 +76,7 @@ class Prediction:
     sent_bytes: float
     seconds: float
     break_even: float = math.nan
+    tried: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         network = measure_network(ranks, ranks.hosts, ranks.position)
         speeds = slowest_speeds(CANDIDATES, ranks)
         (lacking,) = ranks.maximum([float(not has_cores(ranks.local_size))])
-        worker = not lacking
+        rows = tried(predict(shapes, network, speeds, step, not lacking), ranks, shapes, step)
         if ranks.position:
             return 0
         link = "measured just now"
@@ -121,10 +127,8 @@ def run(options: argparse.Namespace) -> int:
         bandwidth = parse_bandwidth(options.bandwidth)
         network = Network.on_paper(bandwidth, parse_seconds(options.latency), options.ranks, options.ranks_per_host)
         network = replace(network, copying=copy_speed().per_unit / 4)
-        speeds = {c: speed_of(c) for c in CANDIDATES}
-        worker = False
+        rows = predict(shapes, network, {c: speed_of(c) for c in CANDIDATES}, step)
         link = f"on paper, {show_bandwidth(bandwidth)} and {options.latency} between hosts: collectives at their best"
-    rows = predict(shapes, network, speeds, step, worker)
     print(_report(shapes, network, rows, link, step))
     return 0
 
@@ -199,6 +203,29 @@ def predict(
     return [first, *rows]
 
 
+def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], step: float = 0.0) -> list[Prediction]:
+    """The rows with the seconds of trials where steps are short and ranks run PyTorch; a collective call.
+
+    Args:
+        rows: of `predict`.
+        ranks: all of them.
+        shapes: of the gradients, in the order of the forward pass.
+        step: seconds of a step without communication.
+    """
+    # all ranks must try the same
+    short = [seconds <= _LONGEST_TRIED for seconds in ranks.maximum([row.seconds for row in rows])]
+    few = sum(math.prod(shape) for shape in shapes) <= _MOST_TRIED_NUMEL
+    if ranks.framework != "torch" or not few or not any(short):
+        return list(rows)
+    from hvd_compress.cli.rehearse import Rehearsal  # an estimate on paper needs no framework
+
+    rehearsal = Rehearsal(ranks, shapes, step)
+    return [
+        replace(row, seconds=rehearsal.seconds(row.compressor, row.exchange), tried=True) if is_short else row
+        for row, is_short in zip(rows, short, strict=True)
+    ]
+
+
 def advice(rows: Sequence[Prediction]) -> str:
     """The plain sentence about a table whose first row is dense float32."""
     dense, *others = rows
@@ -228,6 +255,7 @@ def _report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction
     numel = sum(math.prod(shape) for shape in shapes)
     hosts = f", {network.ranks_per_host} on each host" if network.ranks_per_host > 1 else ""
     dense = rows[0]
+    trials = any(row.tried for row in rows)
     cells = [
         [
             "none (float32)" if row is dense else short(row.compressor),
@@ -237,10 +265,12 @@ def _report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction
             show_seconds(row.seconds),
             f"{dense.seconds / row.seconds:.2f}x",
             "" if row is dense else show_bandwidth(row.break_even),
+            *(["tried" if row.tried else "predicted"] if trials else []),
         ]
         for row in rows
     ]
     head = ["compressor", "exchange", "sent/rank", "fewer", "step" if step else "exchange", "faster", "pays below"]
+    head += ["how"] if trials else []
     return "\n".join(
         [
             f"{len(shapes)} tensors, {numel:,} elements, {network.ranks} ranks{hosts}",

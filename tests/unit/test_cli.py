@@ -217,6 +217,41 @@ def test_a_link_whose_bytes_take_no_time() -> None:
     assert {row.break_even for row in rows[1:]} == {0.0}
 
 
+class _Ranks:
+    """One rank, as `advise.tried` asks it."""
+
+    def __init__(self, framework: str) -> None:
+        self.framework = framework
+
+    def maximum(self, values: list[float]) -> list[float]:
+        return values
+
+
+ROWS = [Prediction(NoCompression(), "dense", 8.0, 1.5), Prediction(OneBit(), "allgather", 1.0, 0.5, 2e9)]
+
+
+def test_short_steps_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearse = pytest.importorskip("hvd_compress.cli.rehearse", reason="this environment has no torch")
+
+    class Rehearsal:
+        def __init__(self, ranks: _Ranks, shapes: list[tuple[int, ...]], step: float) -> None:
+            assert (shapes, step) == ([(8, 8)], 0.25)
+
+        def seconds(self, compressor: object, exchange: str) -> float:
+            assert (compressor, exchange) == (OneBit(), "allgather")
+            return 0.75
+
+    monkeypatch.setattr(rehearse, "Rehearsal", Rehearsal)
+    long, short = advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25)  # type: ignore[arg-type]
+    assert long == ROWS[0]
+    assert short == Prediction(OneBit(), "allgather", 1.0, 0.75, 2e9, tried=True)
+
+
+@pytest.mark.parametrize(("framework", "shape"), [("tensorflow", (8, 8)), ("torch", (2**14, 2**14))])
+def test_predictions_stand_without_torch_and_for_what_fills_the_memory(framework: str, shape: tuple[int, int]) -> None:
+    assert advise.tried(ROWS, _Ranks(framework), [shape], 0.25) == ROWS  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [(2.0, "Don't compress: a step would take at least 2000 ms instead of 1000 ms."),

@@ -6,9 +6,11 @@ import contextlib
 import io
 import os
 import re
+from typing import Any
 
 import numpy as np
 
+from hvd_compress import FP16, Adaptive, NoCompression, OneBit
 from hvd_compress.cli import main
 from hvd_compress.cli.ranks import Ranks, is_launched, launched
 from hvd_compress.cost import COLLECTIVES, measure_link
@@ -78,7 +80,42 @@ def advise_measures_and_speaks_once() -> None:
     assert "measured just now" in link
     assert float(re.findall(r"([\d.]+) ms", dense)[0]) > 0
     assert len(rows) == 11
+    assert all(row.endswith("  tried") for row in (dense, *rows))
     assert sentence.startswith(("Use compression=", "Don't compress"))
+
+
+@cases.add
+def a_trial_is_a_step_with_its_exchange() -> None:
+    from hvd_compress.cli.rehearse import Rehearsal  # of torch, which `cli_tensorflow` does without
+
+    ranks = Ranks("torch")
+    shapes = [(300, 200), (300,), ()]
+    rehearsal = Rehearsal(ranks, shapes, step=0.02)
+    for compressor, exchange in ((NoCompression(), "dense"), (FP16(), "dense"), (Adaptive(), "two_phase")):
+        seconds = rehearsal.seconds(compressor, exchange)
+        # of its step, and of one collective at least, each of which Horovod looks for once in a millisecond
+        assert 0.02 <= seconds < 1.0
+        assert ranks.maximum([seconds, -seconds]) == [seconds, -seconds]
+
+
+@cases.add
+def a_trial_compresses_gradients_of_the_given_shapes() -> None:
+    import hvd_compress.torch as hvd
+    from hvd_compress.cli.rehearse import Rehearsal
+
+    made: list[Any] = []
+    make = hvd.DistributedOptimizer
+    hvd.DistributedOptimizer = lambda *given, **settings: made.append(make(*given, **settings)) or made[-1]  # type: ignore[assignment,func-returns-value]
+    try:
+        Rehearsal(Ranks("torch"), [(300, 200), (300,)], step=0.0).seconds(OneBit(), "allgather")
+    finally:
+        hvd.DistributedOptimizer = make
+    (optimizer,) = made  # steps without communication have none
+    total = optimizer.compression_stats()["total"]
+    assert total["steps"] > 10
+    assert 60_000 / 8 < total["bytes_sent"] / total["steps"] < 60_000 / 4
+    # normal deviates lose with one bit
+    assert total["residual_norm"] > 10
 
 
 @cases.add
