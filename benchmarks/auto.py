@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from candidates import style
-from measure import ALONE, AUTO, DENSE, FP16, FP32, Aim, Spread, picture, ratios, table
+from measure import ALONE, AUTO, DENSE, FP16, FP32, Aim, Spread, median_interval, picture, ratios, table
 from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
 
 FIXED = (*DENSE, "one-bit", "adaptive(64)")
@@ -26,6 +26,7 @@ BATCH = 10
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 SHORT_RATES = ("100mbit", "1gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
+MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS = 6000  # until Auto has chosen
 TURN_SECONDS, MOST_TURN_STEPS = 0.05, 10  # of the step without communication
@@ -160,8 +161,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         hosts=([2], [2, 4]),
         rates=(SHORT_RATES, RATES),
         widths=(WIDTHS[:2], WIDTHS),
-        seconds=(4.0, 15.0),
-        least=(3, 5),
+        seconds=(4.0, 40.0),
+        least=(3, 9),
     )
 
 
@@ -175,7 +176,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def section(result: dict[str, Any]) -> str:
     head = ["", *FIXED, "the fastest", "Auto's choice", "after steps", "Auto, times the fastest"]
     head += [f"{AGAIN}, times one-bit"]
-    head += [f"{name}, predicted of measured" for name in FIXED]
+    head += [f"{name}, foretold of measured" for name in FIXED]
     lines = []
     for run, cell in _cells(result):
         rows, least = cell["rows"], fastest(cell)
@@ -189,8 +190,9 @@ def section(result: dict[str, Any]) -> str:
             "784-W-W-W-10 on MNIST, 10 images a rank and step. The first columns are times the step without "
             "communication, in the same ranks and rounds. `Auto` chose among float32, float16, "
             f"{' and '.join(FIXED[2:])}; *after steps* is how many it took to try them. *Again* is the same "
-            "candidate a second time: how far it is from 1 is chance. The last columns are what "
-            "`hvd-compress advise` predicts of a step, divided by what it took.",
+            "candidate a second time: how far it is from 1 is chance. Which one is the fastest is told by half of the "
+            "rounds, and Auto compared with it in the other half. The last columns are what "
+            "`hvd-compress advise` foretells of a step, divided by what it took.",
             "",
             _plot(result),
             "",
@@ -204,10 +206,28 @@ def fastest(cell: dict[str, Any]) -> str:
     return min(FIXED, key=lambda name: median(cell["rows"][name]["seconds"]))
 
 
+def losses(cell: dict[str, Any]) -> list[float]:
+    """How many times as long a step takes with Auto as with the fastest of what it could have chosen, in each round.
+
+    Which one is the fastest is told by the other half of the rounds: the luckiest of a round is not the fastest.
+    """
+    seconds = {name: cell["rows"][name]["seconds"] for name in (*FIXED, AUTO)}
+    found: list[float] = []
+    for mine, other in ((0, 1), (1, 0)):
+        best = min(FIXED, key=lambda name: median(seconds[name][other::2]))
+        found += ratios(seconds[AUTO][mine::2], seconds[best][mine::2])
+    return found
+
+
 def loss(cell: dict[str, Any]) -> Spread:
-    """How many times as long a step takes with Auto as with the fastest of what it could have chosen."""
-    rows = cell["rows"]
-    return Spread.of(ratios(rows[AUTO]["seconds"], rows[fastest(cell)]["seconds"]))
+    """The median of `losses`, with its spread."""
+    return Spread.of(losses(cell))
+
+
+def is_slower(cell: dict[str, Any]) -> bool:
+    """Whether Auto takes longer than it may, beyond chance."""
+    low, _ = median_interval(losses(cell))
+    return low > MOST_LOSS
 
 
 def chance(cell: dict[str, Any]) -> Spread:
@@ -228,8 +248,15 @@ def aims(result: dict[str, Any]) -> list[Aim]:
         return []
     close = [abs(foresight(cell, name) - 1) <= WITHIN for cell in cells for name in FIXED]
     share = Spread.of([sum(close) / len(close)])
+    slower = Spread.of([sum(map(is_slower, cells))])
     return [
-        Aim(f"Auto, times the fastest of what it can choose, the worst of {len(cells)} cases", "≤", 1.05, worst),
+        Aim(f"Auto, times the fastest of what it can choose, the worst of {len(cells)} cases", "≤", MOST_LOSS, worst),
+        Aim(
+            f"Auto, of {len(cells)} cases those more than {MOST_LOSS - 1:.0%} slower beyond chance (95 %)",
+            "≤",
+            0,
+            slower,
+        ),
         Aim(f"advise, share of {len(close)} predictions within {WITHIN:.0%}", "≥", 1.0, share),
     ]
 

@@ -30,6 +30,7 @@ __all__ = [
     "Spread",
     "Verdict",
     "machine",
+    "median_interval",
     "picture",
     "ratios",
     "read",
@@ -88,6 +89,26 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
         [2.0, 3.0]
     """
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
+
+
+def median_interval(values: Sequence[float], chance: float = 0.05) -> tuple[float, float]:
+    """Within which the true median lies, but for `chance` in all: two of the values, by the binomial distribution.
+
+    Of fewer than six values, the extremes, which leave it out more often.
+
+    Example:
+        >>> median_interval([5.0, 1.0, 4.0, 2.0, 3.0, 6.0, 7.0, 8.0, 9.0])
+        (2.0, 8.0)
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    outside = 0
+    beyond = 0.0
+    # the median lies below the k-th value with the probability of fewer than k heads in n throws
+    while outside < (n - 1) // 2 and (beyond := beyond + math.comb(n, outside) / 2**n) <= chance / 2:
+        outside += 1
+    place = max(outside - 1, 0)
+    return ordered[place], ordered[n - 1 - place]
 
 
 class Aim(NamedTuple):
