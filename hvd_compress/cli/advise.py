@@ -42,16 +42,17 @@ from hvd_compress.cost import (
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work, has_cores
 from hvd_compress.exchange import EXCHANGES
 
-__all__ = ["HELP", "add_arguments", "advice", "predict", "run", "tried"]
+__all__ = ["BACKWARD_SHARE", "HELP", "add_arguments", "advice", "predict", "run", "tried"]
 
 HELP = "does compression pay for a model, and which"
 
 CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), TopK(), Adaptive())
 _LEAST_GAIN = 1.05
 # backward makes two products of matrices where forward makes one
-_BACKWARD_SHARE = 2 / 3
+BACKWARD_SHARE = 2 / 3
+"""Of the seconds of a step."""
 # a trial is some dozens of steps; of what takes longer, the network and the kernels are most, which predictions know
-_LONGEST_TRIED = 1.0
+_LONGEST_TRIED = 0.5
 _MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
@@ -165,7 +166,7 @@ def predict(
     whole = sum(math.prod(shape) for shape in shapes)
     names = backward_buckets({name: t.shape for name, t in tensors.items()}, DEFAULT_BUCKET_BYTES)
     buckets = [[tensors[name] for name in of_bucket] for of_bucket in names]
-    backward = _BACKWARD_SHARE * step
+    backward = BACKWARD_SHARE * step
 
     def seconds(works: Works, speed: Speed, of: Network) -> float:
         jobs = [Job(stages_of(work, speed, of), work.numel * backward / whole) for work in works]

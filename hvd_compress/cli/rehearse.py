@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
+from hvd_compress.cli.advise import BACKWARD_SHARE
 from hvd_compress.cli.ranks import Ranks
 from hvd_compress.compressors import Compressor
 from hvd_compress.kernels.checksum import checksum
@@ -24,12 +25,10 @@ from hvd_compress.kernels.checksum import checksum
 __all__ = ["Rehearsal"]
 
 _WARM_UP = 3  # steps: kernels are compiled, Horovod's caches filled
-_BLOCKS, _BLOCK_SECONDS = 5, 0.15
-_LEAST_STEPS, _MOST_STEPS = 2, 30
+_LEAST_STEPS, _MOST_STEPS, _BLOCK_SECONDS = 2, 30, 0.1
+_LEAST_BLOCKS, _MOST_BLOCKS, _ALL_SECONDS = 3, 9, 2.0
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05
-# of a training step; the rest is forward, see `hvd_compress.cli.advise`
-_BACKWARD_SHARE = 2 / 3
 
 _numbers = count()
 
@@ -52,16 +51,21 @@ class Rehearsal:
         generator = torch.Generator().manual_seed(ranks.position)
         self._gradients = [torch.randn(shape, generator=generator) for shape in shapes]
         self._computing = _Computing(ranks)
-        self._seconds = step
-        alone = self._seconds_of(self._steps(None))
+        self._computed = step
+        self._alone = self._steps(None)
         # copying gradients and the optimizer's step are a part of what is to be made up
-        self._seconds = max(step - max(alone - step, 0.0), 0.0)
-        self._alone = self._seconds_of(self._steps(None))
+        alone = median(self._warmed_up(self._alone) for _ in range(_LEAST_BLOCKS))
+        self._computed = max(2 * step - alone, 0.0)
 
     def seconds(self, compressor: Compressor, exchange: str) -> float:
         """Seconds of a step whose gradients go this way; "dense" is Horovod's allreduce. Equal on all ranks."""
-        communicating = self._seconds_of(self._steps((compressor, "auto" if exchange == "dense" else exchange)))
-        return self._step + max(communicating - self._alone, 0.0)
+        communicating = self._steps((compressor, "auto" if exchange == "dense" else exchange))
+        one = self._warmed_up(communicating)
+        steps = min(max(math.ceil(_BLOCK_SECONDS / one), _LEAST_STEPS), _MOST_STEPS)
+        blocks = min(max(math.ceil(_ALL_SECONDS / (steps * (one + self._step))), _LEAST_BLOCKS), _MOST_BLOCKS)
+        # in turns, as what else runs on the machines slows down both
+        added = [self._block(communicating, steps) - self._block(self._alone, steps) for _ in range(blocks)]
+        return self._step + max(median(added), 0.0)
 
     def _steps(self, way: tuple[Compressor, str] | None) -> Any:
         parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in self._gradients]
@@ -75,24 +79,23 @@ class Rehearsal:
 
         def step() -> None:
             optimizer.zero_grad()
-            self._computing(self._seconds * (1 - _BACKWARD_SHARE))
+            self._computing(self._computed * (1 - BACKWARD_SHARE))
             x = torch.zeros((), requires_grad=True)
             for parameter, gradient, share in zip(parameters, self._gradients, shares, strict=True):
-                x = _Layer.apply(x, parameter, gradient, self._computing, self._seconds * _BACKWARD_SHARE * share)
+                x = _Layer.apply(x, parameter, gradient, self._computing, self._computed * BACKWARD_SHARE * share)
             x.backward()
             optimizer.step()
 
         return step
 
-    def _seconds_of(self, step: Any) -> float:
-        """Of a step on the slowest rank: the median of blocks that all ranks begin together."""
+    def _warmed_up(self, step: Any) -> float:
+        """About the seconds of a step, after some that do not count."""
         for _ in range(_WARM_UP):
             step()
-        one = self._block(step, _LEAST_STEPS)
-        steps = min(max(math.ceil(_BLOCK_SECONDS / one), _LEAST_STEPS), _MOST_STEPS)
-        return median(self._block(step, steps) for _ in range(_BLOCKS))
+        return self._block(step, _LEAST_STEPS)
 
     def _block(self, step: Any, steps: int) -> float:
+        """Seconds of a step on the slowest rank, of some that all ranks begin together."""
         self._ranks.maximum([0.0])
         begin = time.perf_counter()
         for _ in range(steps):

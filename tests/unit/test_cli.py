@@ -227,7 +227,7 @@ class _Ranks:
         return values
 
 
-ROWS = [Prediction(NoCompression(), "dense", 8.0, 1.5), Prediction(OneBit(), "allgather", 1.0, 0.5, 2e9)]
+ROWS = [Prediction(NoCompression(), "dense", 8.0, 1.5), Prediction(OneBit(), "allgather", 1.0, 0.4, 2e9)]
 
 
 def test_short_steps_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
