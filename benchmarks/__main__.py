@@ -24,13 +24,16 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="all cases, more rounds")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS)
     options = parser.parse_args()
-    begin = time.monotonic()
     form = [] if options.long else ["--short"]
+    minutes = {}
     for name in (*options.only, "page"):
         script = Path(__file__).with_name(f"{name}.py")
+        began = time.monotonic()
         # a process of its own: what one has loaded must not count for the next
         subprocess.run([sys.executable, str(script), *(form if name != "page" else [])], check=True)
-    print(f"{(time.monotonic() - begin) / 60:.1f} minutes")
+        minutes[name] = (time.monotonic() - began) / 60
+    each = ", ".join(f"{name} {of_name:.1f}" for name, of_name in minutes.items())
+    print(f"{sum(minutes.values()):.1f} minutes: {each}")
 
 
 if __name__ == "__main__":
