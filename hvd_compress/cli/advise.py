@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -52,7 +53,7 @@ _LEAST_GAIN = 1.05
 BACKWARD_SHARE = 2 / 3
 """Of the seconds of a step."""
 # a trial is some dozens of steps; of what takes longer, the network and the kernels are most, which predictions know
-_LONGEST_TRIED = 0.5
+_LONGEST_TRIED = 1.0
 _MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
@@ -220,6 +221,8 @@ def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], ste
         return list(rows)
     from hvd_compress.cli.rehearse import Rehearsal  # an estimate on paper needs no framework
 
+    if not ranks.position:
+        print(f"trying {sum(short)} of {len(rows)} ways, some seconds each", file=sys.stderr)
     rehearsal = Rehearsal(ranks, shapes, step)
     return [
         replace(row, seconds=rehearsal.seconds(row.compressor, row.exchange), tried=True) if is_short else row

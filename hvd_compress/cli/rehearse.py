@@ -25,7 +25,7 @@ from hvd_compress.kernels.checksum import checksum
 __all__ = ["Rehearsal"]
 
 _WARM_UP = 3  # steps: kernels are compiled, Horovod's caches filled
-_LEAST_STEPS, _MOST_STEPS, _BLOCK_SECONDS = 2, 30, 0.1
+_LEAST_STEPS, _MOST_STEPS, _BLOCK_SECONDS = 1, 30, 0.1
 _LEAST_BLOCKS, _MOST_BLOCKS, _ALL_SECONDS = 3, 9, 2.0
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05

@@ -222,6 +222,7 @@ class _Ranks:
 
     def __init__(self, framework: str) -> None:
         self.framework = framework
+        self.position = 0
 
     def maximum(self, values: list[float]) -> list[float]:
         return values
@@ -230,7 +231,7 @@ class _Ranks:
 ROWS = [Prediction(NoCompression(), "dense", 8.0, 1.5), Prediction(OneBit(), "allgather", 1.0, 0.4, 2e9)]
 
 
-def test_short_steps_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_steps_are_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rehearse = pytest.importorskip("hvd_compress.cli.rehearse", reason="this environment has no torch")
 
     class Rehearsal:
@@ -245,6 +246,7 @@ def test_short_steps_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     long, short = advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25)  # type: ignore[arg-type]
     assert long == ROWS[0]
     assert short == Prediction(OneBit(), "allgather", 1.0, 0.75, 2e9, tried=True)
+    assert capsys.readouterr().err == "trying 1 of 2 ways, some seconds each\n"
 
 
 @pytest.mark.parametrize(("framework", "shape"), [("tensorflow", (8, 8)), ("torch", (2**14, 2**14))])
