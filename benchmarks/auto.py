@@ -11,6 +11,7 @@ communication, and by trials on made-up gradients where steps are short.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -55,19 +56,17 @@ def ranks(task: dict[str, Any]) -> None:
         samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], repeats=repeats)
         alone = median(samples[ALONE]["seconds"])
         shapes = [tuple(p.shape) for p in trainings[ALONE].network.parameters()]
-        cells.append(
-            {
-                "width": width,
-                "features": features,
-                "parameters": sum(p.numel() for p in trainings[ALONE].network.parameters()),
-                "rows": samples,
-                "predicted": foreseen.seconds(shapes, alone),
-                "measured": foreseen.measured,
-                "steps until chosen": steps,
-                "auto": trainings[AUTO].optimizer.compression_stats()["auto"],
-            }
-        )
+        cell = {
+            "width": width,
+            "features": features,
+            "parameters": sum(p.numel() for p in trainings[ALONE].network.parameters()),
+            "rows": samples,
+            "steps until chosen": steps,
+            "auto": trainings[AUTO].optimizer.compression_stats()["auto"],
+        }
         del trainings
+        gc.collect()  # optimizers are part of cycles, and trials take memory of their own
+        cells.append({**cell, "predicted": foreseen.seconds(shapes, alone), "measured": foreseen.measured})
         r.done(f"{task['label']}, {width}")
     r.deliver(task, cells)
 

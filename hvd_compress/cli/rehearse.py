@@ -6,6 +6,7 @@ Python of hooks and exchanges. It matters where steps are short, and there a tri
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ class Rehearsal:
         blocks = min(max(math.ceil(_ALL_SECONDS / (steps * (one + self._step))), _LEAST_BLOCKS), _MOST_BLOCKS)
         # in turns, as what else runs on the machines slows down both
         added = [self._block(communicating, steps) - self._block(self._alone, steps) for _ in range(blocks)]
+        del communicating
+        gc.collect()  # optimizers are part of cycles, and the next one may be as large
         return self._step + max(median(added), 0.0)
 
     def _steps(self, way: tuple[Compressor, str] | None) -> Any:
