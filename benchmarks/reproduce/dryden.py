@@ -26,13 +26,15 @@ PAPER: dict[str, Figure] = {**DRYDEN, ALONE: DRYDEN_ALONE}
 _PAPERS_OWN = {"ranks": 4, "batch": 10, "train": 60000, "test": 10000}
 FORMS: dict[str, dict[str, Any]] = {
     "tiny": {"width": 16, "epochs": 2, "ranks": 2, "batch": 10, "train": 400, "test": 100},
-    "short": {"width": 1024, "epochs": 7, **_PAPERS_OWN},
+    "short": {"width": 1024, "epochs": 5, **_PAPERS_OWN},
     "full": {"width": 4096, "epochs": 20, **_PAPERS_OWN},
 }
 RATE, EPSILON = 0.005, 1e-8  # the learning rate is the paper's; epsilon is not in it
 TAU, PI, SAMPLE = 0.001, 64, 128  # the paper's, but for the size of one-bit's sample, which it does not tell
 LAYER = "4.weight"  # the third of the fully connected ones, as in the figure
-_CONSECUTIVE, _EVERY = 200, 50  # mini-batches whose bytes are kept: the first ones, then some
+OF_ALL = "mean of all ranks"
+# mini-batches whose bytes are kept: stretches, which show what differs from one to the next, and some between them
+_STRETCH, _PERIOD, _EVERY = 200, 2500, 50
 
 
 def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
@@ -73,11 +75,13 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     else:
         compression = {NORMAL: NoCompression(), THRESHOLD: Threshold(TAU), ADAPTIVE: Adaptive(pi=PI)}[method]
         optimizer = wrapped(adagrad, network, compression, exchange="two_phase")
-    return learn(settings, network, optimizer, data, checkpoint, watch=Volume(optimizer))
+    volume = Volume(optimizer)
+    result = learn(settings, network, optimizer, data, checkpoint, watch=volume)
+    return {**result, "watched": volume.of_all_ranks()}
 
 
 class Volume:
-    """Bytes that this rank sends for the layer of the figure, in single mini-batches."""
+    """Bytes that are sent for the layer of the figure, in single mini-batches."""
 
     def __init__(self, optimizer: Any) -> None:
         self.found: dict[str, Any] = {"step": [], "bytes": []}
@@ -95,12 +99,20 @@ class Volume:
             self.found["step"].append(step)
             self.found["bytes"].append(self._sent() - self._before)
 
+    def of_all_ranks(self) -> dict[str, Any]:
+        """The mean of all ranks, of whom one may own most of the layer and answer the others; a collective call."""
+        import horovod.torch as horovod
+        import torch
+
+        mine = torch.tensor(self.found["bytes"], dtype=torch.float64)
+        return {**self.found, "bytes": horovod.allreduce(mine, name="reproduce.volume").tolist(), "of": OF_ALL}
+
     def _sent(self) -> int:
         return self._optimizer.compression_stats()["tensors"][LAYER]["bytes_sent"]
 
 
 def _is_kept(step: int) -> bool:
-    return step < _CONSECUTIVE or step % _EVERY == 0
+    return step % _PERIOD < _STRETCH or step % _EVERY == 0
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -112,8 +124,16 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
     for settings, rows in all_groups(records, "width"):
         title = f"### {said_settings(settings, ('width', 'epochs', 'train', 'batch', 'ranks'))}"
         accuracy += [title, "", _accuracy(rows), "", _curves(rows, folder, plot_of(NAME, settings, "accuracy")), ""]
-        volume += [title, "", _volume(rows), "", _volume_plot(rows, folder, plot_of(NAME, settings, "volume")), ""]
+        watched = {method: [r for r in of_method if _has_volume(r)] for method, of_method in rows.items()}
+        if any(watched.values()):
+            plot = _volume_plot(watched, folder, plot_of(NAME, settings, "volume"))
+            volume += [title, "", _volume(watched), "", plot, ""]
     return {"accuracy": "\n".join(accuracy).strip(), "volume": "\n".join(volume).strip()}
+
+
+def _has_volume(record: Record) -> bool:
+    # older records hold what the first rank alone had sent
+    return bool((record["result"].get("watched") or {}).get("of") == OF_ALL)
 
 
 def _accuracy(rows: Mapping[str, list[Record]]) -> str:
@@ -169,26 +189,28 @@ def _curves(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
 def _volume(rows: Mapping[str, list[Record]]) -> str:
     lines: list[list[object]] = []
     for method, records in complete(rows, METHODS[:-1]):
-        lines.append([method, *(volume_figures(records[0]["result"]["watched"]) if records else [MISSING] * 6)])
+        lines.append([method, *(volume_figures(records[0]["result"]["watched"]) if records else [MISSING] * 7)])
     head = [
         "", "kB in the first step", "most", "median", "least", "in the last",
-        "changes from a mini-batch to the next by, %",
+        "changes to the next by, %, in the first stretch", "in the last stretch",
     ]  # fmt: skip
     return table(head, lines)
 
 
 def volume_figures(watched: Mapping[str, Sequence[float]]) -> list[str]:
-    """Of the mini-batches at equal distances: the first, most, median, least and last; and of all that follow on one
-    another, how much the volume changes, in the median.
+    """The first, most, median (of those at equal distances), least and last; and by how much the volume changes from a
+    mini-batch to the next, in the median of the first stretch and of the last.
     """
     import numpy as np
 
     steps, kilobytes = np.array(watched["step"]), np.array(watched["bytes"]) / 1e3
-    apart = kilobytes[steps % _EVERY == 0]
+    middle = np.median(kilobytes[steps % _EVERY == 0])
+    figures = [kilobytes[0], kilobytes.max(), middle, kilobytes.min(), kilobytes[-1]]
     follow = np.diff(steps) == 1
-    changes = np.abs(np.diff(kilobytes))[follow] / np.maximum(kilobytes[:-1][follow], 1e-9)
-    figures = (apart[0], apart.max(), np.median(apart), apart.min(), apart[-1])
-    return [*(f"{figure:.1f}" for figure in figures), f"{100 * float(np.median(changes)):.1f}"]
+    changes = 100 * np.abs(np.diff(kilobytes)) / np.maximum(kilobytes[:-1], 1e-9)
+    stretch = steps[:-1] // _PERIOD
+    typical = [np.median(changes[follow & (stretch == which)]) for which in (stretch[follow][0], stretch[follow][-1])]
+    return [f"{figure:.1f}" for figure in (*figures, *typical)]
 
 
 def _volume_plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
@@ -200,7 +222,7 @@ def _volume_plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> s
                 colour = f"C{METHODS.index(method)}"
                 panel.plot(watched["step"], kilobytes, color=colour, label=method, linewidth=0.8)
         panel.set(
-            xlabel="mini-batch", ylabel="kB that a rank sends", yscale="log",
+            xlabel="mini-batch", ylabel="kB that a rank sends, mean", yscale="log",
             title="Third fully connected layer (figure 3 of the paper)",
         )  # fmt: skip
         panel.legend(fontsize=8)

@@ -16,6 +16,7 @@ from .show import MISSING, Record, all_groups, figure_of, of_seeds, plot_of, sai
 
 _TARGETS = (90.0, 95.0, 98.0, LAM_TARGET.value)  # of training accuracy, percent
 _LAST = 5
+LEARNED = [method for method in TIMED if method in (*METHODS, DENSE_SERVER)]  # the baseline's sums are those of dense
 
 __all__ = ["equal_accuracy", "parts", "passes_to"]
 
@@ -76,11 +77,13 @@ def _learning(rows: Mapping[str, list[Record]]) -> str:
 
 
 def _seconds(steps: Record | None, method: str) -> float | None:
-    return None if steps is None else median(steps["result"]["rows"][method]["seconds"])
+    if steps is None or method not in steps["result"]["rows"]:
+        return None
+    return median(steps["result"]["rows"][method]["seconds"])
 
 
 def _passes(rows: Mapping[str, Sequence[Record]], method: str, target: float) -> list[float]:
-    learned = DENSE if method == DENSE_SERVER else method  # the sums are the same
+    learned = DENSE if method == DENSE_SERVER else method
     found = [passes_to(target, record) for record in rows.get(learned, [])]
     return [passes for passes in found if passes is not None]
 
@@ -89,7 +92,7 @@ def _speed(settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps:
     target = equal_accuracy(rows)
     steps_of_pass = settings["train"] // (settings["batch"] * settings["ranks"])
     lines: list[list[object]] = []
-    for method in TIMED:
+    for method in LEARNED:
         passes, seconds = _passes(rows, method, target), _seconds(steps, method)
         total = f"{mean(passes) * steps_of_pass * seconds:.0f}" if passes and seconds else ""
         against = [_times_as_fast(rows, steps, method, dense, target) for dense in (DENSE, DENSE_SERVER)]
@@ -118,15 +121,22 @@ def _times_as_fast(
 def _steps(record: Record) -> str:
     """Table of the steps that were timed in turns."""
     result = record["result"]
+    timed = {method: result["rows"][method]["seconds"] for method in TIMED if method in result["rows"]}
+
+    def sent_by_others(method: str) -> float:
+        return mean(of_rank[method] / 1e3 for of_rank in result["bytes_sent"][1:])
+
     lines: list[list[object]] = []
-    for method in TIMED:
-        row, sent = result["rows"][method], [of_rank[method] / 1e3 for of_rank in result["bytes_sent"]]
-        against = ratios(result["rows"][DENSE]["seconds"], row["seconds"])
-        milliseconds = Spread.of([1e3 * s for s in row["seconds"]])
-        lines.append([method, milliseconds, Spread.of(against), f"{sent[0]:.0f}", f"{mean(sent[1:]):.0f}"])
+    for method, seconds in timed.items():
+        against = [Spread.of(ratios(timed[dense], seconds)) for dense in (DENSE, DENSE_SERVER)]
+        others = sent_by_others(method)
+        fewer = f"{sent_by_others(DENSE_SERVER) / others:.1f}"
+        first = f"{result['bytes_sent'][0][method] / 1e3:.0f}"
+        lines.append([method, Spread.of([1e3 * s for s in seconds]), *against, first, f"{others:.0f}", fewer])
     head = [
         f"{record['ranks']} workers, {record['settings']['rate']}", "a step, ms", f"times as fast as {DENSE}",
-        "kB from the first rank", "kB from each other",
+        f"times as fast as {DENSE_SERVER}", "kB from the first rank", "kB from each other",
+        f"times fewer than {DENSE_SERVER}",
     ]  # fmt: skip
     return table(head, lines)
 
@@ -135,13 +145,13 @@ def _curves(settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps
     name = plot_of(NAME, settings, "accuracy")
     steps_of_pass = settings["train"] // (settings["batch"] * settings["ranks"])
     with figure_of(folder, name, panels=2) as (by_passes, by_time):
-        for method in TIMED:
+        for method in LEARNED:
             learned = DENSE if method == DENSE_SERVER else method
             seconds = _seconds(steps, method)
             for i, record in enumerate(rows.get(learned, [])):
                 train = record["result"]["train"]
                 passes = [(number + 1) / settings["parts"] for number in range(len(train))]
-                drawn = {"color": f"C{TIMED.index(method)}", "label": None if i else method, "linewidth": 1}
+                drawn = {"color": f"C{LEARNED.index(method)}", "label": None if i else method, "linewidth": 1}
                 if method in METHODS:
                     by_passes.plot(passes, train, **drawn)
                 if seconds:

@@ -107,7 +107,7 @@ def _conditions(everything: Mapping[str, Sequence[Record]]) -> str:
         for command in dict.fromkeys(shlex.join(record["command"]) for record in of_experiment):
             made = [record for record in of_experiment if shlex.join(record["command"]) == command]
             dates = sorted({record["machine"]["date"] for record in made})
-            minutes = sum(record["seconds"] for record in made) / 60
+            minutes = sum(map(_seconds, made)) / 60
             data, commits = (
                 " / ".join(dict.fromkeys(found))
                 for found in (
@@ -120,6 +120,12 @@ def _conditions(everything: Mapping[str, Sequence[Record]]) -> str:
             runs.append([name, f"`{command}`", len(made), period, f"{minutes:.0f}", busy, commits, data])
     head = ["", "command", "starts of ranks", "date", "minutes", "load before, at most", "commit", "data"]
     return "\n".join([_replicas(records), "", table(["", ""], facts), "", table(head, runs)])
+
+
+def _seconds(record: Record) -> float:
+    """Of a start; a resumed one counts what it had learned before, too."""
+    learning: list[float] = record["result"].get("seconds", [])
+    return float(max([record["seconds"], *learning]))
 
 
 def _replicas(records: Sequence[Record]) -> str:

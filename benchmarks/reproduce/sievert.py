@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from measure import table
 
-from .show import Record, all_groups, figure_of, plot_of, said_settings, shown
+from .show import Record, all_groups, figure_of, of_seeds, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -154,12 +154,17 @@ def _by_workers(records: Sequence[Record]) -> dict[int, dict[str, dict[str, floa
 
 def _table(records: Sequence[Record]) -> str:
     lines: list[list[object]] = []
-    for workers, roles in _by_workers(records).items():
-        for role, seconds in roles.items():
-            total = sum(seconds.values())
-            cells = [f"{100 * seconds[part] / total:.0f}" for part in SHARES]
-            lines.append([f"{workers}: {role}", *cells, f"{1e3 * total:.0f}"])
-    return table(["workers", *(f"{part}, %" for part in SHARES), "a step, ms"], lines)
+    for workers in dict.fromkeys(record["ranks"] for record in records):
+        of_seed = [_by_workers([record])[workers] for record in records if record["ranks"] == workers]
+        for role in of_seed[0]:
+            totals = [sum(roles[role].values()) for roles in of_seed]
+            cells = [
+                of_seeds([100 * roles[role][part] / total for roles, total in zip(of_seed, totals, strict=True)], 0)
+                for part in SHARES
+            ]
+            milliseconds = of_seeds([1e3 * total for total in totals], 0)
+            lines.append([f"{workers}: {role}", *cells, milliseconds, len(of_seed)])
+    return table(["workers", *(f"{part}, %" for part in SHARES), "a step, ms", "seeds"], lines)
 
 
 def _plot(records: Sequence[Record], folder: Path, name: str) -> str:

@@ -64,7 +64,7 @@ def test_ours_stand_beside_the_papers_and_a_missing_method_is_named(tmp_path: Pa
             value = accuracy[unit.label] + unit.settings["seed"]
             store.write(unit, training(unit, value), 60.0, COMMAND)
     table = part_of(written(tmp_path, store), "Accuracy of quantized")
-    assert "### 1,024 wide, 7 epochs, 60,000 images, batches of 10 a rank, 4 ranks" in table
+    assert "### 1,024 wide, 5 epochs, 60,000 images, batches of 10 a rank, 4 ranks" in table
     # Table 1 of the paper: 98.49 against 98.51
     assert cells_of(table, "one-bit") == [
         "98.49", "-0.02", "97.75 (97.25–98.25)", "-0.25 (-0.25–-0.25)", "3.0 (3.0–3.0)", "2",
@@ -82,7 +82,7 @@ def test_trainings_of_other_sizes_get_a_table_of_their_own(tmp_path: Path, store
         store.write(unit, training(unit, 90.0), 60.0, COMMAND)
     table = part_of(written(tmp_path, store), "Accuracy of quantized")
     titles = [line.split(",")[:2] for line in table.splitlines() if " wide, " in line]
-    assert titles == [["### 128 wide", " 7 epochs"], ["### 64 wide", " 7 epochs"], ["### 64 wide", " 2 epochs"]]
+    assert titles == [["### 128 wide", " 5 epochs"], ["### 64 wide", " 5 epochs"], ["### 64 wide", " 2 epochs"]]
 
 
 def test_replicas_that_differ_are_told(tmp_path: Path, store: Store) -> None:
@@ -105,12 +105,29 @@ def test_steps_on_limited_links_and_of_more_rounds_come_first(tmp_path: Path, st
     assert cells_of(table, "dense, allreduce")[1] == "4000"
 
 
-def test_a_volume_is_summed_up_at_equal_distances_and_by_its_changes() -> None:
-    steps = [0, 1, 2, 50, 100]
-    watched = {"step": steps, "bytes": [4000.0, 2000.0, 1000.0, 500.0, 3000.0]}
-    # first, most, median, least and last of 4, 0.5 and 3; both that follow on one another are halved
-    assert volume_figures(watched) == ["4.0", "4.0", "3.0", "0.5", "3.0", "50.0"]
-    assert volume_figures({"step": steps, "bytes": [0.0] * 5}) == ["0.0"] * 6
+def test_a_volume_is_summed_up_by_its_sizes_and_its_changes_early_and_late() -> None:
+    steps = [0, 1, 2, 50, 100, 2500, 2501, 2502]
+    watched = {"step": steps, "bytes": [4000.0, 2000.0, 1000.0, 500.0, 3000.0, 100.0, 110.0, 121.0]}
+    # the median is that of the 0th, 50th, 100th and 2500th; early ones are halved, late ones grow by a tenth
+    assert volume_figures(watched) == ["4.0", "4.0", "1.8", "0.1", "0.1", "50.0", "10.0"]
+    assert volume_figures({"step": steps, "bytes": [0.0] * 8}) == ["0.0"] * 7
+
+
+def test_what_the_first_rank_alone_had_sent_is_not_shown_as_the_volume(tmp_path: Path, store: Store) -> None:
+    watched = {"step": [0, 1], "bytes": [4000.0, 2000.0]}
+    one, other, *_ = EXPERIMENTS["dryden"].plan(settings_of("dryden", "short"), [0])
+    store.write(one, training(one, 90.0, watched=watched), 60.0, COMMAND)
+    assert "kB in the first step" not in written(tmp_path, store)
+    store.write(other, training(other, 90.0, watched={**watched, "of": "mean of all ranks"}), 60.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Volume of each")
+    assert cells_of(table, "normal")[0] == "**missing**"
+    assert cells_of(table, "one-bit")[:2] == ["4.0", "4.0"]
+
+
+def test_minutes_of_a_resumed_training_are_those_of_all_of_it(tmp_path: Path, store: Store) -> None:
+    unit = EXPERIMENTS["dryden"].plan(settings_of("dryden", "short"), [0])[0]
+    store.write(unit, training(unit, 90.0, seconds=[600.0, 601.0]), 60.0, COMMAND)
+    assert cells_of(written(tmp_path, store), "dryden")[3] == "10"
 
 
 def lam_records(store: Store) -> None:
@@ -143,7 +160,7 @@ def test_time_to_equal_accuracy_is_passes_times_steps(tmp_path: Path, store: Sto
     assert cells_of(table, "Percentile(90), error feedback") == ["**missing**", "1500", "", "", ""]
     assert cells_of(table, "paper, 14 machines")[-1] == "about 2"
     assert cells_of(table.partition("### Steps")[2], "Percentile(90)") == [
-        "1000 (1000–2000)", "2.0 (2.0–2.0)", "5", "5",
+        "1000 (1000–2000)", "2.0 (2.0–2.0)", "8.0 (8.0–8.0)", "5", "5", "1.0",
     ]  # fmt: skip
 
 
@@ -177,8 +194,17 @@ def test_parts_of_a_step_add_up_and_the_server_stands_alone(tmp_path: Path, stor
         ranks = [{**clocks, "step": 14.0}] + [clocks] * (unit.ranks - 1)
         store.write(unit, {"ranks": ranks, "steps": 4, "parameters": 9, "data": "CIFAR"}, 9.0, COMMAND)
     table = part_of(written(tmp_path, store), "Where the time goes")
-    assert cells_of(table, "8: others") == ["44", "8", "2", "25", "4", "17", "3000"]
-    assert cells_of(table, "2: server")[-2:] == ["58", "6000"]
+    assert cells_of(table, "8: others") == ["44", "8", "2", "25", "4", "17", "3000", "1"]
+    assert cells_of(table, "2: server")[-3:] == ["58", "6000", "1"]
+
+
+def test_parts_of_a_step_are_means_of_seeds(tmp_path: Path, store: Store) -> None:
+    counted = dict.fromkeys(("encode_seconds", "start_seconds", "exchange_seconds", "decode_seconds"), 0.0)
+    for unit in EXPERIMENTS["sievert"].plan(settings_of("sievert", "short", ["workers=[2]"]), range(2)):
+        clocks = [{**counted, "compute": 1.0, "step": 1.0 + 2 * unit.settings["seed"]}] * 2
+        store.write(unit, {"ranks": clocks, "steps": 1, "parameters": 9, "data": "CIFAR"}, 9.0, COMMAND)
+    table = part_of(written(tmp_path, store), "Where the time goes")
+    assert cells_of(table, "2: others")[-3:] == ["62 (50–75)", "3000 (2000–4000)", "2"]
 
 
 def test_methods_stand_with_what_a_rank_sends_and_their_last_accuracies(tmp_path: Path, store: Store) -> None:
