@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from reproduce import page
+from reproduce import dryden, page
 from reproduce.data import cifar_folders
 from reproduce.experiments import EXPERIMENTS, settings_of
 from reproduce.runner import run
@@ -56,6 +56,10 @@ def test_dryden_starts(tmp_path: Path) -> None:
     assert len(result["test"]) == 2
     # 400 images, 10 on each of 2 ranks
     assert result["steps"] == 40
+    # of all ranks: what one sends for the layer more than its share, the other sends less
+    assert result["watched"]["of"] == dryden.OF_ALL
+    assert len(result["watched"]["bytes"]) == 40
+    assert min(result["watched"]["bytes"]) > 0
     assert set(result["watched"]["bytes"]) == {result["watched"]["bytes"][0]}
     assert result["watched"]["step"] == list(range(40))
 
