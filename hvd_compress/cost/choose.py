@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +15,8 @@ __all__ = ["Configuration", "Corrector", "configurations", "pick"]
 
 _MARGIN = 0.05
 _HYSTERESIS = 0.1
+# a label that gains nowhere by prediction may gain in truth, if it is predicted to take at most this times dense
+_DOUBT = 1.5
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def configurations(
     """All configurations worth a thought, the one of the shortest predicted step first.
 
     They are: `dense` everywhere; for each other label, it where a bucket gains by it, and `dense` elsewhere; and under
-    the name "mixed" the best of each bucket.
+    the name "mixed" the best of each bucket. Where no bucket gains by a label, it is used where it is predicted to take
+    at most half as long again as `dense`: predictions of short exchanges are not that exact.
 
     Args:
         buckets: in backward order, the stages of each label for each of them.
@@ -98,11 +102,16 @@ def configurations(
         kept = ({k: v for k, v in a.items() if allowed is None or k in allowed} for a in alone)
         return tuple(pick(seconds, dense, margin=margin) for seconds in kept)
 
+    def near(name: str) -> tuple[str, ...]:
+        return tuple(name if a.get(name, math.inf) <= _DOUBT * a[dense] else dense for a in alone)
+
     names = dict.fromkeys(label for bucket in buckets for label in bucket if label != dense)
     # a choice that another name has already is not worth a trial
-    found = {choose({dense}): dense}
+    everywhere = choose({dense})
+    found = {everywhere: dense}
     for name in names:
-        found.setdefault(choose({dense, name}), name)
+        labels = choose({dense, name})
+        found.setdefault(near(name) if labels == everywhere else labels, name)
     found.setdefault(choose(None), "mixed")
 
     def predicted(labels: tuple[str, ...]) -> float:

@@ -54,6 +54,15 @@ def test_the_shortest_step_comes_first_and_none_comes_twice() -> None:
     assert [c.name for c in found] == ["a", "none"]
 
 
+def test_what_may_gain_though_it_is_not_predicted_to_is_a_configuration() -> None:
+    buckets = [candidates(none=1, a=1.5, b=1.6), candidates(none=1, a=1.6, b=1.6)]
+    found = {c.name: c.labels for c in configurations(buckets, "none")}
+    assert found == {"none": ("none", "none"), "a": ("a", "none")}
+    # of a label that gains somewhere it is known where to use it
+    found = {c.name: c.labels for c in configurations([candidates(none=1, a=0.5), *buckets[:1]], "none")}
+    assert found == {"none": ("none", "none"), "a": ("a", "none")}
+
+
 def test_what_hides_behind_backward_is_predicted_so() -> None:
     bucket = {"none": (Stage(3, "allreduce", 8, 0.1),), "a": (Stage(1), Stage(1, "allgather"), Stage(0.5))}
     found = {c.name: c.seconds for c in configurations([bucket] * 2, "none", backward=[4, 4])}
