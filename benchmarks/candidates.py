@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from measure import ALONE, AUTO, DENSE, FP16, FP32
+from measure import ALONE, AUTO, DENSE, FP16, FP32, OWN_DENSE
 
-from hvd_compress import QSGD, Adaptive, Auto, OneBit, Percentile, Threshold, TopK
+from hvd_compress import FP16 as HALF
+from hvd_compress import QSGD, Adaptive, Auto, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 __all__ = ["COMPRESSORS", "compression_of", "style"]
@@ -34,6 +35,7 @@ def compression_of(name: str) -> Any:
     import horovod.torch as horovod
 
     others = {FP32: horovod.Compression.none, FP16: horovod.Compression.fp16, AUTO: Auto()}
+    others |= zip(OWN_DENSE, (NoCompression(), HALF()), strict=True)
     return others.get(name) or COMPRESSORS[name]
 
 
@@ -44,5 +46,6 @@ def style(name: str) -> dict[str, Any]:
     hues = ("blue", "red", "green", "purple", "brown", "orange", "cyan")
     colours = ("0.6", "black", "0.4", *(f"tab:{hue}" for hue in hues))
     known = next((i for i, known in enumerate(methods) if method.startswith(known)), 0)
-    dashes = {"": "-", " sampled": "--", " not sampled": "--", " coded": ":", " top-k 1 %": "--"}
+    dashed = (" sampled", " not sampled", " top-k 1 %", " by hvd_compress")
+    dashes = {**dict.fromkeys(dashed, "--"), " coded": ":"}
     return {"label": name, "color": colours[known], "linestyle": dashes.get(variant, "-")}

@@ -25,6 +25,7 @@ __all__ = [
     "DENSE",
     "FP16",
     "FP32",
+    "OWN_DENSE",
     "RESULTS",
     "Aim",
     "Spread",
@@ -42,6 +43,7 @@ __all__ = [
 
 ALONE, FP32, FP16, AUTO = "alone", "Horovod fp32", "Horovod fp16", "Auto"
 DENSE = (FP32, FP16)
+OWN_DENSE = tuple(f"{name}, by hvd_compress" for name in DENSE)
 
 RESULTS = Path(__file__).parent / "results"
 LOAD_BEFORE = os.getloadavg()[0]

@@ -15,13 +15,19 @@ import torch
 from horovod.torch import mpi_ops
 from places import DONE
 
-__all__ = ["Samples", "counted_operations", "deliver", "done", "rounds", "sample"]
+__all__ = ["WARM_UP", "Samples", "counted_operations", "deliver", "done", "rounds", "sample", "slowest"]
 
 Samples = dict[str, dict[str, list[float]]]
 
+WARM_UP = 2
+
 
 def rounds(
-    actions: Mapping[str, Callable[[int], object]], seconds: float, least: int = 3, most: int = 100, repeats: int = 1
+    actions: Mapping[str, Callable[[int], object]],
+    seconds: float,
+    least: int = 3,
+    most: int = 100,
+    repeats: Mapping[str, int] | None = None,
 ) -> Samples:
     """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
 
@@ -33,8 +39,8 @@ def rounds(
         seconds: that all rounds may take, the one before them included.
         least: number of rounds, whatever they take.
         most: number of rounds.
-        repeats: how often an action runs in each of its turns, and once more before it is timed if that is more than
-            once: short actions are faster when the others have not just filled the caches.
+        repeats: how often an action runs in each of its turns, once where none is given. If that is more than once, it
+            runs WARM_UP times before: short actions are faster when the others have not just filled the caches.
 
     Returns:
         {name: {"seconds": of the slowest rank in each round, "bytes": that a rank sent, the mean of all ranks}}; bytes
@@ -46,7 +52,8 @@ def rounds(
     number = 0
     while _all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
         turn = number % len(names)
-        samples = {name: sample(actions[name], number, repeats) for name in [*names[turn:], *names[:turn]]}
+        order = [*names[turn:], *names[:turn]]
+        samples = {name: sample(actions[name], number, (repeats or {}).get(name, 1)) for name in order}
         if number:
             mine.append([samples[name] for name in names])
         number += 1
@@ -57,7 +64,7 @@ def rounds(
 
 def sample(action: Callable[[int], object], number: int, repeats: int = 1) -> list[float]:
     """(seconds of this rank, bytes it sent) for a run of an action that all ranks start together, the mean of some."""
-    if repeats > 1:
+    for _ in range(WARM_UP if repeats > 1 else 0):
         action(number)
     hvd.barrier()
     sent = _sent_bytes()
@@ -67,6 +74,12 @@ def sample(action: Callable[[int], object], number: int, repeats: int = 1) -> li
     taken = time.perf_counter() - begin
     hvd.barrier()
     return [taken / repeats, (_sent_bytes() - sent) / repeats]
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' numbers."""
+    everyone = hvd.allgather(torch.tensor([seconds], dtype=torch.float64), name="benchmarks.slowest")
+    return float(everyone.max())
 
 
 def _all_go_on(go_on: bool) -> bool:
