@@ -108,7 +108,7 @@ class Explorer:
         self._patience, self._windows = 1, 0
         self._expected: float | None = None
         self._dense_is_due = False
-        self._current = min(range(len(names)), key=lambda i: configurations[i].seconds)
+        self._current = names.index(pick({c.name: c.seconds for c in configurations}, dense, margin=margin))
 
     @property
     def current(self) -> Configuration:
