@@ -109,7 +109,7 @@ class Assigned:
 
     Args:
         compressors: by name; those without one stay uncompressed.
-        exchanges: by name, of those for whom another exchange than that of fewest bytes is expected to be faster.
+        exchanges: by name, of those for whom another exchange than the one of "auto" is expected to be faster.
     """
 
     compressors: Mapping[str, Compressor]

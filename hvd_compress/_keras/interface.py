@@ -74,9 +74,9 @@ class Interface:
                 effect on the torch backend.
             process_set: the ranks that take part, all by default; others go on with their own gradients.
             scale_local_gradients: divide the gradients of local variables by the number of ranks.
-            exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes
-                (with `Auto`: that is faster), "hierarchical":
-                gradients are summed inside each host, and their sums exchanged compressed between hosts, or a
+            exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
+                collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
+                inside each host, and their sums exchanged compressed between hosts, or a
                 `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
             min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
             bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the

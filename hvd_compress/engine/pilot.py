@@ -23,7 +23,7 @@ _SKIPPED_STEPS = 2
 # and of more where steps are short: a trial lasts as long, and comparing, which costs a collective, is not felt
 _TRIAL_SECONDS, _WATCHED_SECONDS = 0.2, 1.0
 _MOST_WATCHED_STEPS = 500
-# what another exchange than that of fewest bytes must gain by prediction, which is not exact
+# what another exchange than the one of "auto" must gain by prediction, which is not exact
 _EXCHANGE_GAIN = 1.1
 
 
@@ -132,10 +132,11 @@ class Pilot:
                 continue
             stages[way] = found
             if exchange == "auto" and not compressor.reducible:
-                # fewer collectives may be worth more than fewer bytes
-                at_once = self._stages_of(tensors, compressor, "allgather")
-                if _EXCHANGE_GAIN * _seconds(at_once) < _seconds(found):
-                    stages[way], exchanges[way] = at_once, "allgather"
+                # what a collective is worth in bytes depends on the link, which "auto" does not look at
+                explicit = {e: self._stages_of(tensors, compressor, e) for e in ("allgather", "two_phase")}
+                fastest = min(explicit, key=lambda e: _seconds(explicit[e]))
+                if _EXCHANGE_GAIN * _seconds(explicit[fastest]) < _seconds(found):
+                    stages[way], exchanges[way] = explicit[fastest], fastest
         return stages, exchanges
 
     def _stages_of(

@@ -13,6 +13,7 @@ from hvd_compress.exchange.parameter_server import EXCHANGE, ParameterServer
 
 __all__ = [
     "COLLECTIVES",
+    "COLLECTIVE_BYTES",
     "EXCHANGES",
     "Plan",
     "checked_exchange",
@@ -23,6 +24,10 @@ __all__ = [
 ]
 
 EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical", EXCHANGE)
+
+# What a collective costs besides its bytes, in bytes: between the 80 kB at which four ranks broke even on links of
+# 1 Gbit/s, and the 10 kB of 100 Mbit/s. Auto measures the link instead.
+COLLECTIVE_BYTES = 2**15
 
 # what follows each stage; all but "allgather" and "broadcast" are alltoalls of Horovod, some of them with empty parts
 COLLECTIVES = {
@@ -124,6 +129,11 @@ def sent_bytes(plans: Sequence[Plan]) -> float:
     return 2 * others * max(sum(slots) for slots in zip(*(plan.slots for plan in plans), strict=True))
 
 
+def _priced(plans: Sequence[Plan]) -> float:
+    """What an exchange of the tensors of `plans` costs, in bytes."""
+    return sent_bytes(plans) + COLLECTIVE_BYTES * len(plans[0].collectives)
+
+
 def _plan(
     exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int, bounds: tuple[int, ...] | None = None
 ) -> Plan:
@@ -163,7 +173,7 @@ def make_plan(
 ) -> Plan:
     """The plan for a tensor of `shape` that goes alone among `ranks`.
 
-    "auto" takes the exchange that sends fewer bytes, `allgather` (one collective, one loss) on a tie, and "dense" if
+    "auto" takes the exchange that sends fewer bytes, each collective counted as `COLLECTIVE_BYTES` more, and "dense" if
     neither sends fewer than a ring allreduce of elements of `itemsize` bytes.
 
     Raises:
@@ -175,9 +185,11 @@ def make_plan(
         return _plan_of_root(exchange, compressor, shape, ranks)
     if exchange != "auto":
         return _plan(exchange, compressor, shape, ranks)
-    best = min((_plan(e, compressor, shape, ranks) for e in ("allgather", "two_phase")), key=lambda p: sent_bytes([p]))
-    if ranks > 1 and sent_bytes([best]) >= ring_bytes(itemsize * math.prod(shape), ranks):
+    candidates = [[_plan(e, compressor, shape, ranks)] for e in ("allgather", "two_phase")]
+    # collectives are left out here: in a bucket the tensor shares them with others
+    if ranks > 1 and min(map(sent_bytes, candidates)) >= ring_bytes(itemsize * math.prod(shape), ranks):
         return Plan("dense", shape, ranks, 1, (0, math.prod(shape)), (), (), (), ())
+    (best,) = min(candidates, key=_priced)
     return best
 
 
@@ -187,7 +199,8 @@ def plan_together(
     """The plans of tensors, {name: (shape, compressor)}, that share one exchange among `ranks`.
 
     In two phases each rank owns an equal run of all elements that share a compressor, so that it decodes and encodes
-    few long chunks instead of a short one of every tensor. "auto" is decided for all together, by bytes.
+    few long chunks instead of a short one of every tensor. "auto" is decided for all together, as `make_plan`
+    does it for one, but never "dense".
 
     Raises:
         ValueError: unknown exchange.
@@ -206,7 +219,7 @@ def plan_together(
     if exchange != "auto":
         return _plans(exchange, tensors, ranks)
     candidates = [_plans(e, tensors, ranks) for e in ("allgather", "two_phase")]
-    return min(candidates, key=lambda plans: sent_bytes(list(plans.values())))
+    return min(candidates, key=lambda plans: _priced(list(plans.values())))
 
 
 def _plans(exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:

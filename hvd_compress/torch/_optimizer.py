@@ -396,9 +396,9 @@ def DistributedOptimizer(
         groups: gradients that go together: a number of groups, or lists of parameters.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         process_set: the ranks that take part.
-        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes
-            (with `Auto`: that is faster), "hierarchical":
-            gradients are summed inside each host, and their sums exchanged compressed between hosts, or a
+        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
+            collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
+            inside each host, and their sums exchanged compressed between hosts, or a
             `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the

@@ -68,7 +68,7 @@ def worst_bytes(compressor: Compressor, exchange: str, shape: tuple[int, ...], r
 @every_compressor
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("shape", [(3,), (40, 40), (256, 512), (1000, 1000)])
-def test_auto_takes_what_sends_fewer_bytes(compressor: Compressor, ranks: int, shape: tuple[int, ...]) -> None:
+def test_auto_takes_what_costs_less(compressor: Compressor, ranks: int, shape: tuple[int, ...]) -> None:
     by_bytes = {e: worst_bytes(compressor, e, shape, ranks) for e in ("allgather", "two_phase")}
     dense = 2 * (ranks - 1) / ranks * 4 * math.prod(shape)
     plan = make_plan("auto", compressor, shape, ranks)
@@ -76,14 +76,15 @@ def test_auto_takes_what_sends_fewer_bytes(compressor: Compressor, ranks: int, s
         assert plan.exchange == "dense"
         assert plan.collectives == ()
     else:
-        assert by_bytes[plan.exchange] == min(by_bytes.values())
-        if by_bytes["allgather"] == by_bytes["two_phase"]:
-            assert plan.exchange == "allgather"
+        costs_more = by_bytes["allgather"] > by_bytes["two_phase"] + 32768
+        assert plan.exchange == ("two_phase" if costs_more else "allgather")
 
 
 def test_auto_prefers_two_phases_for_many_ranks_and_one_for_two() -> None:
     assert make_plan("auto", OneBit(), (1024, 1024), 2).exchange == "allgather"
     assert make_plan("auto", OneBit(), (1024, 1024), 8).exchange == "two_phase"
+    # few bytes are sent sooner than a second collective begins
+    assert make_plan("auto", OneBit(), (64, 512), 8).exchange == "allgather"
 
 
 def test_auto_compares_with_the_size_of_the_elements() -> None:
@@ -190,7 +191,7 @@ def test_a_tensor_alone_has_the_plan_that_it_has_by_itself(compressor: Compresso
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("small", [0, 100, 40_000])
 @every_compressor
-def test_auto_takes_what_sends_fewer_bytes_for_all_together(compressor: Compressor, small: int, ranks: int) -> None:
+def test_auto_takes_what_costs_less_for_all_together(compressor: Compressor, small: int, ranks: int) -> None:
     tensors = {"v": ((300, 400), compressor), "w": ((50, 900), compressor)}
     if small:
         tensors["pack"] = ((small,), NoCompression())
@@ -202,9 +203,7 @@ def test_auto_takes_what_sends_fewer_bytes_for_all_together(compressor: Compress
         "two_phase": 2 * (ranks - 1) * max(np.sum([plan.slots for plan in of_each["two_phase"]], axis=0)),
     }
     (chosen,) = {plan.exchange for plan in plan_together("auto", tensors, ranks).values()}
-    assert by_bytes[chosen] == min(by_bytes.values())
-    if by_bytes["allgather"] == by_bytes["two_phase"]:
-        assert chosen == "allgather"
+    assert chosen == ("two_phase" if by_bytes["allgather"] > by_bytes["two_phase"] + 32768 else "allgather")
 
 
 def test_k_of_a_tensor_is_shared_among_the_owners_of_its_part_only() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hvd_compress import FP16, Adaptive, Auto, NoCompression, OneBit
 from hvd_compress.cost import Line, Link, Network, Speed, speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
+from hvd_compress.exchange import make_plan
 from hvd_compress.policy import Assigned
 
 RANKS = 4
@@ -66,17 +67,29 @@ def test_buckets_and_what_each_way_takes() -> None:
     assert report["link"]["alltoall"] == report["link"]["allgather"]
 
 
-def test_few_bytes_go_in_one_collective_and_many_in_two_phases() -> None:
-    quick, slow = pilot(per_byte=1e-8), pilot(per_byte=1e-4)
-    # 4 ranks: three times all payloads at once, or 3/4 of them twice
-    nbytes = 40 + 64 * 512 // 8 + 64 * 8
-    onebit = quick.report()["buckets"][1]["predicted_seconds"]["onebit"]
-    assert onebit == pytest.approx(FIXED + 1e-8 * (RANKS - 1) * nbytes)
-    for of, exchange in ((quick, "allgather"), (slow, "auto")):
-        assert of.routing().exchange_of("a.weight") == exchange
-        assert [b["exchange"] for b in of.report()["buckets"]] == [exchange] * 2
-    asked = pilot(per_byte=1e-8, exchange="two_phase")
-    assert asked.routing().exchange_of("a.weight") == "two_phase"
+@pytest.mark.parametrize(
+    ("rows", "per_byte", "auto", "expected"),
+    [
+        # alike: "auto" counts 32 KiB for a collective, here it takes the time of 100 kB
+        (64, 1e-8, "allgather", "auto"),
+        (1024, 1e-8, "two_phase", "auto"),
+        # of 12 MB on the first link, and of 10 bytes on the other
+        (1024, 8e-11, "two_phase", "allgather"),
+        (64, 1e-4, "allgather", "two_phase"),
+    ],
+)
+def test_the_link_says_what_a_collective_is_worth(rows: int, per_byte: float, auto: str, expected: str) -> None:
+    shape = (rows, 512)
+    it = pilot(Auto([OneBit()]), [Tensor("w", shape)], per_byte)
+    assert make_plan("auto", OneBit(), shape, RANKS).exchange == auto
+    assert it.report()["buckets"][0]["exchange"] == expected
+    # 4 ranks: three times all payloads at once, or 3/4 of them twice, in chunks with a header of 40 bytes
+    payload = rows * 512 // 8 + rows * 8
+    in_one = FIXED + per_byte * (RANKS - 1) * (40 + payload)
+    in_two = 2 * (FIXED + per_byte * (RANKS - 1) * (40 + payload // RANKS))
+    assert it.report()["buckets"][0]["predicted_seconds"]["onebit"] == pytest.approx(min(in_one, in_two))
+    asked = pilot(Auto([OneBit()]), [Tensor("w", shape)], per_byte, exchange=auto)
+    assert asked.routing().exchange_of("w") == auto
 
 
 def test_kernels_are_called_for_every_piece_of_a_tensor() -> None:
