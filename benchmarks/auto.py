@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -116,19 +117,27 @@ class _Foreseen:
     def seconds(self, shapes: Sequence[tuple[int, ...]], alone: float) -> dict[str, float]:
         """Predicted seconds of a step that takes `alone` without communication."""
         from hvd_compress.cli.advise import predict, tried
-        from hvd_compress.exchange import make_plan
 
-        largest = max(shapes, key=lambda shape: shape[0] * shape[-1])
-
-        def is_taken(compressor: Any, exchange: str) -> bool:
-            return (
-                compressor.reducible or exchange == make_plan("auto", compressor, largest, self._ranks.ranks).exchange
-            )
-
+        taken = {compressor: self._exchange_of(compressor, shapes) for compressor in self._compressors.values()}
         rows = predict(shapes, self._network, self._speeds, alone)
-        rows = tried([row for row in rows if is_taken(row.compressor, row.exchange)], self._ranks, shapes, alone)
+        rows = tried([row for row in rows if row.exchange == taken[row.compressor]], self._ranks, shapes, alone)
         seconds = {row.compressor: row.seconds for row in rows}
         return {name: seconds[compressor] for name, compressor in self._compressors.items()}
+
+    def _exchange_of(self, compressor: Any, shapes: Sequence[tuple[int, ...]]) -> str:
+        """What `DistributedOptimizer` takes by itself, for the largest bucket."""
+        from hvd_compress.cost import Speed
+        from hvd_compress.engine import Routing, Tensor, bucket_work
+
+        if compressor.reducible:
+            return "dense"
+        routing = Routing(compressor)
+        tensors = {str(i): Tensor(str(i), shape) for i, shape in enumerate(shapes)}
+        buckets = [[tensors[name] for name in names] for names in routing.divided(tensors.values(), self._ranks.ranks)]
+        largest = max(buckets, key=lambda bucket: sum(math.prod(tensor.shape) for tensor in bucket))
+        work = bucket_work(largest, compressor, routing, self._network, Speed())
+        assert work is not None
+        return work.exchange
 
 
 # -- outside --------------------------------------------------------------------------------------------------------

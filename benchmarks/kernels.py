@@ -62,6 +62,10 @@ CASES: dict[str, Compressor] = {
     "fp16": FP16(),
     "none": NoCompression(),
 }
+# a gradient that is mostly zeros, as the sum of few sparse payloads is
+SPARSE = "adaptive, sparse"
+SPARSE_SHARE = 0.005
+CASES[SPARSE] = Adaptive(pi=64)
 BASELINES: dict[str, Callable[[], baselines.Method]] = {
     "one-bit": baselines.OneBit,
     "threshold": lambda: baselines.Threshold(TAU),
@@ -314,7 +318,9 @@ def main() -> None:
             if threads > cores:
                 print(f"{threads} threads left out: {cores} cores are there")
                 continue
-            table = [measure(name, gradient, threads, options) for name in options.cases]
+            kept = np.random.default_rng(1).random(numel, dtype=np.float32) < SPARSE_SHARE
+            given = {SPARSE: gradient * kept}
+            table = [measure(name, given.get(name, gradient), threads, options) for name in options.cases]
             show(table)
             rows += table
     options.out.mkdir(parents=True, exist_ok=True)

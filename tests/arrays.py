@@ -54,6 +54,11 @@ def _ties(n: int, name: str, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(-2, 3, n) * 0.5
 
 
+def _sparse(n: int, name: str, rng: np.random.Generator) -> np.ndarray:
+    """Mostly zeros, and two values, as the sum of few sparse payloads."""
+    return np.where(rng.random(n) < 0.005, 0.75, 0.0) - np.where(rng.random(n) < 0.005, 0.25, 0.0)
+
+
 def _one(value: float) -> Callable[[int, str, np.random.Generator], np.ndarray]:
     def make(n: int, name: str, rng: np.random.Generator) -> np.ndarray:
         x = rng.standard_normal(n)
@@ -73,6 +78,7 @@ FINITE = {
     "signed-zeros": _signed_zeros,
     "one-huge": _one_huge,
     "ties": _ties,
+    "sparse": _sparse,
 }
 NONFINITE = {"inf": _one(np.inf), "minus-inf": _one(-np.inf), "nan": _one(np.nan)}
 CONTENTS = FINITE | NONFINITE

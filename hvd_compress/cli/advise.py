@@ -8,8 +8,8 @@ Measured, with the ranks and the network that training will have:
 
     horovodrun -np 4 -H a:1,b:1,c:1,d:1 hvd-compress advise --model my_package.models:make_net
 
-Kernel speeds are measured on this machine in both cases. With real ranks on PyTorch, steps that are short are tried
-rather than predicted: see `hvd_compress.cli.rehearse`.
+Kernel speeds are measured on this machine in both cases. With real ranks on PyTorch, steps are tried rather
+than predicted unless that would take long: see `hvd_compress.cli.rehearse`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -52,8 +53,8 @@ _LEAST_GAIN = 1.05
 # backward makes two products of matrices where forward makes one
 BACKWARD_SHARE = 2 / 3
 """Of the seconds of a step."""
-# a trial is some dozens of steps; of what takes longer, the network and the kernels are most, which predictions know
-_LONGEST_TRIED = 1.0
+# a trial is four steps at least; all together should not take longer than their user is willing to wait
+_LONGEST_TRIED, _LONGEST_IN_ALL = 20.0, 300.0
 _MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
@@ -206,7 +207,9 @@ def predict(
 
 
 def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], step: float = 0.0) -> list[Prediction]:
-    """The rows with the seconds of trials where steps are short and ranks run PyTorch; a collective call.
+    """The rows with the seconds of trials, the fastest first, where ranks run PyTorch; a collective call.
+
+    What takes long by prediction, or comes after some minutes, is not tried.
 
     Args:
         rows: of `predict`.
@@ -215,19 +218,24 @@ def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], ste
         step: seconds of a step without communication.
     """
     # all ranks must try the same
-    short = [seconds <= _LONGEST_TRIED for seconds in ranks.maximum([row.seconds for row in rows])]
+    seconds = ranks.maximum([row.seconds for row in rows])
     few = sum(math.prod(shape) for shape in shapes) <= _MOST_TRIED_NUMEL
-    if ranks.framework != "torch" or not few or not any(short):
+    order = sorted((i for i, s in enumerate(seconds) if s <= _LONGEST_TRIED), key=lambda i: seconds[i])
+    if ranks.framework != "torch" or not few or not order:
         return list(rows)
     from hvd_compress.cli.rehearse import Rehearsal  # an estimate on paper needs no framework
 
     if not ranks.position:
-        print(f"trying {sum(short)} of {len(rows)} ways, some seconds each", file=sys.stderr)
+        print(f"trying {len(order)} of {len(rows)} ways, for some minutes at most", file=sys.stderr)
     rehearsal = Rehearsal(ranks, shapes, step)
-    return [
-        replace(row, seconds=rehearsal.seconds(row.compressor, row.exchange), tried=True) if is_short else row
-        for row, is_short in zip(rows, short, strict=True)
-    ]
+    found = list(rows)
+    begin = time.perf_counter()
+    for i in order:
+        (elapsed,) = ranks.maximum([time.perf_counter() - begin])
+        if elapsed > _LONGEST_IN_ALL:
+            break
+        found[i] = replace(rows[i], seconds=rehearsal.seconds(rows[i].compressor, rows[i].exchange), tried=True)
+    return found
 
 
 def advice(rows: Sequence[Prediction]) -> str:

@@ -1,7 +1,7 @@
-"""Short training steps on made-up gradients: where a step takes milliseconds, trying it tells more than a prediction.
+"""Training steps on made-up gradients: trying one tells more than a prediction, where it does not take too long.
 
-What a prediction leaves out is the same for networks of all sizes: threads of ranks that share processors, and the
-Python of hooks and exchanges. It matters where steps are short, and there a trial costs little.
+Where steps take milliseconds, a prediction leaves out the threads of ranks that share processors, and the Python of
+hooks and exchanges. Where they take seconds, it does not know how far collectives of many megabytes fill the link.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from hvd_compress.kernels.checksum import checksum
 
 __all__ = ["Rehearsal"]
 
-_WARM_UP = 3  # steps: kernels are compiled, Horovod's caches filled
-_LEAST_STEPS, _MOST_STEPS, _BLOCK_SECONDS = 1, 30, 0.1
-_LEAST_BLOCKS, _MOST_BLOCKS, _ALL_SECONDS = 3, 9, 2.0
+_WARM_UP, _LONG_WARM_UP = 3, 2  # steps: kernels are compiled, Horovod's caches filled
+_LONG_SECONDS = 0.5
+_TURN_UP = 2  # short steps after those of another optimizer, which have filled the processor's caches
+_MOST_STEPS, _BLOCK_SECONDS = 100, 0.3
+_LEAST_BLOCKS, _LEAST_LONG_BLOCKS, _MOST_BLOCKS, _ALL_SECONDS = 3, 2, 7, 3.0
+_SPARE, _SHIFT = 2**16, 4099  # deviates, and how far gradients move through them from step to step
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05
 
@@ -37,8 +40,9 @@ _numbers = count()
 class Rehearsal:
     """Makes steps of a network that is known by its shapes; all methods are collective calls.
 
-    Forward and backward compute something that takes as long as the network's on all ranks at once, and leaves the same
-    normal deviates as gradients in each step. Exchanges and optimizer are real, on the CPU.
+    Forward and backward compute something that takes as long as the network's on all ranks at once, and leaves normal
+    deviates as gradients, others in each step: of equal ones residuals grow until many lie close below the threshold,
+    and sparse compressors search far longer than in training. Exchanges and optimizer are real, on the CPU.
 
     Args:
         ranks: all of them, on PyTorch.
@@ -49,21 +53,22 @@ class Rehearsal:
     def __init__(self, ranks: Ranks, shapes: Sequence[tuple[int, ...]], step: float) -> None:
         self._ranks = ranks
         self._step = step
-        generator = torch.Generator().manual_seed(ranks.position)
-        self._gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+        self._gradients = _Gradients(shapes, ranks.position)
         self._computing = _Computing(ranks)
         self._computed = step
         self._alone = self._steps(None)
         # copying gradients and the optimizer's step are a part of what is to be made up
-        alone = median(self._warmed_up(self._alone) for _ in range(_LEAST_BLOCKS))
+        steps = _steps_of_a_block(self._warmed_up(self._alone))
+        alone = median(self._block(self._alone, steps) for _ in range(_LEAST_BLOCKS))
         self._computed = max(2 * step - alone, 0.0)
 
     def seconds(self, compressor: Compressor, exchange: str) -> float:
         """Seconds of a step whose gradients go this way; "dense" is Horovod's allreduce. Equal on all ranks."""
         communicating = self._steps((compressor, "auto" if exchange == "dense" else exchange))
         one = self._warmed_up(communicating)
-        steps = min(max(math.ceil(_BLOCK_SECONDS / one), _LEAST_STEPS), _MOST_STEPS)
-        blocks = min(max(math.ceil(_ALL_SECONDS / (steps * (one + self._step))), _LEAST_BLOCKS), _MOST_BLOCKS)
+        steps = _steps_of_a_block(one)
+        least = _LEAST_LONG_BLOCKS if one > _LONG_SECONDS else _LEAST_BLOCKS
+        blocks = min(max(math.ceil(_ALL_SECONDS / (steps * (one + self._step))), least), _MOST_BLOCKS)
         # in turns, as what else runs on the machines slows down both
         added = [self._block(communicating, steps) - self._block(self._alone, steps) for _ in range(blocks)]
         del communicating
@@ -71,20 +76,20 @@ class Rehearsal:
         return self._step + max(median(added), 0.0)
 
     def _steps(self, way: tuple[Compressor, str] | None) -> Any:
-        parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in self._gradients]
+        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in self._gradients.shapes]
         optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
         if way is not None:
             number = next(_numbers)
             named = [(f"hvd_compress.rehearsal.{number}.{i}", p) for i, p in enumerate(parameters)]
             optimizer = hvd.DistributedOptimizer(optimizer, named, compression=way[0], exchange=way[1])
-        whole = sum(gradient.numel() for gradient in self._gradients)
-        shares = [gradient.numel() / max(whole, 1) for gradient in self._gradients]
+        whole = sum(parameter.numel() for parameter in parameters)
+        shares = [parameter.numel() / max(whole, 1) for parameter in parameters]
 
         def step() -> None:
             optimizer.zero_grad()
             self._computing(self._computed * (1 - BACKWARD_SHARE))
             x = torch.zeros((), requires_grad=True)
-            for parameter, gradient, share in zip(parameters, self._gradients, shares, strict=True):
+            for parameter, gradient, share in zip(parameters, self._gradients.of_next_step(), shares, strict=True):
                 x = _Layer.apply(x, parameter, gradient, self._computing, self._computed * BACKWARD_SHARE * share)
             x.backward()
             optimizer.step()
@@ -93,18 +98,47 @@ class Rehearsal:
 
     def _warmed_up(self, step: Any) -> float:
         """About the seconds of a step, after some that do not count."""
-        for _ in range(_WARM_UP):
-            step()
-        return self._block(step, _LEAST_STEPS)
+        for number in range(_WARM_UP):
+            seconds = self._seconds_of(step, 1)
+            if seconds > _LONG_SECONDS and number + 1 >= _LONG_WARM_UP:
+                break
+        return seconds
 
     def _block(self, step: Any, steps: int) -> float:
-        """Seconds of a step on the slowest rank, of some that all ranks begin together."""
+        """Seconds of a step in a row of them on the slowest rank."""
+        if steps > 1:
+            self._seconds_of(step, _TURN_UP)
+        return self._seconds_of(step, steps)
+
+    def _seconds_of(self, step: Any, steps: int) -> float:
+        """The same, of some that all ranks begin together."""
         self._ranks.maximum([0.0])
         begin = time.perf_counter()
         for _ in range(steps):
             step()
         (slowest,) = self._ranks.maximum([(time.perf_counter() - begin) / steps])
         return slowest
+
+
+def _steps_of_a_block(seconds: float) -> int:
+    """How many steps of so many seconds."""
+    return min(max(math.ceil(_BLOCK_SECONDS / seconds), 1), _MOST_STEPS)
+
+
+class _Gradients:
+    """Normal deviates in given shapes, others in each step: the same ones, read from another place."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
+        self.shapes = list(shapes)
+        self._sizes = [math.prod(shape) for shape in shapes]
+        self._deviates = torch.randn(sum(self._sizes) + _SPARE, generator=torch.Generator().manual_seed(seed))
+        self._start = 0
+
+    def of_next_step(self) -> list[torch.Tensor]:
+        """Views, not to be written to."""
+        self._start = (self._start + _SHIFT) % _SPARE
+        parts = self._deviates[self._start : self._start + sum(self._sizes)].split(self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class _Computing:

@@ -227,9 +227,10 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
         above = high_of_rms * rms_upper * nearness
         below = -low_of_rms * rms_lower * nearness if negatives > 0 else -tiny
         want = k_positive
-        if squares_upper == 0:
+        if not above > 0:
+            # sums of few sparse payloads are mostly zeros, all of which would be candidates
             want = min(k_positive, count_at_least(y, tiny))
-            above = tiny if want == 0 else zero
+            above = tiny if want < k_positive or want == 0 else zero
         # attempts 0 to 4: near the neighbour's thresholds, then off where that was wrong; 5: sampled thresholds;
         # 6: all are candidates
         for attempt in range(7):
@@ -241,6 +242,8 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
                 # the same places in every step: what is sent does not depend on them
                 key = mix(g, 0, 0)
                 above, below = _guess(y, positives, k_positive, k_negative, draws, key, values)
+                if want < k_positive:
+                    above = tiny
             else:
                 above = below = zero
             room = min(4 * (k_positive + k_negative) + 192, y.size) if attempt < 5 else y.size

@@ -22,7 +22,7 @@ def oracle(v: np.ndarray, group: int, pi: int) -> np.ndarray:
     return y.reshape(v.shape)
 
 
-CONTENTS = ["normal", "ties", "all-zero", "all-equal", "all-negative", "signed-zeros", "one-huge", "denormal"]
+CONTENTS = ["normal", "ties", "all-zero", "all-equal", "all-negative", "signed-zeros", "one-huge", "denormal", "sparse"]
 
 
 @pytest.mark.parametrize("content", CONTENTS)

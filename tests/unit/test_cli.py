@@ -228,25 +228,39 @@ class _Ranks:
         return values
 
 
-ROWS = [Prediction(NoCompression(), "dense", 8.0, 1.5), Prediction(OneBit(), "allgather", 1.0, 0.4, 2e9)]
+ROWS = [Prediction(NoCompression(), "dense", 8.0, 25.0), Prediction(FP16(), "dense", 4.0, 10.0),
+        Prediction(OneBit(), "allgather", 1.0, 0.4, 2e9)]  # fmt: skip
 
 
-def test_short_steps_are_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("seconds_of_a_trial", "number"), [(90.0, 2), (301.0, 1)])
+def test_steps_are_tried_from_the_fastest_on_until_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seconds_of_a_trial: float,
+    number: int,
+) -> None:
     rehearse = pytest.importorskip("hvd_compress.cli.rehearse", reason="this environment has no torch")
+    now = 1000.0
+    asked = []
 
     class Rehearsal:
         def __init__(self, ranks: _Ranks, shapes: list[tuple[int, ...]], step: float) -> None:
             assert (shapes, step) == ([(8, 8)], 0.25)
 
         def seconds(self, compressor: object, exchange: str) -> float:
-            assert (compressor, exchange) == (OneBit(), "allgather")
+            nonlocal now
+            now += seconds_of_a_trial
+            asked.append((compressor, exchange))
             return 0.75
 
     monkeypatch.setattr(rehearse, "Rehearsal", Rehearsal)
-    long, short = advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25)  # type: ignore[arg-type]
-    assert long == ROWS[0]
-    assert short == Prediction(OneBit(), "allgather", 1.0, 0.75, 2e9, tried=True)
-    assert capsys.readouterr().err == "trying 1 of 2 ways, some seconds each\n"
+    monkeypatch.setattr(advise.time, "perf_counter", lambda: now)
+    rows = advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25)  # type: ignore[arg-type]
+    assert asked == [(OneBit(), "allgather"), (FP16(), "dense")][:number]
+    assert rows[0] == ROWS[0]
+    assert rows[1] == (Prediction(FP16(), "dense", 4.0, 0.75, tried=True) if number == 2 else ROWS[1])
+    assert rows[2] == Prediction(OneBit(), "allgather", 1.0, 0.75, 2e9, tried=True)
+    assert capsys.readouterr().err == "trying 2 of 3 ways, for some minutes at most\n"
 
 
 @pytest.mark.parametrize(("framework", "shape"), [("tensorflow", (8, 8)), ("torch", (2**14, 2**14))])

@@ -63,7 +63,7 @@ def test_the_number_kept_is_that_of_the_decimal(percentile):
         assert np.count_nonzero(decoded) == kept_of(n, percentile), (n, percentile)
 
 
-CONTENTS = ["normal", "ties", "all-zero", "all-equal", "all-negative", "signed-zeros", "one-huge", "denormal"]
+CONTENTS = ["normal", "ties", "all-zero", "all-equal", "all-negative", "signed-zeros", "one-huge", "denormal", "sparse"]
 
 
 @pytest.mark.parametrize("content", CONTENTS)
