@@ -84,13 +84,19 @@ def encode(x, r, k, sample, block, counts, indices, sent):
     if k == 0:
         return 0
     feedback = r.size > 0
-    guess = _guess(x, r, k, sample)
+    # zeros are never sent, and must not be candidates where most are
+    tiny = np.nextafter(x.dtype.type(0), x.dtype.type(1))
+    guess = max(_guess(x, r, k, sample), tiny)
     room = min(max(4 * k + 1024, TILE), x.size)
     found = np.empty(room + 64, np.int64)
     values = np.empty(room, x.dtype)
     candidates, bad = _scan(x, r, guess, found, values)
     if np.isnan(bad):
         return -1
+    if 0 <= candidates < k and guess == tiny:
+        k = candidates
+    if k == 0:
+        return 0
     if candidates < k:
         # the sample guessed badly: many ties, odd shapes
         if feedback:
