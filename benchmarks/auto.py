@@ -5,7 +5,7 @@
 Networks 784-W-W-W-10 learn MNIST, 10 images a rank and step. When `Auto` has made its choice, it takes turns with the
 step without communication, Horovod's own optimizers and each of its candidates, all in the same ranks. What steps of
 the candidates take is foretold as `hvd-compress advise` does under horovodrun: from the measured link, kernels and step
-without communication, and by trials on made-up gradients where steps are short.
+without communication, and by trials on made-up gradients unless these take long.
 """
 
 from __future__ import annotations
