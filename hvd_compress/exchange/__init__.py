@@ -17,7 +17,6 @@ from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.exchange.plan import (
-    COLLECTIVE_BYTES,
     COLLECTIVES,
     EXCHANGES,
     Plan,
@@ -32,7 +31,6 @@ from hvd_compress.exchange.transfer import Transfer
 
 __all__ = [
     "COLLECTIVES",
-    "COLLECTIVE_BYTES",
     "EXCHANGES",
     "Accumulator",
     "AdaGrad",

@@ -13,7 +13,6 @@ from hvd_compress.exchange.parameter_server import EXCHANGE, ParameterServer
 
 __all__ = [
     "COLLECTIVES",
-    "COLLECTIVE_BYTES",
     "EXCHANGES",
     "Plan",
     "checked_exchange",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import Adaptive, Key
-from tests.arrays import make
+from tests.arrays import FINITE, make
 
 
 def oracle(v: np.ndarray, group: int, pi: int) -> np.ndarray:
@@ -22,10 +22,7 @@ def oracle(v: np.ndarray, group: int, pi: int) -> np.ndarray:
     return y.reshape(v.shape)
 
 
-CONTENTS = ["normal", "ties", "all-zero", "all-equal", "all-negative", "signed-zeros", "one-huge", "denormal", "sparse"]
-
-
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("content", FINITE)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("sample", [None, 16, 1024])
 @pytest.mark.parametrize(
