@@ -54,7 +54,7 @@ _LEAST_GAIN = 1.05
 BACKWARD_SHARE = 2 / 3
 """Of the seconds of a step."""
 # a trial is four steps at least; all together should not take longer than their user is willing to wait
-_LONGEST_TRIED, _LONGEST_IN_ALL = 20.0, 300.0
+_TRIALS, _LONGEST_TRIED, _LONGEST_IN_ALL = 3, 20.0, 300.0
 _MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
@@ -207,9 +207,10 @@ def predict(
 
 
 def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], step: float = 0.0) -> list[Prediction]:
-    """The rows with the seconds of trials, the fastest first, where ranks run PyTorch; a collective call.
+    """The rows with the seconds of trials, where ranks run PyTorch; a collective call.
 
-    What takes long by prediction, or comes after some minutes, is not tried.
+    They are tried the fastest first, and again in turns. What takes long by prediction, or comes after some minutes, is
+    not tried.
 
     Args:
         rows: of `predict`.
@@ -230,7 +231,7 @@ def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], ste
     rehearsal = Rehearsal(ranks, shapes, step)
     found = list(rows)
     begin = time.perf_counter()
-    for i in order:
+    for i in order * _TRIALS:
         (elapsed,) = ranks.maximum([time.perf_counter() - begin])
         if elapsed > _LONGEST_IN_ALL:
             break

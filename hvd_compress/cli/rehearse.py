@@ -29,7 +29,7 @@ _WARM_UP, _LONG_WARM_UP = 3, 2  # steps: kernels are compiled, Horovod's caches 
 _LONG_SECONDS = 0.5
 _TURN_UP = 2  # short steps after those of another optimizer, which have filled the processor's caches
 _MOST_STEPS, _BLOCK_SECONDS = 100, 0.3
-_LEAST_BLOCKS, _LEAST_LONG_BLOCKS, _MOST_BLOCKS, _ALL_SECONDS = 3, 2, 7, 3.0
+_LEAST_BLOCKS, _MOST_BLOCKS, _TRIAL_SECONDS = 2, 5, 1.0
 _SPARE, _SHIFT = 2**16, 4099  # deviates, and how far gradients move through them from step to step
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05
@@ -56,21 +56,30 @@ class Rehearsal:
         self._gradients = _Gradients(shapes, ranks.position)
         self._computing = _Computing(ranks)
         self._computed = step
+        self._added: dict[tuple[Compressor, str], list[float]] = {}
         self._alone = self._steps(None)
         # copying gradients and the optimizer's step are a part of what is to be made up
         steps = _steps_of_a_block(self._warmed_up(self._alone))
-        alone = median(self._block(self._alone, steps) for _ in range(_LEAST_BLOCKS))
+        alone = median(self._block(self._alone, steps) for _ in range(_MOST_BLOCKS))
         self._computed = max(2 * step - alone, 0.0)
 
     def seconds(self, compressor: Compressor, exchange: str) -> float:
-        """Seconds of a step whose gradients go this way; "dense" is Horovod's allreduce. Equal on all ranks."""
+        """Seconds of a step whose gradients go this way, by this trial and those before; equal on all ranks.
+
+        What else runs on the machines slows down all of a trial. Of three trials with others in between it spoils one.
+
+        Args:
+            compressor: of the gradients.
+            exchange: "dense" for Horovod's allreduce.
+        """
         communicating = self._steps((compressor, "auto" if exchange == "dense" else exchange))
         one = self._warmed_up(communicating)
         steps = _steps_of_a_block(one)
-        least = _LEAST_LONG_BLOCKS if one > _LONG_SECONDS else _LEAST_BLOCKS
-        blocks = min(max(math.ceil(_ALL_SECONDS / (steps * (one + self._step))), least), _MOST_BLOCKS)
-        # in turns, as what else runs on the machines slows down both
-        added = [self._block(communicating, steps) - self._block(self._alone, steps) for _ in range(blocks)]
+        blocks = math.ceil(_TRIAL_SECONDS / (steps * (one + self._step)))
+        added = self._added.setdefault((compressor, exchange), [])
+        for _ in range(min(max(blocks, _LEAST_BLOCKS), _MOST_BLOCKS)):
+            # in turns, as what else runs on the machines slows down both
+            added.append(self._block(communicating, steps) - self._block(self._alone, steps))
         del communicating
         gc.collect()  # optimizers are part of cycles, and the next one may be as large
         return self._step + max(median(added), 0.0)

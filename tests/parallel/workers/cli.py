@@ -13,6 +13,7 @@ import numpy as np
 from hvd_compress import FP16, Adaptive, NoCompression, OneBit
 from hvd_compress.cli import main
 from hvd_compress.cli.ranks import Ranks, is_launched, launched
+from hvd_compress.compressors import Compressor
 from hvd_compress.cost import COLLECTIVES, measure_link
 from tests.parallel.cases import Cases
 
@@ -96,6 +97,27 @@ def a_trial_is_a_step_with_its_exchange() -> None:
         # of its step, and of one collective at least, each of which Horovod looks for once in a millisecond
         assert 0.02 <= seconds < 1.0
         assert ranks.maximum([seconds, -seconds]) == [seconds, -seconds]
+
+
+@cases.add
+def one_disturbed_trial_of_three_decides_nothing() -> None:
+    from hvd_compress.cli.rehearse import Rehearsal
+
+    rehearsal = Rehearsal(Ranks("torch"), [(300,)], step=0.0)
+    state = {"disturbance": 0.0, "block": 0}
+
+    def block(step: Any, steps: int) -> float:
+        # every other one is without communication
+        state["block"] += 1
+        return state["disturbance"] * (state["block"] % 2)
+
+    def trial(compressor: Compressor, disturbance: float) -> float:
+        state["disturbance"] = disturbance
+        return rehearsal.seconds(compressor, "dense")
+
+    rehearsal._block = block  # type: ignore[method-assign]
+    assert [trial(NoCompression(), seconds) for seconds in (0.0, 9.0, 0.0)][-1] == 0.0
+    assert trial(FP16(), 5.0) == 5.0
 
 
 @cases.add
