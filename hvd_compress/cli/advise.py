@@ -53,8 +53,9 @@ _LEAST_GAIN = 1.05
 # backward makes two products of matrices where forward makes one
 BACKWARD_SHARE = 2 / 3
 """Of the seconds of a step."""
-# a trial is four steps at least; all together should not take longer than their user is willing to wait
-_TRIALS, _LONGEST_TRIED, _LONGEST_IN_ALL = 3, 20.0, 300.0
+# a trial is four steps at least
+_TRIALS, _LONGEST_TRIED = 3, 20.0
+_TRIAL_SECONDS = 300.0
 _MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
@@ -95,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="of a step without communication, most of which exchanges overlap with; without it they are alone",
     )
+    parser.add_argument(
+        "--trial-seconds",
+        type=float,
+        default=_TRIAL_SECONDS,
+        metavar="SECONDS",
+        help=f"after which no other way is tried with real ranks ({_TRIAL_SECONDS:.0f}); 0 only predicts",
+    )
     paper = parser.add_argument_group("on paper")
     paper.add_argument("--bandwidth", metavar="RATE", help="of a host, in each direction, such as 1gbit")
     paper.add_argument("--latency", metavar="TIME", default="50us", help="between two hosts (50us)")
@@ -116,13 +124,15 @@ def run(options: argparse.Namespace) -> int:
     step = options.step_seconds
     if not 0 <= step < math.inf:
         raise ValueError(f"--step-seconds {step}: must be a number of seconds, 0 or more")
+    if not options.trial_seconds >= 0:
+        raise ValueError(f"--trial-seconds {options.trial_seconds}: must be a number of seconds, 0 or more")
     shapes = _shapes(options)
     if measure:
         ranks = open_ranks()
         network = measure_network(ranks, ranks.hosts, ranks.position)
         speeds = slowest_speeds(CANDIDATES, ranks)
         (lacking,) = ranks.maximum([float(not has_cores(ranks.local_size))])
-        rows = tried(predict(shapes, network, speeds, step, not lacking), ranks, shapes, step)
+        rows = tried(predict(shapes, network, speeds, step, not lacking), ranks, shapes, step, options.trial_seconds)
         if ranks.position:
             return 0
         link = "measured just now"
@@ -206,34 +216,40 @@ def predict(
     return [first, *rows]
 
 
-def tried(rows: Sequence[Prediction], ranks: Ranks, shapes: Sequence[Shape], step: float = 0.0) -> list[Prediction]:
+def tried(
+    rows: Sequence[Prediction],
+    ranks: Ranks,
+    shapes: Sequence[Shape],
+    step: float = 0.0,
+    limit: float = _TRIAL_SECONDS,
+) -> list[Prediction]:
     """The rows with the seconds of trials, where ranks run PyTorch; a collective call.
 
-    They are tried the fastest first, and again in turns. What takes long by prediction, or comes after some minutes, is
-    not tried.
+    They are tried the fastest first, and again in turns. What takes long by prediction is not tried.
 
     Args:
         rows: of `predict`.
         ranks: all of them.
         shapes: of the gradients, in the order of the forward pass.
         step: seconds of a step without communication.
+        limit: seconds after which no further trial begins.
     """
     # all ranks must try the same
     seconds = ranks.maximum([row.seconds for row in rows])
     few = sum(math.prod(shape) for shape in shapes) <= _MOST_TRIED_NUMEL
     order = sorted((i for i, s in enumerate(seconds) if s <= _LONGEST_TRIED), key=lambda i: seconds[i])
-    if ranks.framework != "torch" or not few or not order:
+    if ranks.framework != "torch" or not few or not order or not limit:
         return list(rows)
     from hvd_compress.cli.rehearse import Rehearsal  # an estimate on paper needs no framework
 
     if not ranks.position:
-        print(f"trying {len(order)} of {len(rows)} ways, for some minutes at most", file=sys.stderr)
+        print(f"trying {len(order)} of {len(rows)} ways, for about {limit:.0f} s at most", file=sys.stderr)
     rehearsal = Rehearsal(ranks, shapes, step)
     found = list(rows)
     begin = time.perf_counter()
     for i in order * _TRIALS:
         (elapsed,) = ranks.maximum([time.perf_counter() - begin])
-        if elapsed > _LONGEST_IN_ALL:
+        if elapsed > limit:
             break
         found[i] = replace(rows[i], seconds=rehearsal.seconds(rows[i].compressor, rows[i].exchange), tried=True)
     return found

@@ -28,8 +28,9 @@ __all__ = ["Rehearsal"]
 _WARM_UP, _LONG_WARM_UP = 3, 2  # steps: kernels are compiled, Horovod's caches filled
 _LONG_SECONDS = 0.5
 _TURN_UP = 2  # short steps after those of another optimizer, which have filled the processor's caches
-_MOST_STEPS, _BLOCK_SECONDS = 100, 0.3
-_LEAST_BLOCKS, _MOST_BLOCKS, _TRIAL_SECONDS = 2, 5, 1.0
+# ranks that share processors sometimes take tens of milliseconds: short blocks would mostly leave that out
+_MOST_STEPS, _BLOCK_SECONDS = 100, 0.5
+_LEAST_BLOCKS, _MOST_BLOCKS, _TRIAL_SECONDS = 2, 5, 1.5
 _SPARE, _SHIFT = 2**16, 4099  # deviates, and how far gradients move through them from step to step
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05

@@ -261,12 +261,16 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
     assert rows[0] == ROWS[0]
     assert rows[1] == (Prediction(FP16(), "dense", 4.0, number / 8, tried=True) if number > 1 else ROWS[1])
     assert rows[2] == Prediction(OneBit(), "allgather", 1.0, max(number - 1, 1) / 8, 2e9, tried=True)
-    assert capsys.readouterr().err == "trying 2 of 3 ways, for some minutes at most\n"
+    assert capsys.readouterr().err == "trying 2 of 3 ways, for about 300 s at most\n"
 
 
 @pytest.mark.parametrize(("framework", "shape"), [("tensorflow", (8, 8)), ("torch", (2**14, 2**14))])
 def test_predictions_stand_without_torch_and_for_what_fills_the_memory(framework: str, shape: tuple[int, int]) -> None:
     assert advise.tried(ROWS, _Ranks(framework), [shape], 0.25) == ROWS  # type: ignore[arg-type]
+
+
+def test_predictions_stand_where_trials_are_given_no_time() -> None:
+    assert advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25, limit=0.0) == ROWS  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -305,7 +309,8 @@ def test_advise_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
      (["--bandwidth", "1gbit"], "--bandwidth and --ranks"), ([*PAPER, "--measure"], "on paper"),
      (["--bandwidth", "fast", "--ranks", "4"], "100mbit"), ([*PAPER, "--ranks-per-host", "3"], "multiple"),
      ([*PAPER, "--latency", "5"], "50us"), ([*PAPER, "--step-seconds", "-1"], "step-seconds"),
-     ([*PAPER, "--step-seconds", "inf"], "step-seconds")],
+     ([*PAPER, "--step-seconds", "inf"], "step-seconds"), ([*PAPER, "--trial-seconds", "-1"], "trial-seconds"),
+     ([*PAPER, "--trial-seconds", "nan"], "trial-seconds")],
 )  # fmt: skip
 def test_arguments_that_do_not_fit(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "--shapes", "8", *arguments]) == 2
