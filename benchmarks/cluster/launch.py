@@ -27,6 +27,7 @@ _HERE = Path(__file__).resolve().parent
 _ENTER = _HERE / "enter.sh"
 # Open MPI's own forwarding loses what a rank has written last if another one ends before that is read
 _OWN_FILES = 'exec "$@" >"$0/$OMPI_COMM_WORLD_RANK.out" 2>"$0/$OMPI_COMM_WORLD_RANK.err"'
+_WITHOUT_PUT = "send,inplace,need-ack,need-csum,hetero-rdma"
 _TAIL = 3000
 _SECONDS_FOR_STACKS = 5.0
 _POLL_SECONDS = 0.05
@@ -62,13 +63,22 @@ class Run:
 
 
 def environment_of(base: Mapping[str, str], extra: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of launcher and ranks: one thread each, stacks on a fatal signal, this Python's tools on PATH.
+    """The environment of launcher and ranks.
+
+    One thread each, stacks on a fatal signal, both directions of a link at once, this Python's tools on PATH.
 
     Example:
         >>> environment_of({"PATH": "/bin", "OMP_NUM_THREADS": "2"}, {"A": "b"})["OMP_NUM_THREADS"]
         '2'
     """
-    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        # with "put", the default, a receiver's request waits behind all that it sends itself, and a link's directions
+        # take turns: an allreduce fills half of it
+        "OMPI_MCA_btl_tcp_flags": _WITHOUT_PUT,
+    }
     environment = {**defaults, **base, **(extra or {})}
     # Open MPI splits the path of its agent at blanks: it gets a name to look for instead
     folders = (str(Path(sys.executable).parent), environment.get("PATH", os.defpath), str(_HERE))

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -41,6 +41,7 @@ import json, horovod.{0} as hvd
 print(json.dumps({{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}))
 """
 _PROBE_SECONDS = 120
+_TCP_FLAGS = "OMPI_MCA_btl_tcp_flags"
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ def _kernels() -> Iterator[Finding]:
 def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
     """The two collectives of an exchange, with values that can only be right."""
     yield Finding("ranks", f"{ranks.ranks}, {ranks.ranks_per_host} per host, horovod.{ranks.framework}", OK)
+    if ranks.ranks > ranks.local_size:
+        yield from _between_hosts(os.environ)
     # rank r sends to rank i i + 1 bytes of value 16 r + i
     sent = np.concatenate([np.full(i + 1, (16 * ranks.position + i) % 251, np.uint8) for i in range(ranks.ranks)])
     received = ranks.alltoall(sent, [i + 1 for i in range(ranks.ranks)], "check.alltoall")
@@ -168,6 +171,18 @@ def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
     yield _verdict("alltoall", received.tolist() == expected)
     gathered = ranks.allgather(np.full(ranks.position + 1, ranks.position % 251, np.uint8), "check.allgather")
     yield _verdict("allgather", gathered.tolist() == [r % 251 for r in range(ranks.ranks) for _ in range(r + 1)])
+
+
+def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Open MPI over TCP, where a receiver's request waits behind what it sends: see README, "Slow links"."""
+    if "OMPI_COMM_WORLD_SIZE" not in environment:
+        return
+    flags = environment.get(_TCP_FLAGS, "send,put,inplace,need-ack,need-csum,hetero-rdma")
+    kept = [flag for flag in flags.split(",") if flag != "put"]
+    # a number may mean anything
+    alone = "put" not in flags.split(",")
+    remedy = "" if alone else f"where links are slow, try {_TCP_FLAGS}={','.join(kept)}"
+    yield Finding("Open MPI over TCP", "without put" if alone else "with put", OK if alone else NOTE, remedy)
 
 
 def _verdict(collective: str, right: bool) -> Finding:

@@ -438,6 +438,23 @@ def test_more_ranks_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch, capsys
     assert "fewer ranks per host" in findings(capsys)["cores"]
 
 
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, []),
+     ({"OMPI_COMM_WORLD_SIZE": "4"},
+      [("with put", check.NOTE,
+        "where links are slow, try OMPI_MCA_btl_tcp_flags=send,inplace,need-ack,need-csum,hetero-rdma")]),
+     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_btl_tcp_flags": "put,send"},
+      [("with put", check.NOTE, "where links are slow, try OMPI_MCA_btl_tcp_flags=send")]),
+     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_btl_tcp_flags": "send,inplace"}, [("without put", check.OK, "")])],
+)  # fmt: skip
+def test_open_mpi_may_use_one_direction_of_a_link_at_a_time(
+    environment: dict[str, str], expected: list[tuple[str, str, str]]
+) -> None:
+    found = list(check._between_hosts(environment))
+    assert [(f.found, f.verdict, f.remedy) for f in found] == expected
+
+
 def test_a_horovod_that_crashes_or_hangs_ends_its_own_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_PROBE", "import os; os.abort()  # {0}")
     assert "-6" in check._probe("torch")

@@ -56,6 +56,7 @@ def test_launchers_and_commands_that_are_none_are_refused() -> None:
 
 def test_ranks_have_one_thread_unless_something_else_is_asked_for() -> None:
     assert environment_of({"PATH": "/bin"}, None)["OMP_NUM_THREADS"] == "1"
+    assert "put" not in environment_of({"PATH": "/bin"}, None)["OMPI_MCA_btl_tcp_flags"]
     assert environment_of({"OMP_NUM_THREADS": "2"}, None)["OMP_NUM_THREADS"] == "2"
     assert environment_of({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
