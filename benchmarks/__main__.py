@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-BENCHMARKS = ("kernels", "allreduce", "minibatch", "scaling", "auto", "overlap", "eventgrad", "daso", "memory")
+BENCHMARKS = ("kernels", "allreduce", "minibatch", "scaling", "auto", "overlap", "eventgrad", "daso", "memory", "links")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import psutil
+from cluster.launch import environment_of
 
 __all__ = [
     "ALONE",
@@ -176,6 +177,7 @@ def machine() -> dict[str, Any]:
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),
         "mpi": _mpi(),
+        "open_mpi_tcp": environment_of(os.environ, None)["OMPI_MCA_btl_tcp_flags"],
         **{package: _version(package) for package in PACKAGES},
     }
 

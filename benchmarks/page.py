@@ -19,13 +19,14 @@ import allreduce
 import auto
 import daso
 import eventgrad
+import links
 import memory
 import minibatch
 import overlap
 import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
-BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, daso, memory)
+BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, daso, memory, links)
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 
@@ -131,11 +132,16 @@ def _conditions(results: dict[ModuleType, dict[str, Any]]) -> list[str]:
     machines = [result["machine"] for result in results.values()]
     facts = [[key.replace("_", " "), " / ".join(dict.fromkeys(str(m[key]) for m in machines))] for key in MACHINE]
     runs = [
-        [f"`{shlex.join(result['command'])}`", result["machine"]["date"], result["machine"]["load_before"]]
-        for result in results.values()
+        [f"`{shlex.join(result['command'])}`", m["date"], m["load_before"], _open_mpi(m)]
+        for result, m in zip(results.values(), machines, strict=True)
     ]
-    head = ["command", "date", "load of the machine before"]
+    head = ["command", "date", "load of the machine before", "Open MPI over TCP"]
     return ["## Where this was measured", "", table(["", ""], facts), "", table(head, runs)]
+
+
+def _open_mpi(machine: dict[str, Any]) -> str:
+    # records without the setting are from before it was set to something else than the default
+    return "with put, its default" if "put" in machine.get("open_mpi_tcp", "put").split(",") else "without put"
 
 
 def main() -> None:

@@ -131,9 +131,14 @@ class Place:
         self._progress = progress
 
     def run(
-        self, script: str, task: Mapping[str, Any], rate: str = UNLIMITED, env: Mapping[str, str] | None = None
+        self,
+        script: str,
+        task: Mapping[str, Any],
+        rate: str = UNLIMITED,
+        env: Mapping[str, str] | None = None,
+        launcher: str = "mpi",
     ) -> Any:
-        """What the ranks of `script --task JSON` deliver."""
+        """What the ranks of `script --task JSON` deliver; without a cluster, MPI starts them in any case."""
         env = {**_environment(), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
@@ -144,8 +149,8 @@ class Place:
                 else:
                     self._cluster.set_rate(rate)
                     self._cluster.run(
-                        command, ranks_per_host=self._ranks_per_host, env=env, timeout=LIMIT_SECONDS,
-                        echo=self._progress,
+                        command, ranks_per_host=self._ranks_per_host, launcher=launcher, env=env,
+                        timeout=LIMIT_SECONDS, echo=self._progress,
                     )  # fmt: skip
             except RunError:
                 self._progress.say(self._progress.tail())
