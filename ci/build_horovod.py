@@ -38,6 +38,9 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 BUILD_TOOLS = ["cmake==3.31.10", "setuptools==80.10.2", "wheel==0.48.0", "packaging==26.3"]
 RUNTIME_REQUIREMENTS = ["psutil", "cloudpickle", "pyyaml", "cffi", "packaging"]
 
+GLOO_SEND = "out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);"
+GLOO_RECV = "out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);"
+
 # (file in the sdist, text that must stand there exactly once, what replaces it, reason)
 EDITS = [
     (
@@ -81,6 +84,41 @@ EDITS = [
                 "  while (true) {\n    if (handle_manager.PollHandle(handle)) break;\n    {\n"
                 "      py::gil_scoped_release release_python_gil;\n      std::this_thread::yield();\n    }\n  }\n",
                 "  {\n    py::gil_scoped_release release_python_gil;\n    handle_manager.WaitHandle(handle);\n  }\n",
+            ),
+        ]
+    ),
+    *(
+        # it says so on the same connection, behind what was sent before
+        (f"third_party/gloo/gloo/{file}", old, new, "receiving first, then sending, uses both directions of a link")
+        for file, old, new in [
+            (
+                "alltoallv.cc",
+                "    int sendRank = (myRank + i) % worldSize;\n"
+                "    int recvRank = (myRank + worldSize - i) % worldSize;\n"
+                "    in->send(\n"
+                "        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);\n"
+                "    out->recv(\n"
+                "        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);\n"
+                "  }\n",
+                "    int recvRank = (myRank + worldSize - i) % worldSize;\n"
+                "    out->recv(\n"
+                "        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);\n"
+                "  }\n"
+                "  for (int i = 1; i < worldSize; i++) {\n"
+                "    int sendRank = (myRank + i) % worldSize;\n"
+                "    in->send(\n"
+                "        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);\n"
+                "  }\n",
+            ),
+            (
+                "allgatherv.cc",
+                f"    if (i == 0) {{\n      {GLOO_SEND}\n      {GLOO_RECV}\n",
+                f"    if (i == 0) {{\n      {GLOO_RECV}\n      {GLOO_SEND}\n",
+            ),
+            (
+                "allgatherv.cc",
+                f"    out->waitRecv(opts.timeout);\n    {GLOO_SEND}\n    {GLOO_RECV}\n",
+                f"    out->waitRecv(opts.timeout);\n    {GLOO_RECV}\n    {GLOO_SEND}\n",
             ),
         ]
     ),
