@@ -123,7 +123,7 @@ def section(result: dict[str, Any]) -> str:
     names = list(next(iter(shares.values()), {}))
     lines = [
         [f"{hosts} hosts, {rate}", way, *(Spread.of(of_case[name]) for name in names)]
-        for (hosts, rate, way), of_case in sorted(shares.items(), key=lambda item: item[0][:2])
+        for (hosts, rate, way), of_case in sorted(shares.items(), key=lambda item: (item[0][0], _bits(item[0][1])))
     ]
     return "\n".join(
         [
@@ -131,8 +131,9 @@ def section(result: dict[str, Any]) -> str:
             "",
             "The bytes that a rank must send at least, over what its link could have carried in that time, in each "
             "direction; 1 is all of it. Plain Horovod, large float32 tensors, one rank a host. Open MPI as it comes "
-            "lets a receiver's request wait behind what it sends itself. All else on this page was measured over Open "
-            "MPI, *without put* unless the last table says otherwise.",
+            "lets a receiver's request wait behind what it sends itself; Gloo is that of `ci/build_horovod.py`, which "
+            "receives before it sends. All else on this page was measured over Open MPI, *without put* unless the last "
+            "table says otherwise.",
             "",
             table(["", "", *names], lines),
         ]
