@@ -8,21 +8,18 @@ All other benchmarks run without put: see `cluster/launch.py`.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
-from cluster import unavailable
+from cluster.launch import TCP_FLAGS, WITHOUT_PUT
 from cluster.links import parse_rate
 from measure import Spread, table
-from places import Progress, parsed, parser_of, place, start
+from places import Progress, parsed, parser_of, place, rates_to_be_had, start
 
-FLAGS = "OMPI_MCA_btl_tcp_flags"
-WITH_PUT = "send,put,inplace,need-ack,need-csum,hetero-rdma"  # what Open MPI 4.1 has by default
 WAYS: dict[str, tuple[str, dict[str, str]]] = {
-    "Open MPI, as it comes": ("mpi", {FLAGS: WITH_PUT}),
-    "Open MPI, without put": ("mpi", {}),
+    "Open MPI, as it comes": ("mpi", {TCP_FLAGS: f"put,{WITHOUT_PUT}"}),
+    "Open MPI, without put": ("mpi", {TCP_FLAGS: WITHOUT_PUT}),
     "Gloo": ("gloo", {}),
 }
 RATES = ("100mbit", "1gbit", "10gbit")
@@ -59,11 +56,7 @@ def ranks(task: dict[str, Any]) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    reason = unavailable()
-    if reason is not None:
-        print(f"nothing to measure: {reason}", file=sys.stderr)
-        return {"runs": []}
-    cases = list(product(options.rates, WAYS))
+    cases = list(product(rates_to_be_had(options.rates), WAYS))
     runs = []
     with Progress("links", len(options.hosts) * len(cases) * options.turns) as progress:
         for hosts in options.hosts:

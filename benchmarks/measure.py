@@ -18,7 +18,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 import psutil
-from cluster.launch import environment_of
+from cluster.launch import TCP_FLAGS, environment_of
 
 __all__ = [
     "ALONE",
@@ -177,7 +177,7 @@ def machine() -> dict[str, Any]:
         "system": platform.system() + " " + platform.release(),
         "python": platform.python_version(),
         "mpi": _mpi(),
-        "open_mpi_tcp": environment_of(os.environ, None)["OMPI_MCA_btl_tcp_flags"],
+        "open_mpi_tcp": environment_of(os.environ, None)[TCP_FLAGS],
         **{package: _version(package) for package in PACKAGES},
     }
 

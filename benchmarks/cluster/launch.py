@@ -20,14 +20,15 @@ from .errors import ClusterError, RunError
 from .system import end_processes, pids_in, uninterrupted
 from .topology import CONTROL, DATA, HEAD, HEAD_ADDRESS
 
-__all__ = ["LAUNCHERS", "Run", "Writer", "environment_of", "launch", "launcher_command"]
+__all__ = ["LAUNCHERS", "TCP_FLAGS", "WITHOUT_PUT", "Run", "Writer", "environment_of", "launch", "launcher_command"]
 
 LAUNCHERS = ("mpi", "gloo")
+# how Open MPI uses TCP, and all that it does by default but "put"
+TCP_FLAGS, WITHOUT_PUT = "OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma"
 _HERE = Path(__file__).resolve().parent
 _ENTER = _HERE / "enter.sh"
 # Open MPI's own forwarding loses what a rank has written last if another one ends before that is read
 _OWN_FILES = 'exec "$@" >"$0/$OMPI_COMM_WORLD_RANK.out" 2>"$0/$OMPI_COMM_WORLD_RANK.err"'
-_WITHOUT_PUT = "send,inplace,need-ack,need-csum,hetero-rdma"
 _TAIL = 3000
 _SECONDS_FOR_STACKS = 5.0
 _POLL_SECONDS = 0.05
@@ -77,7 +78,7 @@ def environment_of(base: Mapping[str, str], extra: Mapping[str, str] | None) -> 
         "PYTHONFAULTHANDLER": "1",
         # with "put", the default, a receiver's request waits behind all that it sends itself, and a link's directions
         # take turns: an allreduce fills half of it
-        "OMPI_MCA_btl_tcp_flags": _WITHOUT_PUT,
+        TCP_FLAGS: WITHOUT_PUT,
     }
     environment = {**defaults, **base, **(extra or {})}
     # Open MPI splits the path of its agent at blanks: it gets a name to look for instead

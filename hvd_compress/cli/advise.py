@@ -55,7 +55,7 @@ BACKWARD_SHARE = 2 / 3
 """Of the seconds of a step."""
 # a trial is four steps at least
 _TRIALS, _LONGEST_TRIED = 3, 20.0
-_TRIAL_SECONDS = 300.0
+_ALL_TRIALS_SECONDS = 300.0
 _MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
 
 Shape = tuple[int, ...]
@@ -99,9 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trial-seconds",
         type=float,
-        default=_TRIAL_SECONDS,
+        default=_ALL_TRIALS_SECONDS,
         metavar="SECONDS",
-        help=f"after which no other way is tried with real ranks ({_TRIAL_SECONDS:.0f}); 0 only predicts",
+        help=f"after which no other way is tried with real ranks ({_ALL_TRIALS_SECONDS:.0f}); 0 only predicts",
     )
     paper = parser.add_argument_group("on paper")
     paper.add_argument("--bandwidth", metavar="RATE", help="of a host, in each direction, such as 1gbit")
@@ -221,7 +221,7 @@ def tried(
     ranks: Ranks,
     shapes: Sequence[Shape],
     step: float = 0.0,
-    limit: float = _TRIAL_SECONDS,
+    limit: float = _ALL_TRIALS_SECONDS,
 ) -> list[Prediction]:
     """The rows with the seconds of trials, where ranks run PyTorch; a collective call.
 

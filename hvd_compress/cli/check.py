@@ -41,7 +41,7 @@ import json, horovod.{0} as hvd
 print(json.dumps({{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}))
 """
 _PROBE_SECONDS = 120
-_TCP_FLAGS = "OMPI_MCA_btl_tcp_flags"
+_TCP_FLAGS, _USUAL_TCP_FLAGS = "OMPI_MCA_btl_tcp_flags", "send,put,inplace,need-ack,need-csum,hetero-rdma"
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,15 @@ def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Open MPI over TCP, where a receiver's request waits behind what it sends: see README, "Slow links"."""
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return
-    flags = environment.get(_TCP_FLAGS, "send,put,inplace,need-ack,need-csum,hetero-rdma")
-    kept = [flag for flag in flags.split(",") if flag != "put"]
-    # a number may mean anything
-    alone = "put" not in flags.split(",")
-    remedy = "" if alone else f"where links are slow, try {_TCP_FLAGS}={','.join(kept)}"
-    yield Finding("Open MPI over TCP", "without put" if alone else "with put", OK if alone else NOTE, remedy)
+    given = environment.get(_TCP_FLAGS, _USUAL_TCP_FLAGS)
+    # a number holds put or not, by a bit that is Open MPI's own
+    is_named = not given.isdigit()
+    flags = (given if is_named else _USUAL_TCP_FLAGS).split(",")
+    if "put" not in flags:
+        yield Finding("Open MPI over TCP", "without put", OK)
+        return
+    remedy = f"where links are slow, try {_TCP_FLAGS}={','.join(flag for flag in flags if flag != 'put')}"
+    yield Finding("Open MPI over TCP", "with put" if is_named else f"flags {given}", NOTE, remedy)
 
 
 def _verdict(collective: str, right: bool) -> Finding:

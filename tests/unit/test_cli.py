@@ -446,6 +446,9 @@ def test_more_ranks_than_cores_are_noted(monkeypatch: pytest.MonkeyPatch, capsys
         "where links are slow, try OMPI_MCA_btl_tcp_flags=send,inplace,need-ack,need-csum,hetero-rdma")]),
      ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_btl_tcp_flags": "put,send"},
       [("with put", check.NOTE, "where links are slow, try OMPI_MCA_btl_tcp_flags=send")]),
+     ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_btl_tcp_flags": "774"},
+      [("flags 774", check.NOTE,
+        "where links are slow, try OMPI_MCA_btl_tcp_flags=send,inplace,need-ack,need-csum,hetero-rdma")]),
      ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_btl_tcp_flags": "send,inplace"}, [("without put", check.OK, "")])],
 )  # fmt: skip
 def test_open_mpi_may_use_one_direction_of_a_link_at_a_time(
