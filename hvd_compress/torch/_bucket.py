@@ -13,7 +13,7 @@ from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
 from hvd_compress.torch._calls import Calls
-from hvd_compress.torch._staging import Staged, stage
+from hvd_compress.torch._staging import Staged, is_ours_alone, stage, tensor_of
 
 __all__ = ["Bucket"]
 
@@ -31,21 +31,28 @@ class Bucket(engine.Bucket):
         super().__init__(lanes, pack)
         self._calls = calls
         self._staged: dict[str, Staged] = {}
+        self._spare: dict[str, torch.Tensor] = {}
         self._small: dict[str, torch.Tensor] = {}
         self._handle: Any = None
         self._waiting_for = ""
 
     # -- while backward goes on ----------------------------------------------------------------------------------
 
-    def take(self, name: str, gradient: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Keep a dense gradient until the step has ended; its elements on the CPU, flat, for `start`."""
+    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> np.ndarray[Any, Any]:
+        """Hold a dense gradient until the step has ended; its elements on the CPU, flat, for `start`.
+
+        With `keep` its own memory stays as it is; else it is where the result will be, or is lost.
+        """
         if name in self.lanes:
             begin = time.perf_counter()
-            self._staged[name] = staged = stage(gradient, name=name)
+            memory = self._spare.pop(name, None)
+            if memory is not None and not is_ours_alone(memory):
+                memory = None
+            self._staged[name] = staged = stage(gradient, name=name, keep=keep, memory=memory)
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
             array: np.ndarray[Any, Any] = staged.flat.numpy()
             return array
-        self._small[name] = gradient.detach()
+        self._small[name] = gradient.detach().clone() if keep else gradient.detach()
         small: np.ndarray[Any, Any] = self._small[name].reshape(-1).cpu().numpy()
         return small
 
@@ -108,7 +115,10 @@ class Bucket(engine.Bucket):
         if lane.residual is not None and keep and staged.is_seen_elsewhere():
             # a buffer of the user's that .grad was a view of will be written to again
             lane.residual = lane.residual.copy()
-        restored = staged.restore(torch.from_numpy(result))
+        flat = tensor_of(result)
+        restored = staged.restore(flat)
+        if not staged.shared:
+            self._spare[lane.name] = flat
         lane.counters.decode_seconds += time.perf_counter() - begin
         return restored
 

@@ -82,14 +82,16 @@ class Engine(Ledger[Bucket]):
         self._worker = Worker(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
         self._paid: set[str] = set()
 
-    def start(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Encode a gradient, which is spoiled, start what it completes, and move others on that are ready.
+    def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
+        """Encode a gradient, start what it completes, and move others on that are ready.
 
-        None leaves the tensor out of this step, on all ranks alike.
+        The gradient is spoiled, but not with `keep`. None leaves the tensor out of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
+        if gradient is not None and name in self.debts:
+            gradient = self.with_debt(name, gradient.clone() if keep else gradient)
         # taken here: whoever made a gradient on a stream of another device is on this thread
-        flat = None if gradient is None else bucket.take(name, self.with_debt(name, gradient))
+        flat = None if gradient is None else bucket.take(name, gradient, keep)
         self.progress()
         self._worker.run(partial(bucket.start, name, flat))
 

@@ -105,7 +105,7 @@ def _reduce(
     engine = _engine(tensors, names, name is not None, compressor, scale, process_set)
     for tensor, its_name in zip(tensors, names, strict=True):
         if engine.exchanges(its_name):
-            engine.start(its_name, tensor.detach().clone())
+            engine.start(its_name, tensor, keep=True)
     results = engine.combine(engine.wait())
     return [results[n] if n in results else plain(t, n) for t, n in zip(tensors, names, strict=True)]
 

@@ -183,7 +183,7 @@ class TorchExchange:
         name = self._names[i]
         if engine.exchanges(name):
             # the residual will lie in the gradient's memory: only .grad, which will be replaced, may refer to it too
-            engine.start(name, gradient if self._variables[i].value.grad is gradient else gradient.clone())
+            engine.start(name, gradient, keep=self._variables[i].value.grad is not gradient)
             return None
         settings = self._settings
         factor = settings["gradient_predivide_factor"] if settings["op"] == hvd.Average else 1.0

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-__all__ = ["Staged", "all_finite", "stage"]
+from hvd_compress.exchange import aligned_empty
+
+__all__ = ["Staged", "all_finite", "is_ours_alone", "stage", "tensor_of"]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
 _KNOWN = _IN_PLACE + _WIDENED
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class Staged(NamedTuple):
     """A gradient as a flat, contiguous CPU tensor of float32 or float64, and how to bring a result back.
 
     `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64, not a part of a larger
-    buffer, and seen by nobody else); else it is a copy: through host memory for another device, widened to float32 for
-    16-bit types.
+    buffer, seen by nobody else, and not to be kept as it is); else it is a copy: through host memory for another
+    device, widened to float32 for 16-bit types. `is_result`: what lies in its memory in the end can be handed out
+    without a copy.
     """
 
     flat: torch.Tensor
     gradient: torch.Tensor
     shared: bool
+    is_result: bool
 
     def is_seen_elsewhere(self) -> bool:
         """Whether anything but the parameter's `.grad` and what an exchange holds still refers to the shared memory."""
@@ -32,12 +38,30 @@ class Staged(NamedTuple):
         return self.shared and _references(self.flat) > 4 + _REFERENCES_OF_ARRAY
 
     def restore(self, result: torch.Tensor) -> torch.Tensor:
-        """`result` (flat) with shape, dtype, device and strides of the gradient; no copy where `shared`."""
-        if self.shared:
-            return result.view(self.gradient.shape)
+        """`result` (flat) with shape, dtype, device and strides of the gradient; no copy where `is_result`."""
+        if self.is_result:
+            # a view would hold its base, one more reference to the memory
+            return result.view(self.gradient.shape).detach()
         restored = torch.empty_like(self.gradient)
         restored.copy_(result.view(self.gradient.shape))
         return restored
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """An array as a tensor, which is the one that the array was made of where there is one.
+
+    A gradient's memory becomes a residual, which is an array, and later a gradient again: wrapped anew each time, it
+    would hold on to the wrappers of all steps before.
+    """
+    source: object = array.base
+    if isinstance(source, torch.Tensor) and source.data_ptr() == array.ctypes.data and source.shape == array.shape:
+        return source.detach()
+    return torch.from_numpy(array)
+
+
+def is_ours_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing but `tensor` refers to its memory."""
+    return _references(tensor) <= _REFERENCES_OF_OURS
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -56,12 +80,21 @@ def _references_of_array() -> int:
 # needs, or one memory as the gradients of two parameters: x + b.view(...) does both
 _REFERENCES_OF_ONE = 3
 
+# the tensor itself, and the storage's Python object
+_REFERENCES_OF_OURS = 2
+
 # an array shares the tensor's own reference or holds one of its own, as torch's version has it
 _REFERENCES_OF_ARRAY = _references_of_array()
 
 
-def stage(gradient: torch.Tensor, *, name: str) -> Staged:
-    """Prepare a dense gradient for the kernels, which will overwrite it.
+def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torch.Tensor | None = None) -> Staged:
+    """Prepare a dense gradient for the kernels, which will overwrite it, unless it is to `keep` its values.
+
+    Args:
+        gradient: of any device and strides.
+        name: for errors.
+        keep: leave the gradient's own memory as it is.
+        memory: flat, on the CPU, for a copy of its elements, where one is made and type and size are the right ones.
 
     Raises:
         TypeError: the gradient is not of a floating type that can be compressed.
@@ -73,12 +106,15 @@ def stage(gradient: torch.Tensor, *, name: str) -> Staged:
             "Give such parameters an optimizer of their own without compression."
         )
     in_place = gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE
-    if in_place and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
-        return Staged(gradient.view(-1), gradient, shared=True)
+    if in_place and not keep and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
+        return Staged(gradient.view(-1), gradient, shared=True, is_result=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
-    flat = torch.empty(gradient.shape, dtype=dtype, device="cpu")
-    flat.copy_(gradient)
-    return Staged(flat.view(-1), gradient, shared=False)
+    if memory is not None and memory.dtype == dtype and memory.numel() == gradient.numel():
+        flat = memory
+    else:
+        flat = torch.from_numpy(aligned_empty(gradient.numel(), _NUMPY[dtype]))
+    flat.view(gradient.shape).copy_(gradient)
+    return Staged(flat, gradient, shared=False, is_result=in_place and keep)
 
 
 def all_finite(tensor: torch.Tensor) -> bool:

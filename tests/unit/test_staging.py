@@ -64,3 +64,33 @@ def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype, numel: int) -
 def test_nothing_is_finite() -> None:
     assert all_finite(torch.zeros(0))
     assert all_finite(torch.zeros(3, 2).to_sparse())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_gradient_to_be_kept_is_copied(dtype: torch.dtype) -> None:
+    gradient = torch.arange(6.0).view(2, 3).to(dtype)
+    staged = stage(gradient, name="w", keep=True)
+    staged.flat.fill_(7.0)
+    assert gradient.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    restored = staged.restore(staged.flat)
+    assert restored.shape == gradient.shape
+    assert restored.dtype == dtype
+    assert gradient.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_strides_of_a_gradient_to_be_kept_are_those_of_its_result() -> None:
+    gradient = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    staged = stage(gradient, name="w", keep=True)
+    assert staged.flat.tolist() == gradient.flatten().tolist()
+    assert staged.restore(staged.flat).stride() == gradient.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_memory_is_used_for_a_copy_where_it_fits(dtype: torch.dtype) -> None:
+    gradient = torch.arange(6.0).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    memory = torch.empty(6, dtype=wide)
+    fits = stage(gradient, name="w", keep=True, memory=memory)
+    assert fits.flat.data_ptr() == memory.data_ptr()
+    for other in (torch.empty(5, dtype=wide), torch.empty(6, dtype=torch.int8)):
+        assert stage(gradient, name="w", keep=True, memory=other).flat.tolist() == gradient.tolist()

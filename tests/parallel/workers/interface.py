@@ -20,6 +20,7 @@ from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.exchange import make_plan
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
+from hvd_compress.torch import _functions
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
@@ -129,6 +130,44 @@ def forgotten_residuals_start_anew() -> None:
     assert not torch.equal(first, second)
     hvd.forget_residuals()
     assert torch.equal(hvd.allreduce(mine("f", 0), name="forgotten", compression=OneBit()), first)
+    hvd.forget_residuals()
+
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda tensor: tensor,
+    "a part": lambda tensor: tensor[1:],
+    "an array": torch.Tensor.numpy,
+    "an array of another library": lambda tensor: np.from_dlpack(tensor),
+}
+
+
+@cases.each(LOOKS)
+def a_result_stays_as_it_is_while_somebody_looks_at_it(look: Callable[[torch.Tensor], Any]) -> None:
+    given = mine("looks", 0)
+    before = given.clone()
+    held = []
+    for _ in range(4):
+        seen = look(hvd.allreduce(given, name="looks", compression=OneBit()))
+        held.append((seen, np.array(seen)))
+    assert all((np.asarray(seen) == values).all() for seen, values in held)
+    assert torch.equal(given, before)
+    hvd.forget_residuals()
+
+
+@cases.each({str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)})
+def memory_of_a_result_that_nobody_holds_is_used_again(dtype: torch.dtype) -> None:
+    given = mine("again", 0).to(dtype)
+    before = given.clone()
+    seen = set()
+    decoys = []
+    for _ in range(8):
+        hvd.allreduce(given, name="again", compression=OneBit())
+        # takes what has been freed
+        decoys += [torch.empty(SHAPE, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+        (lane,) = (lane for engine in _functions._engines.values() for lane in engine.lanes.values())
+        seen.add(lane.residual.ctypes.data)
+    assert len(seen) == 2  # a residual, and what was decoded
+    assert torch.equal(given, before)
     hvd.forget_residuals()
 
 

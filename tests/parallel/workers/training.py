@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -550,6 +551,22 @@ def zero_grad_either_way(set_to_none: bool) -> None:
         optimizer.zero_grad(set_to_none=set_to_none)
         for p in model.parameters():
             assert (p.grad is None) if set_to_none else not p.grad.any()
+
+
+@cases.each({"None": True, "zeros": False})
+def steps_leave_no_objects_behind(set_to_none: bool) -> None:
+    model = Net()
+    optimizer = wrap(model)
+    seen = {}
+    for step in range(41):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        if step in (10, 40):
+            gc.collect()
+            seen[step] = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    # Horovod's own thread may hold one for a moment more
+    assert abs(seen[40] - seen[10]) < 4, seen
 
 
 @cases.add
