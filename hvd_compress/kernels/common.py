@@ -93,8 +93,11 @@ def room_for(count):
 
 
 @kernel_of_finite
-def kth_largest(a, n, k):
-    """The k-th largest (k from 1) of the finite values a[:n]; up to room_for(n), `a` is overwritten by -inf."""
+def kth_largest(a, n, k, bound=np.inf):
+    """The k-th largest (k from 1) of the finite values a[:n]; up to room_for(n), `a` is overwritten by -inf.
+
+    It is found sooner with a `bound` that it is probably just below.
+    """
     # Narrowing an interval of values: each step counts with vector instructions, where quickselect mispredicts
     # branches. Steps alternate between where the counts say it is and the middle, so that none of the two can stall.
     # The order of a[:n] is irrelevant and is kept.
@@ -109,6 +112,15 @@ def kth_largest(a, n, k):
     from_high = count_from(a, n, high)
     if from_high >= k:
         return high
+    bound = a.dtype.type(bound)
+    if low < bound < high:
+        count = count_from(a, n, bound)
+        if count >= k:
+            low = bound
+            from_low = count
+        else:
+            high = bound
+            from_high = count
     interpolate = True
     while True:
         at = low + (high - low) * a.dtype.type(0.5)

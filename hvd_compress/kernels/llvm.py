@@ -1,4 +1,4 @@
-"""What LLVM offers and Numba does not: conditions on 64 elements as the bits of a word, and fetching memory ahead.
+"""What LLVM offers and Numba does not: conditions on 64 elements as the bits of a word, and back, and fetching memory.
 
 Loops that build masks bit by bit are not vectorized well. Here LLVM is handed the comparison of a whole vector, which
 it turns into what the processor has: a mask register (AVX-512), a move of sign bits (SSE, AVX), or plain code.
@@ -13,16 +13,31 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["at_least_64", "common_bits_64", "count_ones", "fetch", "leading_zeros", "outside_64", "trailing_zeros"]
+__all__ = [
+    "add_chosen_64",
+    "at_least_64",
+    "common_bits_64",
+    "count_ones",
+    "fetch",
+    "leading_zeros",
+    "outside_64",
+    "put_chosen_64",
+    "trailing_zeros",
+]
 
 _WORD = ir.IntType(64)
 
 
-def _vector(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
-    """The 64 elements of a contiguous array from `start` on; the caller answers for their existence."""
+def _address(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
+    """Where the 64 elements of a contiguous array from `start` on lie; the caller answers for their existence."""
     data = context.make_array(array_type)(context, builder, value=array).data
     scalar = context.get_data_type(array_type.dtype)
-    address = builder.bitcast(builder.gep(data, [start]), ir.VectorType(scalar, 64).as_pointer())
+    return builder.bitcast(builder.gep(data, [start]), ir.VectorType(scalar, 64).as_pointer())
+
+
+def _vector(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
+    """These 64 elements."""
+    address = _address(context, builder, array_type, array, start)
     return builder.load(address, align=array_type.dtype.bitwidth // 8)
 
 
@@ -70,6 +85,42 @@ def common_bits_64(typing: Any, y: Any, start: Any, mask: Any) -> Any:
         array, first, pattern = arguments
         v = builder.and_(_vector(context, builder, signature.args[0], array, first), _spread(context, builder, pattern))
         return builder.bitcast(builder.icmp_unsigned("!=", v, ir.Constant(v.type, None)), _WORD)
+
+    return signature, generate
+
+
+def _chosen(context: Any, builder: Any, word: Any, one: Any, zero: Any) -> Any:
+    where_set = builder.bitcast(word, ir.VectorType(ir.IntType(1), 64))
+    return builder.select(where_set, _spread(context, builder, one), _spread(context, builder, zero))
+
+
+@intrinsic
+def put_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
+    """y[start + k] becomes one where bit k of the word is set, else zero; not checked against the end of `y`."""
+    signature = types.void(y, types.intp, types.uint64, y.dtype, y.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, *choice = arguments
+        address = _address(context, builder, signature.args[0], array, first)
+        aligned = signature.args[0].dtype.bitwidth // 8
+        builder.store(_chosen(context, builder, *choice), address, align=aligned)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def add_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
+    """The same, added to what y[start + k] is."""
+    signature = types.void(y, types.intp, types.uint64, y.dtype, y.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, *choice = arguments
+        address = _address(context, builder, signature.args[0], array, first)
+        aligned = signature.args[0].dtype.bitwidth // 8
+        before = builder.load(address, align=aligned)
+        builder.store(builder.fadd(before, _chosen(context, builder, *choice)), address, align=aligned)
+        return context.get_dummy_value()
 
     return signature, generate
 

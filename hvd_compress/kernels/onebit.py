@@ -6,9 +6,7 @@ import numpy as np
 
 from hvd_compress.kernels.common import correct, draw
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.llvm import at_least_64, count_ones
-
-_TILE = 1024  # values unpacked at once before they are added: they stay in the first-level cache
+from hvd_compress.kernels.llvm import add_chosen_64, at_least_64, count_ones, put_chosen_64
 
 
 @kernel
@@ -94,41 +92,36 @@ def encode(x, r, group, sample, key_low, key_high, means, bits):
 
 
 @kernel
-def _unpack(bits, first_bit, positive, negative, tile):
-    """Fill `tile` with the values of the bits from `first_bit` (a multiple of 8 unless the tile is short) on."""
-    source = bits[first_bit >> 3 :]
-    if first_bit & 7:
-        for i in range(tile.size):
-            bit = (first_bit & 7) + i
-            tile[i] = positive if (source[bit >> 3] >> np.uint8(bit & 7)) & 1 else negative
-        return
-    whole = tile.size >> 3
-    for j in range(whole):
-        byte = source[j]
-        for k in range(8):
-            tile[8 * j + k] = positive if byte & np.uint8(1 << k) else negative
-    for i in range(8 * whole, tile.size):
-        tile[i] = positive if (source[whole] >> np.uint8(i & 7)) & 1 else negative
+def _unpack_one(bits, bit, positive, negative, y, i, add):
+    v = positive if (bits[bit >> 3] >> np.uint8(bit & 7)) & 1 else negative
+    y[i] = y[i] + v if add else v
+
+
+@kernel
+def _unpack(bits, first_bit, positive, negative, y, add):
+    """Write (or add) the values of the bits from `first_bit` on."""
+    head = min((8 - first_bit) & 7, y.size)
+    source = bits[(first_bit + head) >> 3 :]
+    words = (y.size - head) >> 6
+    for i in range(head):
+        _unpack_one(bits, first_bit + i, positive, negative, y, i, add)
+    for w in range(words):
+        word = np.uint64(0)
+        for byte in range(8):
+            word |= np.uint64(source[8 * w + byte]) << np.uint64(8 * byte)
+        if add:
+            add_chosen_64(y, head + 64 * w, word, positive, negative)
+        else:
+            put_chosen_64(y, head + 64 * w, word, positive, negative)
+    for i in range(64 * words, y.size - head):
+        _unpack_one(source, i, positive, negative, y, head + i, add)
 
 
 @kernel
 def decode(means, bits, group, scale, out, add):
     """Write (or add) `scale` times the means that the bits stand for."""
-    tile = np.empty(_TILE, out.dtype)
     for g in range(means.size // 2):
         start = g * group
-        stop = min(start + group, out.size)
         positive = out.dtype.type(means[2 * g] * scale)
         negative = out.dtype.type(means[2 * g + 1] * scale)
-        at = start
-        while at < stop:
-            # a short first tile up to the next whole byte, then long ones
-            size = min(8 - (at & 7) if at & 7 else _TILE, stop - at)
-            target = out[at : at + size]
-            if add:
-                _unpack(bits, at, positive, negative, tile[:size])
-                for i in range(size):
-                    target[i] += tile[i]
-            else:
-                _unpack(bits, at, positive, negative, target)
-            at += size
+        _unpack(bits, start, positive, negative, out[start : min(start + group, out.size)], add)

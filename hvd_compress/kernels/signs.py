@@ -15,6 +15,7 @@ _SURELY_FINITE = np.float32(1e38)  # a sum of squares
 _CACHED = 2**20  # elements that may still be in a cache
 _WEIGHT = np.float32(0.25)  # of a new group in a running mean
 _FARTHER, _CLOSER = np.float32(0.85), np.float32(1.15)  # next threshold after too few or too many candidates
+_BEYOND = np.float32(1.05)  # a group's threshold is seldom so far above the expected one
 _LESS, _MORE = np.float32(0.97), np.float32(1.01)  # and what becomes of the share of the expected one
 
 
@@ -100,26 +101,26 @@ def _split(y, found, count, values, upper, lower):
 
 
 @kernel
-def _exact(magnitudes, n, k):
+def _exact(magnitudes, n, k, bound):
     """The k-th largest of n magnitudes, and how many of those equal to it do not go along; (0, 0) if there are too few.
 
     `magnitudes` has 64 places more.
     """
     if n < k or k == 0:
         return magnitudes.dtype.type(0), 0
-    threshold = kth_largest(magnitudes, n, k)
+    threshold = kth_largest(magnitudes, n, k, bound)
     return threshold, count_from(magnitudes, n, threshold) - k
 
 
 @kernel
 def _keep_from(found, values, candidates, high, low):
-    """Leave the candidates whose magnitude is at least the threshold of their sign; their number."""
+    """Leave the candidates whose magnitude is at least the threshold of their sign, which is above 0; their number."""
     kept = 0
     for c in range(candidates):
         v = values[c]
         found[kept] = found[c]
         values[kept] = v
-        kept += ((v > 0) & (v >= high)) | ((v < 0) & (-v >= low))
+        kept += (v >= high) | (v <= -low)
     return kept
 
 
@@ -268,8 +269,8 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
                 below *= farther
             farther *= farther
             nearness *= _LESS
-        high, high_surplus = _exact(upper, n_upper, k_positive)
-        low, low_surplus = _exact(lower, n_lower, k_negative)
+        high, high_surplus = _exact(upper, n_upper, k_positive, high_of_rms * rms_upper * _BEYOND)
+        low, low_surplus = _exact(lower, n_lower, k_negative, low_of_rms * rms_lower * _BEYOND)
         # of a group with too few of a sign nothing is learnt
         high_of_rms = _followed(high_of_rms, high, rms_upper)
         low_of_rms = _followed(low_of_rms, low, rms_lower)
@@ -277,7 +278,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
         nearness *= _MORE if candidates > 2 * (k_positive + k_negative) else x.dtype.type(1.002)
         nearness = min(max(nearness, x.dtype.type(0.5)), x.dtype.type(0.99))
 
-        kept = _keep_from(found, values, candidates, high, low)
+        kept = _keep_from(found, values, candidates, max(high, tiny), max(low, tiny))
         if high_surplus > 0 and high > 0:
             kept = _drop_last_ties(found, values, kept, high, high_surplus)
         if low_surplus > 0 and low > 0:

@@ -12,11 +12,13 @@ from hvd_compress.kernels.checksum import checksum
 from hvd_compress.kernels.collect import TILE, collect, count_at_least
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import (
+    add_chosen_64,
     at_least_64,
     common_bits_64,
     count_ones,
     leading_zeros,
     outside_64,
+    put_chosen_64,
     trailing_zeros,
 )
 
@@ -135,6 +137,10 @@ def test_kth_largest_of_magnitudes_is_that_of_a_sort(content, n, dtype):
     roomy[:n] = a
     expected = np.sort(a)[::-1]
     assert [common.kth_largest(roomy, n, k) for k in range(1, n + 1)] == expected.tolist()
+    for bound in (0.0, a[n // 2], np.nextafter(a[n // 2], dtype(np.inf)), 0.3, a.max(), np.inf):
+        # a wider type than that of the values, too
+        for given in (dtype(bound), np.float64(bound)):
+            assert [common.kth_largest(roomy, n, k, given) for k in range(1, n + 1)] == expected.tolist()
     assert (roomy[:n] == a).all(), "the order must be kept"
 
 
@@ -209,6 +215,28 @@ def test_bit_k_of_a_word_belongs_to_element_k(dtype):
         at_least, outside = words_of(y, start, dtype(0.5), dtype(1), dtype(-0.25))
         assert at_least == weights[part >= 0.5].sum()
         assert outside == weights[(part >= 1) | (part <= -0.25)].sum()
+
+
+@kernel
+def chosen_of(y, start, word, one, zero, add):
+    if add:
+        add_chosen_64(y, start, word, one, zero)
+    else:
+        put_chosen_64(y, start, word, one, zero)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("add", [True, False])
+def test_element_k_becomes_what_bit_k_of_a_word_says(add, dtype):
+    y = np.random.default_rng(0).standard_normal(100).astype(dtype)
+    for start in (0, 1, 36):
+        is_set = np.random.default_rng(start).random(64) < 0.5
+        word = np.packbits(is_set, bitorder="little").view("<u8")[0]
+        expected = y.copy()
+        chosen = np.where(is_set, dtype(0.1), dtype(-3))
+        expected[start : start + 64] = expected[start : start + 64] + chosen if add else chosen
+        chosen_of(y, start, word, dtype(0.1), dtype(-3), add)
+        assert (y == expected).all()
 
 
 @pytest.mark.parametrize("mask", [1, 7, 127, 128])
