@@ -189,7 +189,8 @@ class Explorer:
 
     def _end_trial(self) -> None:
         seconds = median(self._seconds)
-        self._race.add(self.current.name, seconds, lasted=sum(self._seconds))
+        # not their sum: a pause in the training is not time that was spent on the race
+        self._race.add(self.current.name, seconds, lasted=seconds * len(self._seconds))
         self._seconds = []
         self._learn(seconds)
         following = self._worth_a_trial()

@@ -36,7 +36,8 @@ class Steering:
         network = network_of(measured, with_hosts=routing.exchange == "hierarchical")
         speeds = slowest_speeds((FP16(), *auto.candidates), self._collectives)
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
-        self._began: float | None = None
+        self._is_due = False
+        self._since: float | None = None
         self._seconds: list[float] = []
 
     @property
@@ -46,19 +47,25 @@ class Steering:
 
     def begin(self) -> None:
         """The first gradient of a step is there, or one that is not the first."""
-        if self._began is None:
-            self._began = time.perf_counter()
+        self._is_due = True
+        if self._since is None:
+            self._since = time.perf_counter()
 
     def end(self) -> bool:
         """A step's gradients are combined; whether `routing` is another one for the next. Now and then a collective."""
-        if self._began is None:
+        if self._since is None or not self._is_due:
             return False
-        self._seconds.append(time.perf_counter() - self._began)
-        self._began = None
+        # From the end of one step to that of the next: a way makes forward pass and update slower or faster, too, by
+        # what it leaves in the caches. Pauses between steps are in few of them, and medians count.
+        now = time.perf_counter()
+        self._seconds.append(now - self._since)
+        self._since, self._is_due = now, False
         if len(self._seconds) < self._pilot.seconds_wanted:
             return False
         seconds, self._seconds = self._seconds, []
-        return self._pilot.observe(self._collectives.maximum(seconds))
+        changes = self._pilot.observe(self._collectives.maximum(seconds))
+        self._since = time.perf_counter()
+        return changes
 
     def report(self) -> dict[str, Any]:
         """See `Pilot.report`."""

@@ -71,6 +71,20 @@ def test_trials_of_short_steps_take_more_of_them() -> None:
     assert trials(0.1) == [("adaptive", 16), ("onebit", 16), ("fp16", 16)]  # not more than 5 times three
 
 
+def test_a_pause_in_the_training_does_not_end_the_turns() -> None:
+    def trials(pause: float) -> int:
+        # steps differ by chance, so that it takes turns to tell the two apart
+        rng = np.random.default_rng(0)
+        it = Explorer(made({"a": 0.100, "b": 0.101, "none": 1.0}), "none", trials=3, most_trials=25, race=10.0)
+        for step in range(1000):
+            if it.committed:
+                break
+            it.observe(rng.normal({"a": 0.100, "b": 0.101}[it.current.name], 0.005) + (pause if step == 5 else 0.0))
+        return step
+
+    assert trials(pause=0.0) == trials(pause=60.0) > 60
+
+
 def test_those_in_doubt_are_tried_again_in_turns() -> None:
     truth = {"adaptive": 0.10, "onebit": 0.12, "fp16": 0.2, "qsgd": 0.3, "none": 0.4}
     it = explorer(trials=3)
