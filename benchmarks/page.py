@@ -27,12 +27,14 @@ import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
 BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, daso, memory, links)
+MOST_OF_MEMCPY = {"one-bit": 2.2, "threshold": 2.5, "adaptive(64)": 2.5, "qsgd 4 bits": 4.0, "top-k 1 %": 4.0}
+MOST_OF_MEMCPY_ADDING, LEAST_OF_TORCH = 1.2, 10.0
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 
 def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | None) -> str:
     """The Markdown of all results; saves their plots."""
-    aims: list[Aim] = list(_of_all(results, "aims"))
+    aims: list[Aim] = [*_of_all(results, "aims"), *(_kernel_aims(kernels) if kernels else ())]
     verdicts: list[Verdict] = list(_of_all(results, "verdicts"))
     parts = [
         "# What compression is worth, measured",
@@ -94,9 +96,30 @@ def _extremes(verdicts: list[Verdict]) -> str:
     return f"Most: {said[0]}. Least: {said[-1]}." if len(said) > 1 else f"{said[0]}."
 
 
+def _of_one_thread(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the size at which the arithmetic in torch expressions ran too, or of the largest."""
+    rows = [row for row in result["rows"] if row["threads"] == 1]
+    compared = [row["numel"] for row in rows if row["encode"]["torch_of_ours"]]
+    size = max(compared or [row["numel"] for row in rows])
+    return [row for row in rows if row["numel"] == size]
+
+
+def _kernel_aims(result: dict[str, Any]) -> Iterable[Aim]:
+    for row in _of_one_thread(result):
+        if row["case"] not in MOST_OF_MEMCPY:
+            continue
+        what = f"kernels, {row['numel']:,} elements: {row['case']}"
+        most = {"encode": MOST_OF_MEMCPY[row["case"]], "decode_and_add": MOST_OF_MEMCPY_ADDING}
+        for call, bound in most.items():
+            said = f"{what}, {call.replace('_', ' ')}"
+            yield Aim(f"{said}, times memcpy", "≤", bound, Spread.of(row[call]["of_memcpy"]))
+            if row[call]["torch_of_ours"]:
+                slower = Spread.of(row[call]["torch_of_ours"])
+                yield Aim(f"{said}, times as fast as torch expressions", "≥", LEAST_OF_TORCH, slower)
+
+
 def _kernels(result: dict[str, Any]) -> str:
-    sizes = sorted({row["numel"] for row in result["rows"]})
-    rows = [row for row in result["rows"] if row["numel"] == sizes[-1] and row["threads"] == 1]
+    rows = _of_one_thread(result)
     calls = ("encode", "decode_and_add")
     lines = []
     for row in rows:
@@ -117,7 +140,7 @@ def _kernels(result: dict[str, Any]) -> str:
         [
             "## Kernels",
             "",
-            f"{sizes[-1]:,} float32 on one thread, encoding with error feedback, against a memcpy of the gradient in "
+            f"{rows[0]['numel']:,} float32 on one thread, encoding with error feedback, against a memcpy of the gradient in "
             f"the same "
             "repeat, and the same arithmetic in torch expressions against ours.",
             "",
