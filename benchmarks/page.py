@@ -140,8 +140,8 @@ def _kernels(result: dict[str, Any]) -> str:
         [
             "## Kernels",
             "",
-            f"{rows[0]['numel']:,} float32 on one thread, encoding with error feedback, against a memcpy of the gradient "
-            "in the same repeat, and the same arithmetic in torch expressions against ours.",
+            f"{rows[0]['numel']:,} float32 on one thread, encoding with error feedback, against a memcpy of the "
+            "gradient in the same repeat, and the same arithmetic in torch expressions against ours.",
             "",
             "![kernels](kernels.png)",
             "",
