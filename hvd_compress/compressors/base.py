@@ -175,12 +175,13 @@ class Compressor(ABC):
         return nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float = 1.0, add: bool = False) -> bool:
-        """Decode into flat `out` (float32 or float64), times `scale`; True if the values are finite.
+        """Decode into flat, contiguous `out` (float32 or float64), times `scale`; True if the values are finite.
 
         A payload that reports a value that was not finite fills `out` with NaN; one of no gradient stands for zeros.
 
         Raises:
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
+            ValueError: `out` is not contiguous.
         """
         return self.decode_opened(*wire.open_payload(payload), out, scale, add)
 
@@ -192,6 +193,9 @@ class Compressor(ABC):
             raise WireError(f"payload of codec {header.codec} given to {self!r} (codec {self.codec})")
         if header.numel != out.size:
             raise WireError(f"payload of {header.numel} elements, expected {out.size}")
+        if not out.flags.c_contiguous:
+            # kernels address elements by their number
+            raise ValueError(f"out has strides {out.strides} for elements of {out.itemsize} bytes: must be contiguous")
         if header.nonfinite:
             body.finish()
             out[...] = np.nan

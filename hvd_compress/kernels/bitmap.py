@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.collect import TILE
-from hvd_compress.kernels.common import correct, count_from, kth_largest, with_margin
+from hvd_compress.kernels.common import correct, count_from, kth_largest, least_above_zero, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import count_ones, leading_zeros, outside_64, trailing_zeros
 from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
@@ -21,7 +21,7 @@ _UNROLLED = 8  # of 64 with a chance of 1/10 each, fewer are set most times
 @kernel
 def _bounds(x, r, k):
     """Very likely fewer than `k` corrected magnitudes are >= high, k or more >= low, and at most `room` between."""
-    tiny = np.nextafter(x.dtype.type(0), x.dtype.type(1))
+    tiny = least_above_zero(x, x.size)
     low = tiny
     high = x.dtype.type(np.inf)
     room = x.size
@@ -93,7 +93,7 @@ def _threshold(x, r, k):
     sure, listed, bad = _scan(x, r, low, high, near)
     if np.isnan(bad):
         return x.dtype.type(np.nan), -1
-    tiny = np.nextafter(x.dtype.type(0), x.dtype.type(1))
+    tiny = least_above_zero(x, x.size)
     if sure + listed <= k and low == tiny:
         return tiny, -1
     if sure < k <= sure + listed and listed <= room:

@@ -8,6 +8,19 @@ from hvd_compress.kernels.jit import kernel, kernel_of_finite
 from hvd_compress.kernels.llvm import at_least_64, count_ones
 
 _ZERO = np.float32(0)
+_LEAST_NORMAL = np.float32(2.0**-126)
+
+
+@kernel
+def least_above_zero(a, numel):
+    """The least magnitude that this thread tells from zero, in the type of `a`.
+
+    TensorFlow's own threads, and torch on demand, have the processor take denormals for zero: to them every zero would
+    be at least the smallest denormal. `numel` is 1 or more, which the compiler must not know: then the processor makes
+    the product.
+    """
+    smallest = np.nextafter(a.dtype.type(0), a.dtype.type(1)) * a.dtype.type(min(numel, 1))
+    return smallest if smallest > 0 else a.dtype.type(_LEAST_NORMAL)
 
 
 @kernel

@@ -14,11 +14,11 @@ import numpy as np
 
 from hvd_compress.kernels.bits import ends_at, low_bits, peek, put
 from hvd_compress.kernels.collect import TILE, collect
-from hvd_compress.kernels.common import bucket_norm
+from hvd_compress.kernels.common import bucket_norm, least_above_zero
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import common_bits_64, count_ones, leading_zeros, trailing_zeros
 from hvd_compress.kernels.qsgd import unpack
-from hvd_compress.kernels.signs import CHOSEN_ABOVE, CHOSEN_BELOW, excess_over_draws
+from hvd_compress.kernels.signs import CHOSEN_BELOW, excess_over_draws
 
 SPARSE_GAMMA = 1
 SPARSE_OMEGA = 2
@@ -106,6 +106,7 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, 
     at = 0
     count = 0
     previous = -1
+    least = least_above_zero(excess, x.size)
     for b in range(norms.size):
         start = b * bucket
         stop = min(start + bucket, x.size)
@@ -116,7 +117,7 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, 
         for tile in range(start, stop, TILE):
             y = x[tile : min(tile + TILE, stop)]
             excess_over_draws(y, tile, norm, key_low, key_high, excess)
-            chosen = collect(excess[: y.size], CHOSEN_ABOVE, CHOSEN_BELOW, 0, found, 0)
+            chosen = collect(excess[: y.size], least, CHOSEN_BELOW, 0, found, 0)
             for c in range(chosen):
                 i = found[c]
                 negative = np.uint64(not y[i] > 0)

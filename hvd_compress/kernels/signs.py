@@ -5,11 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.collect import AHEAD, TILE, collect, count_at_least
-from hvd_compress.kernels.common import bucket_norm, correct, count_from, kth_largest, mix, uniform, with_margin
+from hvd_compress.kernels.common import (
+    bucket_norm,
+    correct,
+    count_from,
+    kth_largest,
+    least_above_zero,
+    mix,
+    uniform,
+    with_margin,
+)
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
 
-CHOSEN_ABOVE = np.float32(2.0**-149)  # what is greater than 0 is at least this
 CHOSEN_BELOW = np.float32(-np.inf)
 _SURELY_FINITE = np.float32(1e38)  # a sum of squares
 _CACHED = 2**20  # elements that may still be in a cache
@@ -27,7 +35,7 @@ def encode_threshold(x, r, group, tau, counts, entries):
     total = 0
     found = np.empty(TILE + 64, np.int32)
     # an owner's sums and residuals are multiples of tau: most end up equal to it, and must not even be candidates
-    above = np.nextafter(tau, x.dtype.type(np.inf))
+    above = max(np.nextafter(tau, x.dtype.type(np.inf)), least_above_zero(x, x.size))
     for g in range(counts.size):
         first = total
         start = g * group
@@ -108,7 +116,8 @@ def _exact(magnitudes, n, k, bound):
     """
     if n < k or k == 0:
         return magnitudes.dtype.type(0), 0
-    threshold = kth_largest(magnitudes, n, k, bound)
+    # of squares that have overflowed the bound is no number
+    threshold = kth_largest(magnitudes, n, k, bound if bound > 0 else np.inf)
     return threshold, count_from(magnitudes, n, threshold) - k
 
 
@@ -205,7 +214,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
     lower = np.empty(size + 64, x.dtype)
     found = np.empty(size + 64, np.int32)
     zero = x.dtype.type(0)
-    tiny = np.nextafter(zero, x.dtype.type(1))
+    tiny = least_above_zero(x, x.size)
     high_of_rms = low_of_rms = zero
     nearness = x.dtype.type(0.85)
     for g in range(counts.size):
@@ -314,6 +323,7 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, ent
     total = 0
     excess = np.empty(TILE, np.float32)
     found = np.empty(TILE + 64, np.int32)
+    chosen = least_above_zero(excess, x.size)
     for g in range(counts.size):
         start = g * bucket
         stop = min(start + bucket, x.size)
@@ -324,7 +334,7 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, ent
         for tile in range(start, stop, TILE):
             y = x[tile : min(tile + TILE, stop)]
             excess_over_draws(y, tile, norm, key_low, key_high, excess)
-            for c in range(collect(excess[: y.size], CHOSEN_ABOVE, CHOSEN_BELOW, 0, found, 0)):
+            for c in range(collect(excess[: y.size], chosen, CHOSEN_BELOW, 0, found, 0)):
                 i = found[c]
                 entries[total] = ((tile - start + i) << 1) | (y[i] > 0)
                 total += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.collect import AHEAD, TILE, collect
-from hvd_compress.kernels.common import correct, kth_largest, with_margin
+from hvd_compress.kernels.common import correct, kth_largest, least_above_zero, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
 from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
@@ -85,7 +85,7 @@ def encode(x, r, k, sample, block, counts, indices, sent):
         return 0
     feedback = r.size > 0
     # zeros are never sent, and must not be candidates where most are
-    tiny = np.nextafter(x.dtype.type(0), x.dtype.type(1))
+    tiny = least_above_zero(x, x.size)
     guess = max(_guess(x, r, k, sample), tiny)
     room = min(max(4 * k + 1024, TILE), x.size)
     found = np.empty(room + 64, np.int64)

@@ -223,6 +223,37 @@ def test_residual_of_the_shape_of_x_is_updated_in_place(row):
     assert flat.tobytes() == shaped.tobytes()
 
 
+@every_row
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("nonzeros", [0, 3, 200])
+def test_zeros_are_zeros_where_denormals_are_flushed(row, nonzeros, dtype):
+    """TensorFlow's own threads have the processor do so, and torch on demand."""
+    torch = pytest.importorskip("torch")
+    x = np.zeros(4096, dtype)
+    x[:: 4096 // max(nonzeros, 1)][:nonzeros] = np.linspace(-2, 1, nonzeros)
+    r = np.zeros_like(x) if row.compressor.feedback else None
+    capacity = row.compressor.capacity(4096, 64)
+    expected, memory = np.full((2, capacity + 65536), 0x5A, np.uint8)
+    used = row.compressor.encode_into(x.copy(), r, expected[:capacity], 64, KEY)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor always keeps denormals")
+    try:
+        row.compressor.encode_into(x.copy(), r, memory[:capacity], 64, KEY)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (memory[:used] == expected[:used]).all()
+    assert (memory[capacity:] == 0x5A).all(), "written beyond the payload"
+
+
+@every_row
+def test_an_array_with_strides_is_not_decoded_into(row):
+    payload = row.compressor.encode(make("normal", (500,), "float32"), key=KEY)
+    memory = np.full(1000, 7, np.float32)
+    with pytest.raises(ValueError, match="contiguous"):
+        row.compressor.decode_into(payload, memory[::2])
+    assert (memory == 7).all()
+
+
 @feedback_row
 def test_unfit_residuals_are_refused(row):
     x = make("normal", (10, 50), "float32")

@@ -94,3 +94,10 @@ def test_entries_are_16_bit_up_to_groups_of_32768_and_32_bit_beyond():
         size = Adaptive(group="tensor").encode(x).size
         assert size == 40 + 8 + 8 + (sent * entry_bytes + 7) // 8 * 8
     assert (Adaptive(group="tensor").decode(Adaptive(group="tensor").encode(x)) != 0).sum() == sent
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e20, 1e30])
+def test_groups_whose_squares_overflow(scale):
+    x = (np.random.default_rng(0).standard_normal((50, 700)) * scale).astype(np.float32)
+    y = Adaptive(pi=32).decode(Adaptive(pi=32).encode(x))
+    np.testing.assert_allclose(y, oracle(x, 700, 32), rtol=2e-7)
