@@ -82,6 +82,11 @@ class Pilot:
         lasting = math.ceil(_WATCHED_SECONDS / self.explorer.expected) if self.explorer.expected else 0
         return min(max(lasting, _WATCHED_STEPS), _MOST_WATCHED_STEPS)
 
+    @property
+    def committed(self) -> bool:
+        """Whether trying has ended."""
+        return self.explorer.committed
+
     def observe(self, seconds: Sequence[float]) -> bool:
         """Take the seconds of steps, the largest of all ranks; whether `routing` is another one now."""
         # what is left after a change was taken with the old routing

@@ -34,7 +34,9 @@ def allreduce(
     """Average or sum a tensor over all ranks, as `horovod.torch.allreduce` does, compressed if so asked.
 
     With error feedback and a name, what a call leaves out is added to the next call of that name, shape and compressor;
-    without a name it is lost. Tensors that compression would not make smaller travel as they are.
+    without a name it is lost. Until `forget_residuals` that takes 4 bytes per element, and as many for a result, whose
+    memory is used again when nothing refers to it any more. Tensors that compression would not make smaller travel as
+    they are.
 
     Args:
         tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; not changed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,19 +55,32 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     would hold on to the wrappers of all steps before.
     """
     source: object = array.base
-    if isinstance(source, torch.Tensor) and source.data_ptr() == array.ctypes.data and source.shape == array.shape:
-        return source.detach()
-    return torch.from_numpy(array)
+    if not isinstance(source, torch.Tensor) or not _is_of_use(source):
+        return torch.from_numpy(array)
+    is_whole = source.data_ptr() == array.ctypes.data and source.shape == array.shape
+    return source.detach() if is_whole else torch.from_numpy(array)
 
 
 def is_ours_alone(tensor: torch.Tensor) -> bool:
-    """Whether nothing but `tensor` refers to its memory."""
-    return _references(tensor) <= _REFERENCES_OF_OURS
+    """Whether nothing but `tensor` refers to its memory, in no process."""
+    if tensor.is_shared() or _references(tensor) > _REFERENCES_OF_OURS:
+        return False
+    # torch hands out the same Python object for a storage each time: its own count does not tell who holds that
+    return _holders_of_storage(tensor) <= _HOLDERS_OF_STORAGE
+
+
+def _is_of_use(tensor: torch.Tensor) -> bool:
+    """Whether it may be written to: not if it was made in inference mode, which has ended."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
 def _references(tensor: torch.Tensor) -> int:
     # torch has no public name for the count; the Python object of the storage, made here, is one more
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _holders_of_storage(tensor: torch.Tensor) -> int:
+    return sys.getrefcount(tensor.untyped_storage())
 
 
 def _references_of_array() -> int:
@@ -82,6 +96,9 @@ _REFERENCES_OF_ONE = 3
 
 # the tensor itself, and the storage's Python object
 _REFERENCES_OF_OURS = 2
+
+# where nobody holds it, as Python's and torch's version have it
+_HOLDERS_OF_STORAGE = _holders_of_storage(torch.zeros(1))
 
 # an array shares the tensor's own reference or holds one of its own, as torch's version has it
 _REFERENCES_OF_ARRAY = _references_of_array()
@@ -109,7 +126,8 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
     if in_place and not keep and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
         return Staged(gradient.view(-1), gradient, shared=True, is_result=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
-    if memory is not None and memory.dtype == dtype and memory.numel() == gradient.numel():
+    fits = memory is not None and memory.dtype == dtype and memory.numel() == gradient.numel()
+    if memory is not None and fits and _is_of_use(memory):
         flat = memory
     else:
         flat = torch.from_numpy(aligned_empty(gradient.numel(), _NUMPY[dtype]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
@@ -15,6 +16,15 @@ from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.policy import Auto
 
 __all__ = ["Steering"]
+
+_LEAST_SHARE = 0.5  # of a step whose rest was shorter than usual
+
+
+class _Span(NamedTuple):
+    """Seconds from a step's first gradient until all are combined, and before that, from the end of the last step."""
+
+    combining: float
+    rest: float
 
 
 class Steering:
@@ -36,9 +46,10 @@ class Steering:
         network = network_of(measured, with_hosts=routing.exchange == "hierarchical")
         speeds = slowest_speeds((FP16(), *auto.candidates), self._collectives)
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
-        self._is_due = False
-        self._since: float | None = None
-        self._seconds: list[float] = []
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._spans: list[_Span] = []
+        self._usual_rest: float | None = None
 
     @property
     def routing(self) -> Routing:
@@ -47,25 +58,36 @@ class Steering:
 
     def begin(self) -> None:
         """The first gradient of a step is there, or one that is not the first."""
-        self._is_due = True
-        if self._since is None:
-            self._since = time.perf_counter()
+        if self._began is None:
+            self._began = time.perf_counter()
 
     def end(self) -> bool:
         """A step's gradients are combined; whether `routing` is another one for the next. Now and then a collective."""
-        if self._since is None or not self._is_due:
+        if self._began is None:
             return False
-        # From the end of one step to that of the next: a way makes forward pass and update slower or faster, too, by
-        # what it leaves in the caches. Pauses between steps are in few of them, and medians count.
         now = time.perf_counter()
-        self._seconds.append(now - self._since)
-        self._since, self._is_due = now, False
-        if len(self._seconds) < self._pilot.seconds_wanted:
+        rest = 0.0 if self._ended is None else self._began - self._ended
+        self._spans.append(_Span(now - self._began, rest))
+        self._began, self._ended = None, now
+        if len(self._spans) < self._pilot.seconds_wanted:
             return False
-        seconds, self._seconds = self._seconds, []
-        changes = self._pilot.observe(self._collectives.maximum(seconds))
-        self._since = time.perf_counter()
+        spans, self._spans = self._spans, []
+        changes = self._pilot.observe(self._collectives.maximum(self._compared(spans)))
+        self._ended = time.perf_counter()
         return changes
+
+    def _compared(self, spans: Sequence[_Span]) -> list[float]:
+        """Seconds of steps, by which ways are compared while they are tried, and watched afterwards.
+
+        A way makes the rest of a step, the update and the forward pass, slower or faster, too, by what it leaves in the
+        caches. What the rest usually takes, whatever the way, is no reason to call two ways equally fast.
+        """
+        if self._usual_rest is None or self._pilot.committed:
+            self._usual_rest = median(span.rest for span in spans)
+        if self._pilot.committed:
+            return [span.combining for span in spans]
+        usual = self._usual_rest
+        return [max(span.combining + span.rest - usual, _LEAST_SHARE * span.combining) for span in spans]
 
     def report(self) -> dict[str, Any]:
         """See `Pilot.report`."""

@@ -11,6 +11,7 @@ else:
 
 _staging = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch")
 all_finite, stage = _staging.all_finite, _staging.stage
+is_ours_alone, tensor_of = _staging.is_ours_alone, _staging.tensor_of
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -94,3 +95,48 @@ def test_memory_is_used_for_a_copy_where_it_fits(dtype: torch.dtype) -> None:
     assert fits.flat.data_ptr() == memory.data_ptr()
     for other in (torch.empty(5, dtype=wide), torch.empty(6, dtype=torch.int8)):
         assert stage(gradient, name="w", keep=True, memory=other).flat.tolist() == gradient.tolist()
+
+
+def test_memory_of_a_step_becomes_a_tensor_again_without_another_wrapper() -> None:
+    tensor = torch.arange(6.0)
+    array = tensor.numpy()
+    again = tensor_of(array)
+    assert again.data_ptr() == tensor.data_ptr()
+    assert again.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    part = tensor_of(array[2:4])
+    assert part.tolist() == [2.0, 3.0]
+
+
+LOOKS = {
+    "a view": lambda tensor: tensor[2:],
+    "an array": lambda tensor: tensor.numpy(),
+    "a part of an array": lambda tensor: tensor.numpy()[2:],
+    "dlpack": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+    "its storage": lambda tensor: tensor.untyped_storage(),
+    "a graph": lambda tensor: (torch.ones(6, requires_grad=True) * tensor).sum(),
+    "another process": lambda tensor: tensor.share_memory_(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_at_memory_is_noticed(look: str) -> None:
+    ours = torch.arange(6.0)
+    assert is_ours_alone(ours)
+    handed_out = ours.view(2, 3).detach().view(-1).detach()
+    held = LOOKS[look](handed_out)
+    del handed_out
+    assert not is_ours_alone(ours), held
+    if look != "another process":  # it may still have it
+        del held
+        assert is_ours_alone(ours)
+
+
+def test_memory_made_in_inference_mode_is_not_used_outside() -> None:
+    with torch.inference_mode():
+        made_there = stage(torch.ones(6), name="w", keep=True).flat
+        assert tensor_of(made_there.numpy()).data_ptr() == made_there.data_ptr()
+        assert stage(torch.ones(6), name="w", keep=True, memory=made_there).flat is made_there
+    outside = stage(torch.ones(6), name="w", keep=True, memory=made_there).flat
+    assert not outside.is_inference()
+    result = tensor_of(made_there.numpy())
+    (torch.ones(6, requires_grad=True) * result).sum().backward()

@@ -174,6 +174,7 @@ class Scripted:
     """A pilot that moves all tensors on after every third step; stands where `Pilot` would."""
 
     seconds_wanted = STEPS_EACH
+    committed = False
 
     def __init__(self, auto: Auto, tensors: Sequence[Any], routing: Routing, *_: Any, begin: int = 0) -> None:
         self._names = [tensor.name for tensor in tensors]
@@ -384,10 +385,11 @@ def sparse_gradients_made_dense_pay_debts_too() -> None:
 
 
 class Clock:
-    """What steps take, as the test wants it to be; a little more on each next rank."""
+    """What combining gradients takes, as the test wants it to be, and the rest of a step; more on each next rank."""
 
-    def __init__(self, truth: Mapping[str, float]) -> None:
+    def __init__(self, truth: Mapping[str, float], rest: Mapping[str, float] | None = None) -> None:
         self.truth = truth
+        self.rest = dict.fromkeys(truth, 0.0) if rest is None else rest
         self.now = 0.0
 
     def perf_counter(self) -> float:
@@ -395,6 +397,9 @@ class Clock:
 
     def pass_step(self, configuration: str) -> None:
         self.now += self.truth[configuration] * (1 + 0.01 * horovod.rank())
+
+    def pass_rest(self, configuration: str) -> None:
+        self.now += self.rest[configuration]
 
 
 @cases.add
@@ -435,6 +440,38 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
     check_alike(",".join(used).encode())
     check_alike(bytes_of(model.parameters()))
     assert not any(value.any() for value in owed(optimizer).values()), "dense, and still owing"
+
+
+@cases.each({"synchronized": True, "in step": False})
+def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
+    network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
+    auto = Auto([OneBit(), Adaptive(pi=16)])
+    truth = {"none": 0.9, "fp16": 0.7, "onebit": 0.5, "adaptive": 0.52, "mixed": 2.0}
+    clock = Clock(truth, {name: 9.0 if name == "adaptive" else 9.1 for name in truth})
+    model = Net()
+    with (
+        piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
+        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+    ):
+        optimizer = wrap(model, auto)
+        for step in range(200):
+            name = optimizer.compression_stats()["auto"]["configuration"]
+            clock.pass_rest(name)
+            if step % 50 == 20:
+                clock.now += 1000.0  # an evaluation
+            loss_of(model, step % 7).backward()
+            clock.pass_step(name)
+            if is_synchronized:
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+    report = optimizer.compression_stats()["auto"]
+    assert (report["configuration"], report["committed"]) == ("adaptive", True)
+    # the rest is not among the seconds that are shown
+    assert max(report["measured_seconds"].values()) < 2.0
 
 
 @cases.add
