@@ -89,40 +89,33 @@ def common_bits_64(typing: Any, y: Any, start: Any, mask: Any) -> Any:
     return signature, generate
 
 
-def _chosen(context: Any, builder: Any, word: Any, one: Any, zero: Any) -> Any:
-    where_set = builder.bitcast(word, ir.VectorType(ir.IntType(1), 64))
-    return builder.select(where_set, _spread(context, builder, one), _spread(context, builder, zero))
+def _storing_chosen(y: Any, adds: bool) -> Any:
+    signature = types.void(y, types.intp, types.uint64, y.dtype, y.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, word, one, zero = arguments
+        address = _address(context, builder, signature.args[0], array, first)
+        aligned = signature.args[0].dtype.bitwidth // 8
+        where_set = builder.bitcast(word, ir.VectorType(ir.IntType(1), 64))
+        values = builder.select(where_set, _spread(context, builder, one), _spread(context, builder, zero))
+        if adds:
+            values = builder.fadd(builder.load(address, align=aligned), values)
+        builder.store(values, address, align=aligned)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @intrinsic
 def put_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
     """y[start + k] becomes one where bit k of the word is set, else zero; not checked against the end of `y`."""
-    signature = types.void(y, types.intp, types.uint64, y.dtype, y.dtype)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, first, *choice = arguments
-        address = _address(context, builder, signature.args[0], array, first)
-        aligned = signature.args[0].dtype.bitwidth // 8
-        builder.store(_chosen(context, builder, *choice), address, align=aligned)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _storing_chosen(y, adds=False)
 
 
 @intrinsic
 def add_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
     """The same, added to what y[start + k] is."""
-    signature = types.void(y, types.intp, types.uint64, y.dtype, y.dtype)
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, first, *choice = arguments
-        address = _address(context, builder, signature.args[0], array, first)
-        aligned = signature.args[0].dtype.bitwidth // 8
-        before = builder.load(address, align=aligned)
-        builder.store(builder.fadd(before, _chosen(context, builder, *choice)), address, align=aligned)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _storing_chosen(y, adds=True)
 
 
 @intrinsic

@@ -13,7 +13,7 @@ from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
 from hvd_compress.torch._calls import Calls
-from hvd_compress.torch._staging import Staged, is_ours_alone, stage, tensor_of
+from hvd_compress.torch._staging import Staged, stage, tensor_of
 
 __all__ = ["Bucket"]
 
@@ -45,10 +45,8 @@ class Bucket(engine.Bucket):
         """
         if name in self.lanes:
             begin = time.perf_counter()
-            memory = self._spare.pop(name, None)
-            if memory is not None and not is_ours_alone(memory):
-                memory = None
-            self._staged[name] = staged = stage(gradient, name=name, keep=keep, memory=memory)
+            staged = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
+            self._staged[name] = staged
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
             array: np.ndarray[Any, Any] = staged.flat.numpy()
             return array

@@ -88,10 +88,8 @@ class Engine(Ledger[Bucket]):
         The gradient is spoiled, but not with `keep`. None leaves the tensor out of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
-        if gradient is not None and name in self.debts:
-            gradient = self.with_debt(name, gradient.clone() if keep else gradient)
         # taken here: whoever made a gradient on a stream of another device is on this thread
-        flat = None if gradient is None else bucket.take(name, gradient, keep)
+        flat = None if gradient is None else bucket.take(name, self.with_debt(name, gradient, keep), keep)
         self.progress()
         self._worker.run(partial(bucket.start, name, flat))
 
@@ -104,8 +102,8 @@ class Engine(Ledger[Bucket]):
         for bucket in self.buckets:
             bucket.progress()
 
-    def with_debt(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient that travels uncompressed with what is owed added; in place, unless it is sparse."""
+    def with_debt(self, name: str, gradient: torch.Tensor, keep: bool = False) -> torch.Tensor:
+        """A gradient that travels uncompressed with what is owed added; in place, unless sparse or with `keep`."""
         if name not in self.debts:
             return gradient
         self._paid.add(name)
@@ -113,7 +111,7 @@ class Engine(Ledger[Bucket]):
         owed = owed.to(device=gradient.device, dtype=gradient.dtype)
         if gradient.is_sparse:
             return (gradient.to_dense() + owed).to_sparse(gradient.sparse_dim())
-        return gradient.add_(owed)
+        return gradient + owed if keep else gradient.add_(owed)
 
     def settle(self, keep: bool) -> None:
         """The step has ended: debts that travelled are forgotten if its gradients were finite."""

@@ -188,8 +188,7 @@ class TorchExchange:
         settings = self._settings
         factor = settings["gradient_predivide_factor"] if settings["op"] == hvd.Average else 1.0
         horovods = dense_route(engine.routing.compressor_of(name)) if self._chooses else self._horovods
-        if name in engine.debts:
-            gradient = engine.with_debt(name, gradient.clone())
+        gradient = engine.with_debt(name, gradient, keep=True)
         sent, context = horovods.compress(gradient)
         engine.count_dense(name, sent.numel() * sent.element_size(), gradient.numel() * gradient.element_size())
         handle = hvd.allreduce_async(

@@ -55,10 +55,11 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     would hold on to the wrappers of all steps before.
     """
     source: object = array.base
-    if not isinstance(source, torch.Tensor) or not _is_of_use(source):
-        return torch.from_numpy(array)
-    is_whole = source.data_ptr() == array.ctypes.data and source.shape == array.shape
-    return source.detach() if is_whole else torch.from_numpy(array)
+    if isinstance(source, torch.Tensor) and _is_of_use(source):
+        is_whole = source.data_ptr() == array.ctypes.data and source.shape == array.shape
+        if is_whole:
+            return source.detach()
+    return torch.from_numpy(array)
 
 
 def is_ours_alone(tensor: torch.Tensor) -> bool:
@@ -111,7 +112,7 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
         gradient: of any device and strides.
         name: for errors.
         keep: leave the gradient's own memory as it is.
-        memory: flat, on the CPU, for a copy of its elements, where one is made and type and size are the right ones.
+        memory: flat, on the CPU, for a copy of its elements, if one is made, it fits and nothing else refers to it.
 
     Raises:
         TypeError: the gradient is not of a floating type that can be compressed.
@@ -126,13 +127,17 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
     if in_place and not keep and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
         return Staged(gradient.view(-1), gradient, shared=True, is_result=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
-    fits = memory is not None and memory.dtype == dtype and memory.numel() == gradient.numel()
-    if memory is not None and fits and _is_of_use(memory):
-        flat = memory
-    else:
-        flat = torch.from_numpy(aligned_empty(gradient.numel(), _NUMPY[dtype]))
+    flat = _room(gradient.numel(), dtype, memory)
     flat.view(gradient.shape).copy_(gradient)
     return Staged(flat, gradient, shared=False, is_result=in_place and keep)
+
+
+def _room(numel: int, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
+    """`memory`, if so many elements may be written there, or else some of its own."""
+    fits = memory is not None and memory.dtype == dtype and memory.numel() == numel
+    if memory is not None and fits and _is_of_use(memory) and is_ours_alone(memory):
+        return memory
+    return torch.from_numpy(aligned_empty(numel, _NUMPY[dtype]))
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
