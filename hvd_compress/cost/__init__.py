@@ -23,6 +23,7 @@ from hvd_compress.cost.predict import (
 from hvd_compress.cost.race import Race
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.cost.step import Job, step_seconds
+from hvd_compress.cost.watch import Watch
 
 __all__ = [
     "COLLECTIVES",
@@ -38,6 +39,7 @@ __all__ = [
     "Race",
     "Speed",
     "Stage",
+    "Watch",
     "Work",
     "break_even_bandwidth",
     "configurations",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
 from hvd_compress.cost.race import Race
+from hvd_compress.cost.watch import Watch
 
 __all__ = ["Explorer"]
-
-_LONGEST_PATIENCE = 64
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Explorer:
         skip: steps after a change that do not count: kernels are compiled, Horovod's caches filled.
         steps: that are measured of each, at least; their median counts.
         seconds: that these take together, unless that would be more than 5 times `steps`: short steps vary more.
-        drift: relative change of three quarters of a window of 4 * `steps` steps after which all are tried again. Each
-            time the windows until the next look double, so that a noisy machine does not keep on trying.
+        drift: relative change of three quarters of a window of 4 * `steps` steps and 4 * `seconds` after which all are
+            tried again, when it has lasted long enough to be worth that: see `Watch`.
         margin: what another one must gain over `dense`.
         doubt: those that take at most this share longer than the fastest are tried again, in turns with it: see `Race`.
         trials: of each of them, at least.
@@ -105,7 +104,8 @@ class Explorer:
         self._race = self._settings.begin_race()
         self._seconds: list[float] = []
         self._skipped = 0
-        self._patience, self._windows = 1, 0
+        self._watch = Watch(4 * steps, drift, 4 * seconds)
+        self._search_seconds, self._search_steps = 0.0, 0
         self._expected: float | None = None
         self._dense_is_due = False
         self._current = names.index(pick({c.name: c.seconds for c in configurations}, dense, margin=margin))
@@ -142,11 +142,14 @@ class Explorer:
         if self._skipped < self._settings.skip:
             self._skipped += 1
             return False
-        self._seconds.append(seconds)
         if self.committed:
-            self._watch()
-        elif self._is_enough():
-            self._end_trial()
+            drifted = self._watch.observe(seconds)
+            if drifted is not None:
+                self._look_again(drifted)
+        else:
+            self._seconds.append(seconds)
+            if self._is_enough():
+                self._end_trial()
         if self._current != before:
             self._skipped = 0
         return self._current != before
@@ -158,8 +161,8 @@ class Explorer:
             "race": self._race.get_state(),
             "seconds": list(self._seconds),
             "skipped": self._skipped,
-            "patience": self._patience,
-            "windows": self._windows,
+            "watch": self._watch.get_state(),
+            "search": [self._search_seconds, self._search_steps],
             "expected": self._expected,
             "dense is due": self._dense_is_due,
             "factors": self.corrector.get_state(),
@@ -179,7 +182,8 @@ class Explorer:
         self._race.set_state(state["race"])
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
-        self._patience, self._windows = state["patience"], state["windows"]
+        self._watch.set_state(state["watch"])
+        self._search_seconds, self._search_steps = state["search"]
         self._expected, self._dense_is_due = state["expected"], state["dense is due"]
         self.corrector.set_state(state["factors"])
 
@@ -191,6 +195,8 @@ class Explorer:
         seconds = median(self._seconds)
         # not their sum: a pause in the training is not time that was spent on the race
         self._race.add(self.current.name, seconds, lasted=seconds * len(self._seconds))
+        self._search_seconds += seconds * len(self._seconds)
+        self._search_steps += len(self._seconds)
         self._seconds = []
         self._learn(seconds)
         following = self._worth_a_trial()
@@ -199,7 +205,7 @@ class Explorer:
         if following is None:
             known = self._known()
             following = pick(known, self._dense, margin=self._settings.margin)
-            self._expected = known[following]
+            self._commit(known[following])
         self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)
 
     def _learn(self, seconds: float) -> None:
@@ -230,26 +236,21 @@ class Explorer:
     def _corrected(self, configuration: Configuration) -> float:
         return configuration.seconds * self.corrector.factor(configuration.name)
 
-    def _watch(self) -> None:
-        if len(self._seconds) < 4 * self._settings.steps:
-            return
-        low, seconds, high = quantiles(self._seconds, n=4)
-        self._seconds = []
-        self._windows += 1
-        expected = self._expected or seconds
-        # most steps must have changed: a burst of other work on the machine is no other link
-        drifted = low > expected * (1 + self._settings.drift) or high < expected * (1 - self._settings.drift)
-        if self._windows >= self._patience and drifted:
-            self._patience, self._windows = min(2 * self._patience, _LONGEST_PATIENCE), 0
-            self._expected, self._race = None, self._settings.begin_race()
-            self._race.add(self.current.name, seconds, lasted=0.0)
-            # what was learnt of the others was learnt on another link
-            self.corrector = Corrector()
-            self._learn(seconds)
-            # on a faster link dense gains most, more than any factor of a compressed one tells
-            self._dense_is_due = seconds < expected
-            following = self._worth_a_trial()
-            if following is None:
-                self._expected = seconds
-            else:
-                self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)
+    def _commit(self, expected: float) -> None:
+        self._expected = expected
+        self._watch.begin(expected, lost=max(0.0, self._search_seconds - self._search_steps * expected))
+        self._search_seconds, self._search_steps = 0.0, 0
+
+    def _look_again(self, seconds: float) -> None:
+        # on a faster link dense gains most, more than any factor of a compressed one tells
+        self._dense_is_due = seconds < self.expected
+        self._expected, self._race = None, self._settings.begin_race()
+        self._race.add(self.current.name, seconds, lasted=0.0)
+        # what was learnt of the others was learnt on another link
+        self.corrector = Corrector()
+        self._learn(seconds)
+        following = self._worth_a_trial()
+        if following is None:
+            self._commit(seconds)
+        else:
+            self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)

@@ -50,6 +50,7 @@ class Steering:
         self._ended: float | None = None
         self._spans: list[_Span] = []
         self._usual_rest: float | None = None
+        self._beyond_usual: float | None = None  # what the rest takes with the way that was chosen
 
     @property
     def routing(self) -> Routing:
@@ -80,15 +81,25 @@ class Steering:
         """Seconds of steps, by which ways are compared while they are tried, and watched afterwards.
 
         A way makes the rest of a step, the update and the forward pass, slower or faster, too, by what it leaves in the
-        caches. What the rest usually takes, whatever the way, is no reason to call two ways equally fast.
+        caches. What the rest usually takes, whatever the way, is no reason to call two ways equally fast. Once one is
+        chosen only combining is watched, since a slower data loader is no other link; by the same clock, or its first
+        seconds would look like a drift.
         """
-        if self._usual_rest is None or self._pilot.committed:
-            self._usual_rest = median(span.rest for span in spans)
-        if self._pilot.committed:
-            return [span.combining for span in spans]
-        usual = self._usual_rest
-        return [max(span.combining + span.rest - usual, _LEAST_SHARE * span.combining) for span in spans]
+        rest = median(span.rest for span in spans)
+        if self._usual_rest is None:
+            self._usual_rest = rest
+        if not self._pilot.committed:
+            self._beyond_usual = None
+            return [_clocked(span.combining, span.rest - self._usual_rest) for span in spans]
+        if self._beyond_usual is None:
+            self._beyond_usual = rest - self._usual_rest
+        self._usual_rest = rest - self._beyond_usual
+        return [_clocked(span.combining, self._beyond_usual) for span in spans]
 
     def report(self) -> dict[str, Any]:
         """See `Pilot.report`."""
         return self._pilot.report()
+
+
+def _clocked(combining: float, beyond: float) -> float:
+    return max(combining + beyond, _LEAST_SHARE * combining)

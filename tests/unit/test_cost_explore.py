@@ -148,16 +148,35 @@ def test_a_link_that_becomes_slow_is_noticed() -> None:
     assert it.current.name == "adaptive"
 
 
-def test_looking_again_gets_rarer_on_a_noisy_machine() -> None:
+def test_a_noisy_machine_is_not_searched_again_and_again_but_a_lasting_change_is() -> None:
     it = Explorer(made(), "none", skip=0, steps=1, trials=1, most_trials=1)
-    changes = []
-    rng = np.random.default_rng(1)
+    searches, rng = 0, np.random.default_rng(1)
     for step in range(4000):
-        level = 3.0 if step // 10 % 2 else 1.0  # it is twice as busy for ten steps, then not
-        if it.observe(PREDICTED[it.current.name] * level * rng.uniform(0.9, 1.1)):
-            changes.append(step)
-    early, late = sum(c < 1000 for c in changes), sum(c >= 3000 for c in changes)
-    assert 0 < late < early / 2
+        was_committed = it.committed
+        level = 3.0 if step // 10 % 2 else 1.0  # it is three times as busy for ten steps, then not
+        it.observe(PREDICTED[it.current.name] * level * rng.uniform(0.9, 1.1))
+        searches += was_committed and not it.committed
+    assert searches <= 3
+    follow(it, {**dict.fromkeys(PREDICTED, 3.0), "none": 0.2}, 200)
+    assert it.committed
+    assert it.current.name == "none"
+
+
+def test_a_search_that_lost_much_is_not_soon_made_again() -> None:
+    def steps_until_another(dense: float) -> int:
+        truth = {"onebit": 1.0, "none": dense}
+        it = Explorer(made({"onebit": 1.0, "none": 1.2}), "none", skip=0, steps=4, trials=1, most_trials=1)
+        follow(it, truth, 8)
+        assert it.committed
+        assert it.current.name == "onebit"
+        steps = 0
+        while it.committed:
+            it.observe(2.0)  # twice as long from now on
+            steps += 1
+        return steps
+
+    assert steps_until_another(dense=2.0) == 16  # a window; four steps of dense were a second longer each
+    assert steps_until_another(dense=51.0) == 208  # what is the first window to end 200 seconds after the change
 
 
 def test_without_an_alternative_a_drift_is_the_new_normal() -> None:

@@ -1,0 +1,92 @@
+"""When steps have become slower or faster for so long that to look for a better way is worth what looking takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import quantiles
+from typing import Any
+
+__all__ = ["Watch"]
+
+_LONGEST_PATIENCE = 64
+
+
+class Watch:
+    """Tells a drift of step times that is worth another search from one that is not.
+
+    A search loses time with the slower ways that it tries. So the next one begins when a drift has made steps differ by
+    as much, all together, as the last search has lost: neither a short drift nor a noisy machine costs more in searches
+    than it does by itself. Besides, each time the windows until the next search double.
+
+    Args:
+        window: steps that are looked at together, at least.
+        drift: relative change of three quarters of them that counts: a burst of other work on the machine is no other
+            link.
+        seconds: that these last, at least: where steps are short, such a burst is many of them.
+
+    Raises:
+        ValueError: a window of fewer than two steps, a drift that is not above 0, or seconds below 0.
+
+    Example:
+        >>> from hvd_compress.cost import Watch
+        >>> watch = Watch(window=4, drift=0.3)
+        >>> watch.begin(expected=0.1, lost=0.5)
+        >>> [watch.observe(0.2) for step in range(8)]  # a tenth of a second more in each step
+        [None, None, None, None, None, None, None, 0.2]
+    """
+
+    def __init__(self, window: int, drift: float, seconds: float = 0.0) -> None:
+        if window < 2 or not drift > 0 or seconds < 0:
+            raise ValueError(
+                f"window={window!r}, drift={drift!r}, seconds={seconds!r}: must be at least 2 steps, above 0 and at "
+                "least 0"
+            )
+        self._window, self._drift, self._least_seconds = window, drift, seconds
+        self._seconds: list[float] = []
+        self._patience, self._windows = 1, 0
+        self._expected, self._lost, self._differs = 0.0, 0.0, 0.0
+
+    def begin(self, expected: float, lost: float) -> None:
+        """A search has ended.
+
+        Args:
+            expected: seconds of a step from now on.
+            lost: seconds that the search has taken beyond what as many steps of `expected` would have.
+        """
+        self._seconds, self._windows = [], 0
+        self._expected, self._lost, self._differs = expected, lost, 0.0
+
+    def observe(self, seconds: float) -> float | None:
+        """Take the seconds of a step; those that steps take now where another search is due, else None."""
+        self._seconds.append(seconds)
+        if len(self._seconds) < self._window or sum(self._seconds) < self._least_seconds:
+            return None
+        steps, (low, middle, high) = len(self._seconds), quantiles(self._seconds, n=4)
+        self._seconds = []
+        self._windows += 1
+        is_drift = low > self._expected * (1 + self._drift) or high < self._expected * (1 - self._drift)
+        if not is_drift:
+            self._differs = 0.0
+            return None
+        self._differs += steps * abs(middle - self._expected)
+        if self._windows < self._patience or self._differs < self._lost:
+            return None
+        self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+        return middle
+
+    def get_state(self) -> dict[str, Any]:
+        """A JSON-able dict for `set_state`."""
+        return {
+            "seconds": list(self._seconds),
+            "patience": self._patience,
+            "windows": self._windows,
+            "expected": self._expected,
+            "lost": self._lost,
+            "differs": self._differs,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `get_state`."""
+        self._seconds = list(state["seconds"])
+        self._patience, self._windows = state["patience"], state["windows"]
+        self._expected, self._lost, self._differs = state["expected"], state["lost"], state["differs"]
