@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,8 @@ def rounds(
 ) -> Samples:
     """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
 
-    The order turns by one from round to round, so that nobody always comes after the same other one. The first round
-    is left out: it compiles kernels and fills caches.
+    Each round has an order of its own, the same on all ranks, so that nobody always comes after the same other one. The
+    first round is left out: it compiles kernels and fills caches.
 
     Args:
         actions: what to run, given the number of the round; equal on all ranks.
@@ -51,8 +52,7 @@ def rounds(
     mine: list[list[list[float]]] = []  # round, action, (seconds, bytes)
     number = 0
     while _all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
-        turn = number % len(names)
-        order = [*names[turn:], *names[:turn]]
+        order = random.Random(number).sample(names, len(names))
         samples = {name: sample(actions[name], number, (repeats or {}).get(name, 1)) for name in order}
         if number:
             mine.append([samples[name] for name in names])

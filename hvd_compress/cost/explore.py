@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
@@ -12,6 +12,8 @@ from hvd_compress.cost.race import Race
 from hvd_compress.cost.watch import Watch
 
 __all__ = ["Explorer"]
+
+_LONGEST_STEP = 3.0  # times the median
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Explorer:
         most: how many are tried at most, not counting `dense`.
         within: those are tried whose prediction, corrected or not, is at most this times the best known seconds.
         skip: steps after a change that do not count: kernels are compiled, Horovod's caches filled.
-        steps: that are measured of each, at least; their median counts.
+        steps: that are measured of each, at least; their mean counts, where none counts as more than 3 times the
+            median: slow steps may belong to a way, but pauses do not.
         seconds: that these take together, unless that would be more than 5 times `steps`: short steps vary more.
         drift: relative change of three quarters of a window of 4 * `steps` steps and 4 * `seconds` after which all are
             tried again, when it has lasted long enough to be worth that: see `Watch`.
@@ -127,7 +130,7 @@ class Explorer:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Median seconds of a step by name, of those that have been tried this time."""
+        """Seconds of a step by name, of those that have been tried this time."""
         return self._race.measured
 
     def observe(self, seconds: float) -> bool:
@@ -192,7 +195,7 @@ class Explorer:
         return taken >= 5 * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
 
     def _end_trial(self) -> None:
-        seconds = median(self._seconds)
+        seconds = _lasting(self._seconds)
         # not their sum: a pause in the training is not time that was spent on the race
         self._race.add(self.current.name, seconds, lasted=seconds * len(self._seconds))
         self._search_seconds += seconds * len(self._seconds)
@@ -254,3 +257,8 @@ class Explorer:
             self._commit(seconds)
         else:
             self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)
+
+
+def _lasting(seconds: Sequence[float]) -> float:
+    most = _LONGEST_STEP * median(seconds)
+    return fmean(min(s, most) for s in seconds)
