@@ -31,7 +31,7 @@ SHORT_RATES = ("100mbit", "1gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
 MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
-MOST_STEPS = 6000  # until Auto has chosen
+MOST_STEPS, LOOKED_AT = 6000, 10  # until Auto has chosen; after so many of them it is asked
 TURN_SECONDS, MOST_TURN_STEPS = 0.5, 100  # training makes no pauses, and a turn's first steps are slower than others
 TRIALS = 5  # steps, to know how many make a turn
 
@@ -78,7 +78,8 @@ def _until_chosen(training: Any) -> int:
     """Let Auto learn until it has tried what it wants to; how many steps that were."""
     for number in range(MOST_STEPS):
         training.step(number)
-        if training.optimizer.compression_stats()["auto"]["committed"]:
+        # not after each step: the norms that are among it would make the ranks wait for each other
+        if number % LOOKED_AT == 0 and training.optimizer.compression_stats()["auto"]["committed"]:
             return number + 1
     raise RuntimeError(f"Auto has not chosen after {MOST_STEPS} steps")
 

@@ -67,8 +67,9 @@ class Auto:
     Uncompressed float32 and float16 are always among the ways. On PyTorch (and Keras on it) the few best are then tried
     for some steps each, the fastest is kept, and all are looked at again when steps become slower or faster; what is
     owed of a tensor that goes uncompressed from now on travels with its next gradient. On TensorFlow, whose graphs are
-    fixed, the choice is made once, by prediction. All ranks decide alike, by the slowest of them. A compressor
-    changes how a training converges: `candidates` are those that you would accept.
+    fixed, the choice is made once, by prediction. All ranks decide alike, by what the slowest of them
+    has measured beforehand and by the mean of their steps. A compressor changes how a training converges: `candidates`
+    are those that you would accept.
 
     Args:
         candidates: compressors with error feedback to choose from.

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["Race"]
 
-_ONCE_MORE, _TWICE = 2.0, 2
+_ONCE_MORE, _TWICE = 4.0, 2
 _CHANCE = 0.02
 
 
@@ -21,8 +21,8 @@ class Race:
     the machine disturb both of a turn alike, and a disturbance of one counts as one turn, however long it was.
 
     Args:
-        doubt: what takes at most this share longer than the fastest is about as fast. What takes at most twice as long
-            is tried once more, and the better of two counts: all may have been disturbed once.
+        doubt: what takes at most this share longer than the fastest is about as fast. What takes at most four times as
+            long is tried once more, and the better of two counts: all may have been disturbed once.
         trials: of each that is about as fast, at least.
         most_trials: of each, at most.
         seconds: that all trials last together; after that, there are `trials` of each and no more.

@@ -88,7 +88,7 @@ class Pilot:
         return self.explorer.committed
 
     def observe(self, seconds: Sequence[float]) -> bool:
-        """Take the seconds of steps, the largest of all ranks; whether `routing` is another one now."""
+        """Take the seconds of steps, the same on all ranks; whether `routing` is another one now."""
         # what is left after a change was taken with the old routing
         return any(self.explorer.observe(s) for s in seconds)
 

@@ -19,7 +19,7 @@ from hvd_compress.torch._functions import allreduce
 from hvd_compress.torch._gossip import TorchCollectives
 from hvd_compress.torch._ranks import NODES
 from hvd_compress.torch._staging import all_finite
-from hvd_compress.torch._steering import Steering
+from hvd_compress.torch._steering import Steering, left_out
 from hvd_compress.torch.compression import dense_route, horovod_compressor
 
 __all__ = ["LINK"]
@@ -211,12 +211,14 @@ class TorchExchange:
         """The "total" and "tensors" of `compression_stats()`."""
         if self._engine is None:
             return {"total": {}, "tensors": {}} if self._alone is None else self._alone.stats()
-        return self._engine.stats() | ({} if self._steering is None else {"auto": self._steering.report()})
+        with left_out(self._steering):
+            return self._engine.stats() | ({} if self._steering is None else {"auto": self._steering.report()})
 
     def state_dict(self) -> dict[str, Any]:
         """See `hvd_compress.feedback`; values are NumPy arrays."""
         if self._engine is not None:
-            return Ledger.state_dict(self._engine)
+            with left_out(self._steering):
+                return Ledger.state_dict(self._engine)
         if self._alone is None:
             raise RuntimeError("state_dict() of an exchange that this rank takes no part in")
         return self._alone.state_dict()

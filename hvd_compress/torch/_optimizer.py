@@ -37,7 +37,7 @@ from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described, precondition, with_tensors
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
 from hvd_compress.torch._staging import all_finite
-from hvd_compress.torch._steering import Steering
+from hvd_compress.torch._steering import Steering, left_out
 from hvd_compress.torch.compression import dense_route, horovod_compressor
 
 __all__ = ["DistributedOptimizer"]
@@ -216,7 +216,8 @@ class _Overrides:
         if self._engine is None:
             return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}
         chosen = {} if self._steering is None else {"auto": self._steering.report()}
-        return {"compressor": self._label, **self._engine.stats(), **chosen}
+        with left_out(self._steering):
+            return {"compressor": self._label, **self._engine.stats(), **chosen}
 
     def compression_state_dict(self: Any) -> dict[str, Any]:
         """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
@@ -228,7 +229,8 @@ class _Overrides:
             return empty_state() if self._alone is None else with_tensors(self._alone.state_dict())
         if self._handles:
             raise StateError("compression_state_dict() while gradients are exchanged; call it after step()")
-        return self._engine.state_dict()
+        with left_out(self._steering):
+            return self._engine.state_dict()
 
     def load_compression_state_dict(self: Any, state: dict[str, Any]) -> None:
         """Take over the residuals that `compression_state_dict` returned on this rank.

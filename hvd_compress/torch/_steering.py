@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.policy import Auto
 
-__all__ = ["Steering"]
+__all__ = ["Steering", "left_out"]
 
 _LEAST_SHARE = 0.5  # of a step whose rest was shorter than usual
 
@@ -73,7 +74,9 @@ class Steering:
         if len(self._spans) < self._pilot.seconds_wanted:
             return False
         spans, self._spans = self._spans, []
-        changes = self._pilot.observe(self._collectives.maximum(self._compared(spans)))
+        # not the largest: ranks end a step one after the other, and one that ends late has a shorter next step; the
+        # more ranks compute after the last collective, the longer each step of the latest would look
+        changes = self._pilot.observe(self._collectives.mean(self._compared(spans)))
         self._ended = time.perf_counter()
         return changes
 
@@ -96,6 +99,18 @@ class Steering:
         self._usual_rest = rest - self._beyond_usual
         return [_clocked(span.combining, self._beyond_usual) for span in spans]
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is done inside is no part of a step; for what takes longer with some ways, though training does not."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            taken = time.perf_counter() - began
+            self._began = None if self._began is None else self._began + taken
+            # in the middle of combining, too, or it would be among the rest
+            self._ended = None if self._ended is None else self._ended + taken
+
     def report(self) -> dict[str, Any]:
         """See `Pilot.report`."""
         return self._pilot.report()
@@ -103,3 +118,8 @@ class Steering:
 
 def _clocked(combining: float, beyond: float) -> float:
     return max(combining + beyond, _LEAST_SHARE * combining)
+
+
+def left_out(steering: Steering | None) -> AbstractContextManager[None]:
+    """See `Steering.left_out`; where nothing is steered nothing is timed."""
+    return nullcontext() if steering is None else steering.left_out()

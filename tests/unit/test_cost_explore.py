@@ -108,7 +108,7 @@ def test_what_was_disturbed_once_has_a_second_chance() -> None:
     for step in range(60):
         # another program runs during the first trial of what is fastest, and makes it look far slower than the others
         true = PREDICTED[it.current.name] * (0.5 if it.current.name == "adaptive" else 1.0)
-        it.observe(true * (3.0 if step < 4 else 1.0))
+        it.observe(true * (6.0 if step < 4 else 1.0))
     assert it.committed
     assert it.current.name == "adaptive"
 

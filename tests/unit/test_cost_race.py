@@ -61,9 +61,9 @@ def test_equals_race_as_long_as_they_may() -> None:
 def test_what_is_beyond_doubt_is_tried_once_more_only() -> None:
     race = race_of("a")
     race.add("b", 1.5, lasted=1.0)
-    race.add("c", 2.5, lasted=1.0)
+    race.add("c", 4.5, lasted=1.0)
     assert run(race, {"a": 1.0, "b": 1.5}.__getitem__) == ["a", "b"]
-    assert race.measured == {"a": 1.0, "b": 1.5, "c": 2.5}
+    assert race.measured == {"a": 1.0, "b": 1.5, "c": 4.5}
 
 
 def test_what_disturbs_a_turn_disturbs_all_and_does_not_count() -> None:
