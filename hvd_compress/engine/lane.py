@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from functools import cached_property
@@ -14,6 +15,7 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.engine.counters import Counters
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import Accumulator, Hosts, Plan, Transfer, aligned_empty, ring_bytes
+from hvd_compress.kernels.common import norm
 
 __all__ = ["Lane"]
 
@@ -178,9 +180,7 @@ class Lane(Transfer):
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank still owes."""
-        owed = self._debts()
-        # float64 for the sum, without a float64 copy of the residual
-        return float(np.sqrt(sum(np.einsum("i,i->", r, r, dtype=np.float64, casting="safe") for r in owed)))
+        return math.hypot(*(norm(owed) for owed in self._debts()))
 
     # -- counting ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
+from hvd_compress.kernels.common import norm
 from hvd_compress.tensors import Tensor
 
 __all__ = ["Copies", "smaller"]
@@ -94,7 +95,7 @@ class Copies:
             used = compressor.encode_into(x - own, None, buffer, compressor.group_numel(tensor.shape), key)
             finite = compressor.decode_into(buffer[:used], own, self._scales[i], add=True)
             # the difference of two finite numbers can be infinite, and half precision overflows without telling
-            if finite and (not isinstance(compressor, FP16) or np.isfinite(kernels.norm(own))):
+            if finite and (not isinstance(compressor, FP16) or np.isfinite(norm(own))):
                 return used
         if own is not None:
             own[...] = x

@@ -19,6 +19,7 @@ from hvd_compress.gossip.copies import Array, Bytes, Copies
 from hvd_compress.gossip.message import open_message, payloads_at, seal_message
 from hvd_compress.gossip.stats import Tally
 from hvd_compress.kernels import gossip as kernels
+from hvd_compress.kernels.common import norm
 from hvd_compress.schedules import Trigger
 from hvd_compress.tensors import Tensor
 from hvd_compress.topology import Neighbours
@@ -114,7 +115,7 @@ class Node:
         return self.due
 
     def _norms(self, arrays: Sequence[Array | None]) -> npt.NDArray[np.float64]:
-        return np.array([0.0 if x is None else kernels.norm(x) for x in arrays], np.float64)
+        return np.array([0.0 if x is None else norm(x) for x in arrays], np.float64)
 
     def _check(self, arrays: Sequence[Array | None]) -> None:
         # kernels trust their sizes

@@ -79,6 +79,16 @@ def _largest_magnitude(y):
 
 
 @kernel
+def norm(x):
+    """Euclidean norm, summed in float64."""
+    squares = 0.0
+    for i in range(x.size):
+        v = np.float64(x[i])
+        squares += v * v
+    return np.sqrt(squares)
+
+
+@kernel
 def bucket_norm(y, is_max):
     """Largest magnitude or Euclidean norm as float32; not finite if an element (or the norm) is not."""
     # squares of float32 cannot overflow in float64, so that the sum is finite exactly if the elements are

@@ -1,4 +1,4 @@
-"""Norms of parameters, and averaging with the neighbours' copies."""
+"""How far parameters are from copies, and averaging with the neighbours' copies."""
 
 from __future__ import annotations
 
@@ -7,16 +7,6 @@ import numpy as np
 from hvd_compress.kernels.jit import kernel, kernel_in_order
 
 _TILE = 1024  # elements, so that a tile of all copies stays in the first cache
-
-
-@kernel
-def norm(x):
-    """Euclidean norm, summed in float64."""
-    squares = 0.0
-    for i in range(x.size):
-        v = np.float64(x[i])
-        squares += v * v
-    return np.sqrt(squares)
 
 
 @kernel
