@@ -1,7 +1,8 @@
-"""What a rank runs: `python -m tests.parallel.rank TOPIC FOLDER [ARGUMENTS]`.
+"""What a rank runs: `python -m tests.parallel.rank TOPIC[+TOPIC ...] FOLDER [ARGUMENTS]`.
 
-A worker module has either `cases`, which are run one after the other and reported one by one, or `main(report,
-*arguments)`. `PROCESS_SETS` of a worker is given to `hvd.init`; one whose `FRAMEWORK` is "mpi" runs without Horovod.
+Topics that are joined run one after the other in one start, the first one saying how that is made. A worker module has
+either `cases`, which are run one after the other and reported one by one, or `main(report, *arguments)`. `PROCESS_SETS`
+of a worker is given to `hvd.init`; one whose `FRAMEWORK` is "mpi" runs without Horovod.
 """
 
 from __future__ import annotations
@@ -73,16 +74,19 @@ def be_strict() -> None:
 
 def main() -> None:
     """Import the worker, start Horovod, run."""
-    topic, folder, *arguments = sys.argv[1:]
+    topics, folder, *arguments = sys.argv[1:]
     be_strict()
-    worker = importlib.import_module(f"tests.parallel.workers.{topic}")
+    worker, *others = (importlib.import_module(f"tests.parallel.workers.{topic}") for topic in topics.split("+"))
     framework = getattr(worker, "FRAMEWORK", "torch")
     hvd: Any = _Mpi() if framework == "mpi" else importlib.import_module(f"horovod.{framework}")
     hvd.init(process_sets=getattr(worker, "PROCESS_SETS", None))
     with contextlib.closing(Report(Path(folder), hvd.rank())) as report:
         report(size=hvd.size())
         if hasattr(worker, "cases"):
-            run_cases(worker.cases, report, _barrier(hvd))
+            cases = Cases(worker.cases)
+            for other in others:
+                cases.update(other.cases)
+            run_cases(cases, report, _barrier(hvd))
         else:
             worker.main(report, *arguments)
         report(end=True)
