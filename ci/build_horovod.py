@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Build Horovod 0.28.1 for today's PyTorch and TensorFlow, without root.
 
-Horovod's last release installs on no current PyTorch or TensorFlow: its CMake files ask for C++14, and one
-optional TensorFlow file includes headers that TensorFlow's wheel no longer ships. This script takes the sdist
-from the package index (checked by its hash), changes three lines of its build files and how `horovod.torch` waits
-(it spins on `sched_yield`, which can starve Gloo's threads for half a minute), and builds a wheel against the
-frameworks of the Python that runs it:
+Horovod's last release installs on no current PyTorch or TensorFlow: its CMake files ask for C++14, and one optional
+TensorFlow file includes headers that TensorFlow's wheel no longer ships. This script takes the sdist from the package
+index (checked by its hash), changes three lines of its build files, how `horovod.torch` waits (it spins on
+`sched_yield`, which can starve Gloo's threads for half a minute), in which order Gloo sends and receives, and which
+framework `horovodrun` asks first, and builds a wheel against the frameworks of the Python that runs it:
 
     python ci/build_horovod.py                   build (or take from the cache) and install
     python ci/build_horovod.py --wheel-dir DIST  put the wheel into DIST, install nothing
@@ -60,6 +60,12 @@ EDITS = [
         'list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")',
         "",
         "TensorFlow >= 2.20 ships without headers that only the optional XLA ops include",
+    ),
+    (
+        "horovod/common/util.py",
+        "EXTENSIONS = ['tensorflow', 'torch', 'mxnet']",
+        "EXTENSIONS = ['torch', 'tensorflow', 'mxnet']",
+        "horovodrun imports the first one to learn what Horovod was built with, and torch takes a third as long",
     ),
     *(
         (f"horovod/torch/{file}", old, new, "a rank that waits sleeps: spinning on sched_yield starves Gloo's threads")
