@@ -23,7 +23,7 @@ SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
 # (hosts, rates, largest size)
 LONG = [(2, RATES, 16384), (4, RATES, 8192), (8, RATES, 4096)]
-SHORT = [(4, ["100mbit", "1gbit"], 4096), (4, ["unlimited"], 1024)]
+SHORT = [(4, ["100mbit", "1gbit"], 4096)]
 SHORT_SIZES = [64, 1024, 4096]
 SPARE = 1000  # start positions of matrices that share their memory
 RANK_BYTES = 1.2e9  # of a process that has loaded all

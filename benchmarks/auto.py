@@ -162,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="2 hosts, narrow networks, fewer rounds", each="network")
+    parser = parser_of(__doc__, short="2 hosts, one network, fewer rounds", each="network")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+")
     parser.add_argument("--widths", type=int, nargs="+")
@@ -171,7 +171,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         given,
         hosts=([2], [2, 4]),
         rates=(SHORT_RATES, RATES),
-        widths=(WIDTHS[:2], WIDTHS),
+        widths=([1024], WIDTHS),
         seconds=(8.0, 60.0),
         least=(3, 6),
     )
