@@ -1,11 +1,12 @@
 """Does `Auto` find the fastest way, and does `advise` foresee what each way takes?
 
-    python benchmarks/auto.py [--short] [--hosts 2 4] [--rates 100mbit unlimited] [--widths 256 4096]
+    python benchmarks/auto.py [--short] [--hosts 2 4] [--rates 100mbit unlimited] [--widths 256 4096] [--add]
 
 Networks 784-W-W-W-10 learn MNIST, 10 images a rank and step. When `Auto` has made its choice, it takes turns with the
 step without communication, Horovod's own optimizers and each of its candidates, all in the same ranks. What steps of
 the candidates take is foretold as `hvd-compress advise` does under horovodrun: from the measured link, kernels and step
-without communication, and by trials on made-up gradients unless these take long.
+without communication, and by trials on made-up gradients unless these take long. Where chance hides whether Auto is
+slower than it may be, rounds go on for some minutes more. `--add` keeps the record's other cases.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from candidates import style
-from measure import ALONE, AUTO, DENSE, OWN_DENSE, Aim, Spread, median_interval, picture, ratios, table
+from measure import ALONE, AUTO, DENSE, OWN_DENSE, Aim, Spread, machine, median_interval, picture, ratios, read, table
 from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
 
 CANDIDATES = (*OWN_DENSE, "one-bit", "adaptive(64)")
@@ -32,8 +34,9 @@ WIDTHS = (256, 1024, 4096)
 MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS, LOOKED_AT = 6000, 10  # until Auto has chosen; after so many of them it is asked
-TURN_SECONDS, MOST_TURN_STEPS = 0.5, 100  # training makes no pauses, and a turn's first steps are slower than others
+MOST_TURN_STEPS = 100  # training makes no pauses, and a turn's first steps are slower than others
 TRIALS = 5  # steps, to know how many make a turn
+MORE_ROUNDS = 6  # at a time, where nothing is decided
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------
@@ -55,8 +58,8 @@ def ranks(task: dict[str, Any]) -> None:
             for n in NAMES
         }
         steps = _until_chosen(trainings[AUTO])
-        repeats = {name: _turn_steps(training) for name, training in trainings.items()}
-        samples = r.rounds({n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], repeats=repeats)
+        repeats = {name: _turn_steps(training, task["turn"]) for name, training in trainings.items()}
+        samples = _rounds({n: t.step for n, t in trainings.items()}, repeats, task)
         alone = median(samples[ALONE]["seconds"])
         shapes = [tuple(p.shape) for p in trainings[ALONE].network.parameters()]
         cell = {
@@ -74,6 +77,18 @@ def ranks(task: dict[str, Any]) -> None:
     r.deliver(task, cells)
 
 
+def _rounds(actions: dict[str, Any], repeats: dict[str, int], task: dict[str, Any]) -> Any:
+    """Rounds for the time they are given, and for as long again as is allowed while they decide nothing."""
+    import ranks as r
+
+    samples = r.rounds(actions, task["seconds"], task["least"], repeats=repeats)
+    begin = time.perf_counter()
+    while is_undecided({"rows": samples}) and r.all_go_on(time.perf_counter() - begin < task["undecided"]):
+        more = r.rounds(actions, 0.0, MORE_ROUNDS, repeats=repeats)
+        samples = {n: {kind: values + more[n][kind] for kind, values in of.items()} for n, of in samples.items()}
+    return samples
+
+
 def _until_chosen(training: Any) -> int:
     """Let Auto learn until it has tried what it wants to; how many steps that were."""
     for number in range(MOST_STEPS):
@@ -84,14 +99,14 @@ def _until_chosen(training: Any) -> int:
     raise RuntimeError(f"Auto has not chosen after {MOST_STEPS} steps")
 
 
-def _turn_steps(training: Any) -> int:
-    """How many steps a turn takes, the same on all ranks; one where a step takes longer than a turn should."""
+def _turn_steps(training: Any, seconds: float) -> int:
+    """How many steps a turn of so many seconds takes, the same on all ranks; one where a step takes longer."""
     import ranks as r
 
     taken: list[float] = []
-    while len(taken) < TRIALS and sum(taken) < TRIALS * TURN_SECONDS:
+    while len(taken) < TRIALS and sum(taken) < TRIALS * seconds:
         taken.append(r.slowest(r.sample(training.step, len(taken))[0]))
-    return max(1, min(MOST_TURN_STEPS, int(TURN_SECONDS / min(taken))))
+    return max(1, min(MOST_TURN_STEPS, int(seconds / min(taken))))
 
 
 class _Foreseen:
@@ -145,7 +160,10 @@ class _Foreseen:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    result: dict[str, Any] = {"runs": []}
+    record = (read("auto") if options.add else None) or {"runs": [], "machine": {}}
+    of_record = _made(record["machine"])
+    before = [{**run, "cells": [{"made": of_record, **cell} for cell in run["cells"]]} for run in record["runs"]]
+    found = []
     rates = rates_to_be_had(options.rates)
     with Progress("auto", len(options.hosts) * len(rates) * len(options.widths)) as progress:
         for hosts in options.hosts:
@@ -155,10 +173,27 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         "widths": options.widths,
                         "seconds": options.seconds,
                         "least": options.least,
+                        "undecided": options.undecided,
+                        "turn": options.turn,
                         "label": f"{hosts} hosts, {rate}",
                     }
-                    result["runs"].append({"hosts": hosts, "rate": rate, "cells": here.run(__file__, task, rate)})
-    return result
+                    cells = [{**cell, "made": _made(machine())} for cell in here.run(__file__, task, rate)]
+                    found.append({"hosts": hosts, "rate": rate, "cells": cells})
+    return {"runs": _merged(before, found)}
+
+
+def _made(machine: dict[str, Any]) -> str:
+    """When, and by which commit."""
+    return f"{machine.get('date')}, {machine.get('commit')}"
+
+
+def _merged(before: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All runs, cells found anew in the place of what they repeat."""
+    runs: dict[tuple[int, str], dict[int, Any]] = {}
+    for run in (*before, *found):
+        runs.setdefault((run["hosts"], run["rate"]), {}).update({cell["width"]: cell for cell in run["cells"]})
+    ordered = sorted(runs, key=lambda key: (key[0], RATES.index(key[1]) if key[1] in RATES else len(RATES)))
+    return [{"hosts": key[0], "rate": key[1], "cells": [runs[key][w] for w in sorted(runs[key])]} for key in ordered]
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -166,6 +201,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+")
     parser.add_argument("--widths", type=int, nargs="+")
+    parser.add_argument("--undecided", type=float, help="more seconds where chance hides whether Auto is slower")
+    parser.add_argument("--turn", type=float, help="seconds of each candidate's turn in a round")
+    parser.add_argument("--add", action="store_true", help="to the record, instead of beginning a new one")
     return parsed(
         parser,
         given,
@@ -174,6 +212,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         widths=([1024], WIDTHS),
         seconds=(8.0, 60.0),
         least=(3, 6),
+        undecided=(0.0, 400.0),
+        turn=(0.25, 0.5),
     )
 
 
@@ -185,7 +225,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def section(result: dict[str, Any]) -> str:
-    head = ["", *FIXED, "the fastest", "Auto's choice", "after steps", "Auto, times the fastest"]
+    head = ["", *FIXED, "the fastest", "Auto's choice", "after steps", "rounds", "recorded", "Auto, times the fastest"]
     head += [f"{AGAIN}, times one-bit"]
     head += [f"{name}, foretold of measured" for name in CANDIDATES]
     lines = []
@@ -193,6 +233,7 @@ def section(result: dict[str, Any]) -> str:
         rows, least = cell["rows"], fastest(cell)
         shown = [Spread.of(ratios(rows[name]["seconds"], rows[ALONE]["seconds"])) for name in FIXED]
         line = [_title(run, cell), *shown, least, cell["auto"]["configuration"], cell["steps until chosen"]]
+        line += [len(rows[AUTO]["seconds"]), cell.get("made", "with the others")]
         lines.append([*line, loss(cell), chance(cell), *(f"{foresight(cell, name):.2f}" for name in CANDIDATES)])
     return "\n".join(
         [
@@ -202,7 +243,8 @@ def section(result: dict[str, Any]) -> str:
             "communication, in the same ranks and rounds. `Auto` chose among float32, float16, "
             f"{' and '.join(CANDIDATES[2:])}; *after steps* is how many it took to try them. *Again* is the same "
             "candidate a second time: how far it is from 1 is chance. Which one is the fastest is told by half of the "
-            "rounds, and Auto compared with it in the other half. The last columns are what "
+            "rounds, and Auto compared with it in the other half; rounds went on for some minutes where chance hid "
+            "whether it was more than 5 % slower. The last columns are what "
             "`hvd-compress advise` foretells of a step, divided by what it took.",
             "",
             _plot(result),
@@ -239,6 +281,12 @@ def is_slower(cell: dict[str, Any]) -> bool:
     """Whether Auto takes longer than it may, beyond chance."""
     low, _ = median_interval(losses(cell))
     return low > MOST_LOSS
+
+
+def is_undecided(cell: dict[str, Any]) -> bool:
+    """Whether chance hides if Auto takes longer than it may."""
+    low, high = median_interval(losses(cell))
+    return low <= MOST_LOSS < high
 
 
 def chance(cell: dict[str, Any]) -> Spread:

@@ -141,7 +141,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=6, help="of 16.8 million parameters each")
     parser.add_argument("--repeats", type=int, help="of each peak")
-    return parsed(parser, given, seconds=(2.0, 20.0), least=(3, 7), repeats=(2, 3))
+    return parsed(parser, given, seconds=(1.0, 20.0), least=(3, 7), repeats=(1, 3))
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -16,7 +16,7 @@ import torch
 from horovod.torch import mpi_ops
 from places import DONE
 
-__all__ = ["WARM_UP", "Samples", "counted_operations", "deliver", "done", "rounds", "sample", "slowest"]
+__all__ = ["WARM_UP", "Samples", "all_go_on", "counted_operations", "deliver", "done", "rounds", "sample", "slowest"]
 
 Samples = dict[str, dict[str, list[float]]]
 
@@ -51,7 +51,7 @@ def rounds(
     names = list(actions)
     mine: list[list[list[float]]] = []  # round, action, (seconds, bytes)
     number = 0
-    while _all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
+    while all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
         order = random.Random(number).sample(names, len(names))
         samples = {name: sample(actions[name], number, (repeats or {}).get(name, 1)) for name in order}
         if number:
@@ -82,8 +82,8 @@ def slowest(seconds: float) -> float:
     return float(everyone.max())
 
 
-def _all_go_on(go_on: bool) -> bool:
-    # the first rank's clock decides for all
+def all_go_on(go_on: bool) -> bool:
+    """What the first rank says, whose clock decides for all."""
     return bool(hvd.broadcast(torch.tensor([int(go_on)]), 0, name="benchmarks.go_on"))
 
 
