@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     units = sum(len(rates) * sum(size <= most for size in sizes) for _, rates, most, _ in cases)
     with Progress("allreduce", units) as progress:
         for hosts, rates, most, names in cases:
-            candidates = [name for name in names if name in options.candidates]
+            candidates = options.candidates or names
             with place(hosts, progress) as here:
                 for rate in rates:
                     wanted = [size for size in sizes if size <= most]
@@ -126,7 +126,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--sizes", type=int, nargs="+")
-    parser.add_argument("--candidates", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--candidates", nargs="+", choices=NAMES)
     return parsed(parser, given, seconds=(4.0, 30.0), least=(3, 5), sizes=(SHORT_SIZES, SIZES))
 
 

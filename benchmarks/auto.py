@@ -14,13 +14,26 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from candidates import style
-from measure import ALONE, AUTO, DENSE, OWN_DENSE, Aim, Spread, machine, median_interval, picture, ratios, read, table
+from measure import (
+    ALONE,
+    AUTO,
+    DENSE,
+    OWN_DENSE,
+    Aim,
+    Spread,
+    machine,
+    median_interval,
+    merged,
+    picture,
+    ratios,
+    read,
+    table,
+)
 from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
 
 CANDIDATES = (*OWN_DENSE, "one-bit", "adaptive(64)")
@@ -34,9 +47,8 @@ WIDTHS = (256, 1024, 4096)
 MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS, LOOKED_AT = 6000, 10  # until Auto has chosen; after so many of them it is asked
-MOST_TURN_STEPS = 100  # training makes no pauses, and a turn's first steps are slower than others
+MOST_TURN_STEPS = 100
 TRIALS = 5  # steps, to know how many make a turn
-MORE_ROUNDS = 6  # at a time, where nothing is decided
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------
@@ -59,7 +71,10 @@ def ranks(task: dict[str, Any]) -> None:
         }
         steps = _until_chosen(trainings[AUTO])
         repeats = {name: _turn_steps(training, task["turn"]) for name, training in trainings.items()}
-        samples = _rounds({n: t.step for n, t in trainings.items()}, repeats, task)
+        samples = r.rounds(
+            {n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], repeats=repeats,
+            undecided=lambda rows: is_undecided({"rows": rows}), more_seconds=task["undecided"],
+        )  # fmt: skip
         alone = median(samples[ALONE]["seconds"])
         shapes = [tuple(p.shape) for p in trainings[ALONE].network.parameters()]
         cell = {
@@ -75,18 +90,6 @@ def ranks(task: dict[str, Any]) -> None:
         cells.append({**cell, "predicted": foreseen.seconds(shapes, alone), "measured": foreseen.measured})
         r.done(f"{task['label']}, {width}")
     r.deliver(task, cells)
-
-
-def _rounds(actions: dict[str, Any], repeats: dict[str, int], task: dict[str, Any]) -> Any:
-    """Rounds for the time they are given, and for as long again as is allowed while they decide nothing."""
-    import ranks as r
-
-    samples = r.rounds(actions, task["seconds"], task["least"], repeats=repeats)
-    begin = time.perf_counter()
-    while is_undecided({"rows": samples}) and r.all_go_on(time.perf_counter() - begin < task["undecided"]):
-        more = r.rounds(actions, 0.0, MORE_ROUNDS, repeats=repeats)
-        samples = {n: {kind: values + more[n][kind] for kind, values in of.items()} for n, of in samples.items()}
-    return samples
 
 
 def _until_chosen(training: Any) -> int:
@@ -160,10 +163,9 @@ class _Foreseen:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    record = (read("auto") if options.add else None) or {"runs": [], "machine": {}}
-    of_record = _made(record["machine"])
-    before = [{**run, "cells": [{"made": of_record, **cell} for cell in run["cells"]]} for run in record["runs"]]
+    before = (read("auto") or {}).get("cells", []) if options.add else []
     found = []
+    made = "{date}, {commit}".format_map(machine())
     rates = rates_to_be_had(options.rates)
     with Progress("auto", len(options.hosts) * len(rates) * len(options.widths)) as progress:
         for hosts in options.hosts:
@@ -177,23 +179,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         "turn": options.turn,
                         "label": f"{hosts} hosts, {rate}",
                     }
-                    cells = [{**cell, "made": _made(machine())} for cell in here.run(__file__, task, rate)]
-                    found.append({"hosts": hosts, "rate": rate, "cells": cells})
-    return {"runs": _merged(before, found)}
-
-
-def _made(machine: dict[str, Any]) -> str:
-    """When, and by which commit."""
-    return f"{machine.get('date')}, {machine.get('commit')}"
-
-
-def _merged(before: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All runs, cells found anew in the place of what they repeat."""
-    runs: dict[tuple[int, str], dict[int, Any]] = {}
-    for run in (*before, *found):
-        runs.setdefault((run["hosts"], run["rate"]), {}).update({cell["width"]: cell for cell in run["cells"]})
-    ordered = sorted(runs, key=lambda key: (key[0], RATES.index(key[1]) if key[1] in RATES else len(RATES)))
-    return [{"hosts": key[0], "rate": key[1], "cells": [runs[key][w] for w in sorted(runs[key])]} for key in ordered]
+                    cells = here.run(__file__, task, rate)
+                    found += [{"hosts": hosts, "rate": rate, **cell, "made": made} for cell in cells]
+    return {"cells": merged(before, found, ("hosts", "rate", "width"))}
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -213,6 +201,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         seconds=(8.0, 60.0),
         least=(3, 6),
         undecided=(0.0, 400.0),
+        # training makes no pauses, and a turn's first steps are slower than others
         turn=(0.25, 0.5),
     )
 
@@ -229,11 +218,11 @@ def section(result: dict[str, Any]) -> str:
     head += [f"{AGAIN}, times one-bit"]
     head += [f"{name}, foretold of measured" for name in CANDIDATES]
     lines = []
-    for run, cell in _cells(result):
+    for cell in result["cells"]:
         rows, least = cell["rows"], fastest(cell)
         shown = [Spread.of(ratios(rows[name]["seconds"], rows[ALONE]["seconds"])) for name in FIXED]
-        line = [_title(run, cell), *shown, least, cell["auto"]["configuration"], cell["steps until chosen"]]
-        line += [len(rows[AUTO]["seconds"]), cell.get("made", "with the others")]
+        line = [_title(cell), *shown, least, cell["auto"]["configuration"], cell["steps until chosen"]]
+        line += [len(rows[AUTO]["seconds"]), cell["made"]]
         lines.append([*line, loss(cell), chance(cell), *(f"{foresight(cell, name):.2f}" for name in CANDIDATES)])
     return "\n".join(
         [
@@ -308,7 +297,7 @@ def is_wrong(cell: dict[str, Any], name: str) -> bool:
 
 
 def aims(result: dict[str, Any]) -> list[Aim]:
-    cells = [cell for _, cell in _cells(result)]
+    cells = result["cells"]
     worst = max((loss(cell) for cell in cells), default=None)
     if worst is None:
         return []
@@ -335,25 +324,21 @@ def aims(result: dict[str, Any]) -> list[Aim]:
     ]
 
 
-def _cells(result: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    return [(run, cell) for run in result["runs"] for cell in run["cells"]]
-
-
-def _title(run: dict[str, Any], cell: dict[str, Any]) -> str:
-    return f"{run['hosts']} hosts, {run['rate']}, W={cell['width']}"
+def _title(cell: dict[str, Any]) -> str:
+    return f"{cell['hosts']} hosts, {cell['rate']}, W={cell['width']}"
 
 
 def _plot(result: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
 
     figure, (of_auto, of_advise) = plt.subplots(1, 2, figsize=(12, 5))
-    cells = _cells(result)
-    losses = [loss(cell) for _, cell in cells]
+    cells = result["cells"]
+    losses = [loss(cell) for cell in cells]
     middles = [spread.median for spread in losses]
     lengths = [[s.median - s.low for s in losses], [s.high - s.median for s in losses]]
     of_auto.errorbar(middles, range(len(cells)), xerr=lengths, fmt="o", color="black", ecolor="0.7")
-    of_auto.set_yticks(range(len(cells)), [_title(run, cell) for run, cell in cells], fontsize=7)
-    luck = [chance(cell).median for _, cell in cells]
+    of_auto.set_yticks(range(len(cells)), [_title(cell) for cell in cells], fontsize=7)
+    luck = [chance(cell).median for cell in cells]
     of_auto.plot(luck, range(len(cells)), "x", color="tab:blue", label=f"{AGAIN}, times one-bit")
     of_auto.legend(fontsize=7)
     of_auto.invert_yaxis()
@@ -361,9 +346,9 @@ def _plot(result: dict[str, Any]) -> str:
     of_auto.axvline(1.05, color="tab:red", linestyle=":")
     of_auto.set(xlabel="step with Auto, times the fastest of the others")
     for name in CANDIDATES:
-        x = [median(cell["rows"][name]["seconds"]) for _, cell in cells]
-        of_advise.plot(x, [cell["predicted"][name] for _, cell in cells], ".", **{**style(name), "linestyle": ""})
-    ends = [median(cell["rows"][name]["seconds"]) for _, cell in cells for name in CANDIDATES]
+        x = [median(cell["rows"][name]["seconds"]) for cell in cells]
+        of_advise.plot(x, [cell["predicted"][name] for cell in cells], ".", **{**style(name), "linestyle": ""})
+    ends = [median(cell["rows"][name]["seconds"]) for cell in cells for name in CANDIDATES]
     ends = [min(ends), max(ends)]
     for factor, dashes in ((1.0, "-"), (1 - WITHIN, ":"), (1 + WITHIN, ":")):
         of_advise.plot(ends, [factor * end for end in ends], dashes, color="0.7")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from measure import ALONE, FP16, FP32, Aim, Spread, picture, ratios, read, table, write
+from measure import ALONE, FP16, FP32, Aim, Spread, merged, picture, ratios, read, table, write
 from places import Progress, local, parsed, parser_of, place, rates_to_be_had, start
 
 PER_NODE = 2
@@ -252,7 +252,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     **settings,
                 }  # fmt: skip
                 found = {"rate": rate, **settings, "rows": here.run(__file__, task, rate)}
-                result["times"] = _merged(result.get("times", []), found, ("rate",))
+                result["times"] = _sorted(result.get("times", []), found, ("rate",))
     if "schedule" in options.only:
         units = len(rates) * len(options.seeds) * len(SCHEDULED)
         with Progress("daso, schedule", units) as progress, place(2, progress, PER_NODE) as here:
@@ -263,16 +263,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         "rate": rate, "seed": seed, "width": options.schedule_width,
                         "rows": here.run(__file__, task, rate),
                     }  # fmt: skip
-                    result["schedule"] = _merged(result.get("schedule", []), found, ("rate", "seed"))
+                    result["schedule"] = _sorted(result.get("schedule", []), found, ("rate", "seed"))
                     # minutes of work are not to be lost with the last ones
                     write("daso", result)
     return result
 
 
-def _merged(before: list[dict[str, Any]], found: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """All cases, the one found anew in the place of what it repeats."""
-    cases = {tuple(case[key] for key in keys): case for case in [*before, found]}
-    return [cases[key] for key in sorted(cases)]
+def _sorted(before: list[dict[str, Any]], found: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
+    return sorted(merged(before, [found], keys), key=lambda case: [case[key] for key in keys])
 
 
 def _measure_grid(options: argparse.Namespace, pairs: list[tuple[int, int]], result: dict[str, Any]) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
-from measure import ALONE, FP16, FP32, Aim, Spread, picture, ratios, read, table, write
+from measure import ALONE, FP16, FP32, Aim, Spread, merged, picture, ratios, read, table, write
 from places import Progress, local, parsed, parser_of, place, rates_to_be_had, start
 
 RANKS, BATCH, RATE = 4, 64, 0.05
+RUN_KEYS = ("model", "label", "delta", "transport", "seed")  # what tells trainings apart
 D_PSGD, ADAPTIVE, CONSTANT = "D-PSGD", "adaptive threshold", "constant threshold"
 ADAPTIVE_29, KEEPING = f"{ADAPTIVE}, first 29 passes forced", f"{ADAPTIVE}, mean-preserving"
 TOPK, ONEBIT = f"{KEEPING}, top-k 1 %", f"{KEEPING}, one-bit"
@@ -233,18 +234,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with Progress("eventgrad, learning", sum(map(len, planned))) as progress:
             for some in planned:
                 found = local(RANKS, progress).run(__file__, {"runs": some, "epochs": options.epochs})
-                result["learning"] = _merged(result["learning"], found)
+                result["learning"] = merged(result["learning"], found, RUN_KEYS)
                 # an hour's work is not to be lost with the last minute's
                 write("eventgrad", result)
     if "times" in options.only:
         result |= {"width": options.width, "times": _times(options)}
     return result
-
-
-def _merged(before: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rows, those found anew in the place of what they repeat."""
-    rows = {tuple(row[key] for key in ("model", "label", "delta", "transport", "seed")): row for row in before + found}
-    return list(rows.values())
 
 
 def _times(options: argparse.Namespace) -> list[dict[str, Any]]:

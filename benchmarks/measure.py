@@ -33,6 +33,7 @@ __all__ = [
     "Verdict",
     "machine",
     "median_interval",
+    "merged",
     "picture",
     "ratios",
     "read",
@@ -234,6 +235,18 @@ def read(name: str) -> dict[str, Any] | None:
     """What `write` has written, or None."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
+
+
+def merged(
+    before: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]], keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    """All cases of a record, those found anew in the place of what they repeat.
+
+    Example:
+        >>> merged([{"n": 1, "s": 5.0}, {"n": 2, "s": 6.0}], [{"n": 1, "s": 4.0}], ["n"])
+        [{'n': 1, 's': 4.0}, {'n': 2, 's': 6.0}]
+    """
+    return list({tuple(case[key] for key in keys): case for case in (*before, *found)}.values())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

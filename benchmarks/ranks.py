@@ -16,11 +16,12 @@ import torch
 from horovod.torch import mpi_ops
 from places import DONE
 
-__all__ = ["WARM_UP", "Samples", "all_go_on", "counted_operations", "deliver", "done", "rounds", "sample", "slowest"]
+__all__ = ["WARM_UP", "Samples", "counted_operations", "deliver", "done", "rounds", "sample", "slowest"]
 
 Samples = dict[str, dict[str, list[float]]]
 
 WARM_UP = 2
+LOOK = 6  # rounds from one look at what is measured to the next
 
 
 def rounds(
@@ -29,6 +30,8 @@ def rounds(
     least: int = 3,
     most: int = 100,
     repeats: Mapping[str, int] | None = None,
+    undecided: Callable[[Samples], bool] | None = None,
+    more_seconds: float = 0.0,
 ) -> Samples:
     """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
 
@@ -42,6 +45,8 @@ def rounds(
         most: number of rounds.
         repeats: how often an action runs in each of its turns, once where none is given. If that is more than once, it
             runs WARM_UP times before: short actions are faster when the others have not just filled the caches.
+        undecided: whether rounds go on when `seconds` are over, by what has been measured; asked every LOOK rounds.
+        more_seconds: for as long at most.
 
     Returns:
         {name: {"seconds": of the slowest rank in each round, "bytes": that a rank sent, the mean of all ranks}}; bytes
@@ -51,12 +56,27 @@ def rounds(
     names = list(actions)
     mine: list[list[list[float]]] = []  # round, action, (seconds, bytes)
     number = 0
-    while all_go_on(number <= least or (time.perf_counter() - begin < seconds and number <= most)):
+
+    def go_on() -> bool:
+        spent = time.perf_counter() - begin
+        if _all_go_on(number <= least or (spent < seconds and number <= most)):
+            return True
+        if undecided is None or not _all_go_on(spent < seconds + more_seconds):
+            return False
+        # looking more often would sooner find what chance has made look decided
+        return number % LOOK != 0 or undecided(_samples(names, mine))
+
+    while go_on():
         order = random.Random(number).sample(names, len(names))
         samples = {name: sample(actions[name], number, (repeats or {}).get(name, 1)) for name in order}
         if number:
             mine.append([samples[name] for name in names])
         number += 1
+    return _samples(names, mine)
+
+
+def _samples(names: list[str], mine: list[list[list[float]]]) -> Samples:
+    """Of all ranks, from (seconds, bytes) of this one by rounds and actions; the same on every rank."""
     everyone = hvd.allgather(torch.tensor([mine], dtype=torch.float64), name="benchmarks.samples")
     slowest, sent = everyone[..., 0].amax(0), everyone[..., 1].mean(0)
     return {name: {"seconds": slowest[:, i].tolist(), "bytes": sent[:, i].tolist()} for i, name in enumerate(names)}
@@ -82,8 +102,8 @@ def slowest(seconds: float) -> float:
     return float(everyone.max())
 
 
-def all_go_on(go_on: bool) -> bool:
-    """What the first rank says, whose clock decides for all."""
+def _all_go_on(go_on: bool) -> bool:
+    # the first rank's clock decides for all
     return bool(hvd.broadcast(torch.tensor([int(go_on)]), 0, name="benchmarks.go_on"))
 
 
