@@ -27,13 +27,12 @@ class _Settings:
     seconds: float
     drift: float
     margin: float
-    doubt: float
     trials: int
     most_trials: int
     race: float
 
     def begin_race(self) -> Race:
-        return Race(self.doubt, self.trials, self.most_trials, self.race)
+        return Race(self.trials, self.most_trials, self.race)
 
 
 class Explorer:
@@ -54,9 +53,8 @@ class Explorer:
         drift: relative change of three quarters of a window of 4 * `steps` steps and 4 * `seconds` after which all are
             tried again, when it has lasted long enough to be worth that: see `Watch`.
         margin: what another one must gain over `dense`.
-        doubt: those that take at most this share longer than the fastest are tried again, in turns with it: see `Race`.
-        trials: of each of them, at least.
-        most_trials: of each of them, at most.
+        trials: of each, at least, unless it is slower beyond chance before: see `Race`.
+        most_trials: of each, at most.
         race: seconds that all trials last together; after that, there are no more than `trials`.
 
     Raises:
@@ -87,8 +85,7 @@ class Explorer:
         seconds: float = 0.0,
         drift: float = 0.3,
         margin: float = 0.02,
-        doubt: float = 0.25,
-        trials: int = 5,
+        trials: int = 3,
         most_trials: int = 25,
         race: float = 20.0,
     ) -> None:
@@ -103,7 +100,7 @@ class Explorer:
         self.configurations = tuple(configurations)
         self.corrector = Corrector()
         self._dense = dense
-        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, doubt, trials, most_trials, race)
+        self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, trials, most_trials, race)
         self._race = self._settings.begin_race()
         self._seconds: list[float] = []
         self._skipped = 0

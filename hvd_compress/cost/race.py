@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from math import comb
-from statistics import median, median_low
+from functools import cache
+from statistics import NormalDist, fmean, median, median_low
 from typing import Any
 
 __all__ = ["Race"]
 
-_ONCE_MORE, _TWICE = 4.0, 2
+_ONCE_MORE = 4.0  # times as long
 _CHANCE = 0.02
+# by how much the logarithm of a turn's ratio varies where nothing is known of it yet, and how many turns that counts as
+_USUAL, _USUAL_TURNS = 0.1, 2
 
 
 class Race:
     """Says what is to be tried next, from the seconds of what was tried before.
 
-    Those that are about as fast as the fastest are tried in turns. One leaves when it was slower than the fastest in so
-    many of their common turns that chance would make it so in at most 2 % of cases (sign test, one-sided). Others on
-    the machine disturb both of a turn alike, and a disturbance of one counts as one turn, however long it was.
+    All are tried in turns. One leaves when it was slower than the fastest by so much, in their common turns, that
+    chance would make it so in at most 2 % of cases: Student's t of the logarithms of their ratios, one-sided. So what
+    is far slower leaves after two turns where turns agree, and stays for more where the machine disturbs them. What
+    disturbs all of a turn alike does not count. After a single turn, which may have been disturbed, only what took more
+    than four times as long leaves.
 
     Args:
-        doubt: what takes at most this share longer than the fastest is about as fast. What takes at most four times as
-            long is tried once more, and the better of two counts: all may have been disturbed once.
-        trials: of each that is about as fast, at least.
+        trials: of each that has not left, at least.
         most_trials: of each, at most.
         seconds: that all trials last together; after that, there are `trials` of each and no more.
 
@@ -32,18 +35,19 @@ class Race:
 
     Example:
         >>> from hvd_compress.cost import Race
-        >>> race = Race(doubt=0.25, trials=1, most_trials=20, seconds=10.0)
+        >>> race = Race(trials=1, most_trials=20, seconds=10.0)
         >>> race.add("fp16", 0.012, lasted=0.1)
-        >>> for trial in range(6):
-        ...     race.add("fp16" if trial % 2 else "onebit", 0.010 + 0.002 * (trial % 2), lasted=0.1)
-        >>> race.following(), race.measured
-        ('onebit', {'fp16': 0.012, 'onebit': 0.01})
+        >>> race.add("onebit", 0.010, lasted=0.1)
+        >>> while (name := race.following()) is not None:
+        ...     race.add(name, {"fp16": 0.012, "onebit": 0.010}[name], lasted=0.1)
+        >>> race.measured
+        {'fp16': 0.012, 'onebit': 0.01}
     """
 
-    def __init__(self, doubt: float, trials: int, most_trials: int, seconds: float) -> None:
+    def __init__(self, trials: int, most_trials: int, seconds: float) -> None:
         if not 1 <= trials <= most_trials:
             raise ValueError(f"trials={trials!r}, most_trials={most_trials!r}: give 1 or more, and not less at most")
-        self._doubt, self._least, self._most, self._seconds = doubt, trials, most_trials, seconds
+        self._least, self._most, self._seconds = trials, most_trials, seconds
         self._trials: dict[str, list[float]] = {}
         self._lost: set[str] = set()
         self._lasted = 0.0
@@ -64,15 +68,11 @@ class Race:
 
     def following(self) -> str | None:
         """What is to be tried again; None when the fastest is known, or is not worth more trials."""
-        for limit, trials in ((_ONCE_MORE, min(_TWICE, self._least)), (1 + self._doubt, self._least)):
-            close = self._close(limit)
-            name = self._least_tried(close)
-            if len(close) > 1 and len(self._trials[name]) < trials:
-                return name
         self._drop()
-        left = [name for name in self._close(1 + self._doubt) if name not in self._lost]
-        name = self._least_tried(left)
-        if len(left) < 2 or self._lasted >= self._seconds or len(self._trials[name]) >= self._most:
+        left = [name for name in self._trials if name not in self._lost]
+        name = min(left, key=lambda name: len(self._trials[name]))
+        trials = len(self._trials[name])
+        if len(left) < 2 or trials >= self._most or (trials >= self._least and self._lasted >= self._seconds):
             return None
         return name
 
@@ -86,27 +86,41 @@ class Race:
         self._trials = {name: list(seconds) for name, seconds in state["trials"].items()}
         self._lost, self._lasted = set(state["lost"]), float(state["lasted"])
 
-    def _close(self, limit: float) -> list[str]:
-        measured = self.measured
-        least = min(measured.values())
-        return [name for name, seconds in measured.items() if seconds <= limit * least]
-
-    def _least_tried(self, names: Sequence[str]) -> str:
-        return min(names, key=lambda name: len(self._trials[name]))
-
     def _compared(self, name: str, fastest: str, alone: Mapping[str, float]) -> float:
         """Seconds of a name from those of the fastest: what disturbs both of a turn alike does not count."""
-        ratios = [a / b for a, b in zip(self._trials[name], self._trials[fastest], strict=False)]
+        ratios = self._ratios(name, fastest)
         return alone[name] if len(ratios) < 3 else alone[fastest] * median(ratios)
 
     def _drop(self) -> None:
         measured = self.measured
         fastest = min(measured, key=measured.__getitem__)
         # what has lost once stays out: to look again after each turn would bring chance back in
-        self._lost |= {n for n in self._close(1 + self._doubt) if n != fastest and self._is_slower(n, fastest)}
+        self._lost |= {name for name in measured if name != fastest and _is_slower(self._ratios(name, fastest))}
         self._lost.discard(fastest)
 
-    def _is_slower(self, name: str, other: str) -> bool:
-        turns = [a > b for a, b in zip(self._trials[name], self._trials[other], strict=False)]
-        as_many = sum(comb(len(turns), k) for k in range(sum(turns), len(turns) + 1))
-        return as_many <= _CHANCE * 2 ** len(turns)
+    def _ratios(self, name: str, other: str) -> list[float]:
+        """How many times as long the first took as the other, in each turn of both."""
+        return [a / b for a, b in zip(self._trials[name], self._trials[other], strict=False)]
+
+
+def _is_slower(ratios: Sequence[float]) -> bool:
+    """Whether ratios lie above 1 beyond chance."""
+    if len(ratios) < 2:
+        return ratios[0] > _ONCE_MORE
+    logarithms = [math.log(ratio) for ratio in ratios]
+    mean, freedom = fmean(logarithms), len(ratios) - 1 + _USUAL_TURNS
+    # two turns may agree by chance, so that turns usually differ counts, too
+    squares = _USUAL_TURNS * _USUAL**2 + sum((x - mean) ** 2 for x in logarithms)
+    return mean > _student(freedom) * math.sqrt(squares / freedom / len(ratios))
+
+
+@cache
+def _student(freedom: int) -> float:
+    """What Student's t exceeds in `_CHANCE` of all cases (Abramowitz and Stegun, 26.7.5), from 3 on within 1 %."""
+    z = NormalDist().inv_cdf(1 - _CHANCE)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
