@@ -41,6 +41,7 @@ FIXED = (*DENSE, *CANDIDATES)
 AGAIN = "one-bit, again"  # what differs between it and the same candidate is chance
 NAMES = [ALONE, *FIXED, AGAIN, AUTO]
 BATCH = 10
+MNIST_FEATURES = 784  # where MNIST is not to be had, digits of fewer pixels are learnt
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 SHORT_RATES = ("1gbit", UNLIMITED)
 WIDTHS = (256, 1024, 4096)
@@ -181,7 +182,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     }
                     cells = here.run(__file__, task, rate)
                     found += [{"hosts": hosts, "rate": rate, **cell, "made": made} for cell in cells]
-    return {"cells": merged(before, found, ("hosts", "rate", "width"))}
+    return {"cells": merged(before, found, ("hosts", "rate", "width", "features"))}
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -228,7 +229,7 @@ def section(result: dict[str, Any]) -> str:
         [
             "## Auto and advise",
             "",
-            "784-W-W-W-10 on MNIST, 10 images a rank and step. The first columns are times the step without "
+            f"{_networks(result)}, {BATCH} images a rank and step. The first columns are times the step without "
             "communication, in the same ranks and rounds. `Auto` chose among float32, float16, "
             f"{' and '.join(CANDIDATES[2:])}; *after steps* is how many it took to try them. *Again* is the same "
             "candidate a second time: how far it is from 1 is chance. Which one is the fastest is told by half of the "
@@ -324,8 +325,16 @@ def aims(result: dict[str, Any]) -> list[Aim]:
     ]
 
 
+def _networks(result: dict[str, Any]) -> str:
+    return " and ".join(
+        f"{features}-W-W-W-10 on {'MNIST' if features == MNIST_FEATURES else 'smaller digits, without MNIST'}"
+        for features in sorted({cell["features"] for cell in result["cells"]}, reverse=True)
+    )
+
+
 def _title(cell: dict[str, Any]) -> str:
-    return f"{cell['hosts']} hosts, {cell['rate']}, W={cell['width']}"
+    other = "" if cell["features"] == MNIST_FEATURES else f", {cell['features']} features"
+    return f"{cell['hosts']} hosts, {cell['rate']}, W={cell['width']}{other}"
 
 
 def _plot(result: dict[str, Any]) -> str:
