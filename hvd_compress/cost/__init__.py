@@ -21,6 +21,7 @@ from hvd_compress.cost.predict import (
     work_of,
 )
 from hvd_compress.cost.race import Race
+from hvd_compress.cost.rivals import Rivals
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.cost.step import Job, step_seconds
 from hvd_compress.cost.watch import Watch
@@ -37,6 +38,7 @@ __all__ = [
     "Link",
     "Network",
     "Race",
+    "Rivals",
     "Speed",
     "Stage",
     "Watch",

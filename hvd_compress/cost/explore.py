@@ -1,14 +1,16 @@
-"""Tries the few configurations that are predicted to be fast, keeps the fastest, and looks again when times drift."""
+"""Tries the few configurations that are predicted to be fast, keeps the fastest, and goes on looking now and then."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
 from hvd_compress.cost.race import Race
+from hvd_compress.cost.rivals import Rivals
 from hvd_compress.cost.watch import Watch
 
 __all__ = ["Explorer"]
@@ -35,6 +37,17 @@ class _Settings:
         return Race(self.trials, self.most_trials, self.race)
 
 
+@dataclass
+class _Turn:
+    """Of a rival, and of the chosen one after it."""
+
+    chosen: str
+    rival: str
+    lasted: list[float] = field(default_factory=list)  # seconds of all steps of both
+    seconds: float | None = None  # of a step of the rival, when its part has ended
+    steps: int = 0  # of it
+
+
 class Explorer:
     """Says which configuration the next step is to use, from the measured seconds of the steps before.
 
@@ -56,6 +69,7 @@ class Explorer:
         trials: of each, at least, unless it is slower beyond chance before: see `Race`.
         most_trials: of each, at most.
         race: seconds that all trials last together; after that, there are no more than `trials`.
+        share: of all steps' seconds that may be lost by comparing the chosen one with others again: see `Rivals`.
 
     Raises:
         ValueError: `dense` is not among the configurations, names repeat, or a setting is out of its range.
@@ -88,6 +102,7 @@ class Explorer:
         trials: int = 3,
         most_trials: int = 25,
         race: float = 20.0,
+        share: float = 0.005,
     ) -> None:
         names = [c.name for c in configurations]
         if dense not in names or len(set(names)) < len(names):
@@ -102,6 +117,8 @@ class Explorer:
         self._dense = dense
         self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, trials, most_trials, race)
         self._race = self._settings.begin_race()
+        self._rivals = Rivals(share)
+        self._turn: _Turn | None = None
         self._seconds: list[float] = []
         self._skipped = 0
         self._watch = Watch(4 * steps, drift, 4 * seconds)
@@ -117,18 +134,33 @@ class Explorer:
 
     @property
     def committed(self) -> bool:
-        """Whether trying has ended."""
+        """Whether the search has ended."""
         return self._expected is not None
 
     @property
+    def trying(self) -> bool:
+        """Whether the next steps are a trial, in a search or of a rival."""
+        return not self.committed or self._turn is not None
+
+    @property
+    def chosen(self) -> Configuration:
+        """What is thought to be the fastest: `current`, unless that is a rival that has a turn."""
+        return self.current if self._turn is None else self._named(self._turn.chosen)
+
+    @property
+    def rival(self) -> str | None:
+        """What `chosen` is being compared with again, while that has its turn."""
+        return None if self._turn is None or self.current == self.chosen else self.current.name
+
+    @property
     def expected(self) -> float:
-        """Seconds of a step with `current`: as measured when it was chosen, or predicted."""
+        """Seconds of a step with `chosen`: as measured when it was chosen, or predicted."""
         return self._expected or self.current.seconds
 
     @property
     def measured(self) -> dict[str, float]:
         """Seconds of a step by name, of those that have been tried this time."""
-        return self._race.measured
+        return self._rivals.known if self.committed else self._race.measured
 
     def observe(self, seconds: float) -> bool:
         """Take the seconds of a step with `current`; whether `current` is another one from now on.
@@ -139,17 +171,18 @@ class Explorer:
         if not seconds > 0:
             raise ValueError(f"a step of {seconds!r} seconds: must be above 0")
         before = self._current
+        if self._turn is not None:
+            # also of the steps that do not count: to change the way is part of what a turn costs
+            self._turn.lasted.append(seconds)
         if self._skipped < self._settings.skip:
             self._skipped += 1
             return False
-        if self.committed:
-            drifted = self._watch.observe(seconds)
-            if drifted is not None:
-                self._look_again(drifted)
-        else:
+        if self.trying:
             self._seconds.append(seconds)
             if self._is_enough():
                 self._end_trial()
+        else:
+            self._go_on(seconds)
         if self._current != before:
             self._skipped = 0
         return self._current != before
@@ -159,6 +192,8 @@ class Explorer:
         return {
             "current": self.current.name,
             "race": self._race.get_state(),
+            "rivals": self._rivals.get_state(),
+            "turn": None if self._turn is None else asdict(self._turn),
             "seconds": list(self._seconds),
             "skipped": self._skipped,
             "watch": self._watch.get_state(),
@@ -175,11 +210,13 @@ class Explorer:
             ValueError: it names a configuration that is not known here.
         """
         names = [c.name for c in self.configurations]
-        unknown = {state["current"], *state["race"]["trials"]} - set(names)
+        unknown = {state["current"], *state["race"]["trials"], *state["rivals"]["known"]} - set(names)
         if unknown:
             raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(names)}; begin anew")
         self._current = names.index(state["current"])
         self._race.set_state(state["race"])
+        self._rivals.set_state(state["rivals"])
+        self._turn = None if state["turn"] is None else _Turn(**state["turn"])
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
         self._watch.set_state(state["watch"])
@@ -192,12 +229,22 @@ class Explorer:
         return taken >= 5 * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
 
     def _end_trial(self) -> None:
-        seconds = _lasting(self._seconds)
-        # not their sum: a pause in the training is not time that was spent on the race
-        self._race.add(self.current.name, seconds, lasted=seconds * len(self._seconds))
-        self._search_seconds += seconds * len(self._seconds)
-        self._search_steps += len(self._seconds)
+        seconds, steps = _lasting(self._seconds), len(self._seconds)
         self._seconds = []
+        if self._turn is None:
+            self._go_on_searching(seconds, steps)
+        elif self._turn.seconds is None:
+            # the chosen one after it, so that both come after a change
+            self._turn.seconds, self._turn.steps = seconds, steps
+            self._use(self._turn.chosen)
+        else:
+            self._end_turn(self._turn, self._turn.seconds, seconds)
+
+    def _go_on_searching(self, seconds: float, steps: int) -> None:
+        # not their sum: a pause in the training is not time that was spent on the race
+        self._race.add(self.current.name, seconds, lasted=seconds * steps)
+        self._search_seconds += seconds * steps
+        self._search_steps += steps
         self._learn(seconds)
         following = self._worth_a_trial()
         if following is None:
@@ -205,8 +252,44 @@ class Explorer:
         if following is None:
             known = self._known()
             following = pick(known, self._dense, margin=self._settings.margin)
-            self._commit(known[following])
-        self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)
+            self._commit(following, known[following])
+        self._use(following)
+
+    def _go_on(self, seconds: float) -> None:
+        """A step has been made with what was chosen, and nothing was tried."""
+        drifted = self._watch.observe(seconds)
+        if drifted is not None:
+            self._look_again(drifted)
+            return
+        # not `seconds`: a pause is no reason to lose more
+        self._rivals.save(self.expected)
+        rival = self._rivals.due({name: self._turn_steps(known) for name, known in self._rivals.known.items()})
+        if rival is not None:
+            self._turn = _Turn(self.current.name, rival)
+            self._use(rival)
+
+    def _turn_steps(self, seconds: float) -> int:
+        least = self._settings.steps
+        wanted = math.ceil(self._settings.seconds / seconds)
+        return self._settings.skip + min(max(least, wanted), 5 * least)
+
+    def _end_turn(self, turn: _Turn, rivals: float, chosen: float) -> None:
+        name, self._turn = turn.rival, None
+        lost = sum(turn.lasted) - len(turn.lasted) * chosen
+        if not self._rivals.add(name, rivals, chosen, turn.steps, lost):
+            return
+        known = self._rivals.known
+        gain = self._settings.margin if turn.chosen == self._dense else 0.0
+        if known[name] < (1 - gain) * known[turn.chosen]:
+            self._rivals.change(name)
+            self._expect(known[name], lost=0.0)
+            self._use(name)
+
+    def _use(self, name: str) -> None:
+        self._current = next(i for i, c in enumerate(self.configurations) if c.name == name)
+
+    def _named(self, name: str) -> Configuration:
+        return next(c for c in self.configurations if c.name == name)
 
     def _learn(self, seconds: float) -> None:
         if self.current.seconds > 0:
@@ -216,7 +299,7 @@ class Explorer:
         """Seconds of what was measured; and of dense, predicted if it was not."""
         known = self.measured
         if self._dense not in known:
-            known[self._dense] = self._corrected(next(c for c in self.configurations if c.name == self._dense))
+            known[self._dense] = self._corrected(self._named(self._dense))
         return known
 
     def _worth_a_trial(self) -> str | None:
@@ -236,10 +319,16 @@ class Explorer:
     def _corrected(self, configuration: Configuration) -> float:
         return configuration.seconds * self.corrector.factor(configuration.name)
 
-    def _commit(self, expected: float) -> None:
-        self._expected = expected
-        self._watch.begin(expected, lost=max(0.0, self._search_seconds - self._search_steps * expected))
+    def _commit(self, name: str, expected: float) -> None:
+        tried = self._race.measured
+        ratios = {other: self._race.ratios(name, other) for other in tried} if name in tried else {}
+        self._rivals.begin(name, {**tried, name: expected}, ratios)
+        self._expect(expected, lost=max(0.0, self._search_seconds - self._search_steps * expected))
         self._search_seconds, self._search_steps = 0.0, 0
+
+    def _expect(self, seconds: float, lost: float) -> None:
+        self._expected = seconds
+        self._watch.begin(seconds, lost)
 
     def _look_again(self, seconds: float) -> None:
         # on a faster link dense gains most, more than any factor of a compressed one tells
@@ -251,9 +340,9 @@ class Explorer:
         self._learn(seconds)
         following = self._worth_a_trial()
         if following is None:
-            self._commit(seconds)
+            self._commit(self.current.name, seconds)
         else:
-            self._current = next(i for i, c in enumerate(self.configurations) if c.name == following)
+            self._use(following)
 
 
 def _lasting(seconds: Sequence[float]) -> float:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from functools import cache
-from statistics import NormalDist, fmean, median, median_low
+from collections.abc import Mapping
+from statistics import median, median_low
 from typing import Any
 
-__all__ = ["Race"]
+from hvd_compress.cost.chance import is_slower
 
-_ONCE_MORE = 4.0  # times as long
-_CHANCE = 0.02
-# by how much the logarithm of a turn's ratio varies where nothing is known of it yet, and how many turns that counts as
-_USUAL, _USUAL_TURNS = 0.1, 2
+__all__ = ["Race"]
 
 
 class Race:
@@ -76,6 +71,10 @@ class Race:
             return None
         return name
 
+    def ratios(self, name: str, other: str) -> list[float]:
+        """How many times as long the first took as the other, in each turn of both."""
+        return [a / b for a, b in zip(self._trials[name], self._trials[other], strict=False)]
+
     def get_state(self) -> dict[str, Any]:
         """A JSON-able dict for `set_state`."""
         trials = {name: list(seconds) for name, seconds in self._trials.items()}
@@ -88,39 +87,12 @@ class Race:
 
     def _compared(self, name: str, fastest: str, alone: Mapping[str, float]) -> float:
         """Seconds of a name from those of the fastest: what disturbs both of a turn alike does not count."""
-        ratios = self._ratios(name, fastest)
+        ratios = self.ratios(name, fastest)
         return alone[name] if len(ratios) < 3 else alone[fastest] * median(ratios)
 
     def _drop(self) -> None:
         measured = self.measured
         fastest = min(measured, key=measured.__getitem__)
         # what has lost once stays out: to look again after each turn would bring chance back in
-        self._lost |= {name for name in measured if name != fastest and _is_slower(self._ratios(name, fastest))}
+        self._lost |= {name for name in measured if name != fastest and is_slower(self.ratios(name, fastest))}
         self._lost.discard(fastest)
-
-    def _ratios(self, name: str, other: str) -> list[float]:
-        """How many times as long the first took as the other, in each turn of both."""
-        return [a / b for a, b in zip(self._trials[name], self._trials[other], strict=False)]
-
-
-def _is_slower(ratios: Sequence[float]) -> bool:
-    """Whether ratios lie above 1 beyond chance."""
-    if len(ratios) < 2:
-        return ratios[0] > _ONCE_MORE
-    logarithms = [math.log(ratio) for ratio in ratios]
-    mean, freedom = fmean(logarithms), len(ratios) - 1 + _USUAL_TURNS
-    # two turns may agree by chance, so that turns usually differ counts, too
-    squares = _USUAL_TURNS * _USUAL**2 + sum((x - mean) ** 2 for x in logarithms)
-    return mean > _student(freedom) * math.sqrt(squares / freedom / len(ratios))
-
-
-@cache
-def _student(freedom: int) -> float:
-    """What Student's t exceeds in `_CHANCE` of all cases (Abramowitz and Stegun, 26.7.5), from 3 on within 1 %."""
-    z = NormalDist().inv_cdf(1 - _CHANCE)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

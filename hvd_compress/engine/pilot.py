@@ -77,15 +77,15 @@ class Pilot:
     @property
     def seconds_wanted(self) -> int:
         """How many steps to time before the ranks compare."""
-        if not self.explorer.committed:
+        if self.explorer.trying:
             return _SKIPPED_STEPS + _TRIAL_STEPS
         lasting = math.ceil(_WATCHED_SECONDS / self.explorer.expected) if self.explorer.expected else 0
         return min(max(lasting, _WATCHED_STEPS), _MOST_WATCHED_STEPS)
 
     @property
-    def committed(self) -> bool:
-        """Whether trying has ended."""
-        return self.explorer.committed
+    def trying(self) -> bool:
+        """Whether the next steps are a trial: of a way, or of the chosen one to compare it with."""
+        return self.explorer.trying
 
     def observe(self, seconds: Sequence[float]) -> bool:
         """Take the seconds of steps, the same on all ranks; whether `routing` is another one now."""
@@ -94,10 +94,11 @@ class Pilot:
 
     def report(self) -> dict[str, Any]:
         """What was chosen and why, for `compression_stats()`."""
-        current = self.explorer.current
+        chosen = self.explorer.chosen
         return {
-            "configuration": current.name,
+            "configuration": chosen.name,
             "committed": self.explorer.committed,
+            "rival": self.explorer.rival,
             "predicted_seconds": {c.name: c.seconds for c in self.explorer.configurations},
             "measured_seconds": self.explorer.measured,
             "buckets": [
@@ -108,7 +109,7 @@ class Pilot:
                     "predicted_seconds": predicted,
                 }
                 for names, label, by_way, predicted in zip(
-                    self.buckets, current.labels, self._exchanges, self._predicted, strict=True
+                    self.buckets, chosen.labels, self._exchanges, self._predicted, strict=True
                 )
             ],
             "link": self._network.link.get_config(),
@@ -116,11 +117,11 @@ class Pilot:
         }
 
     def _reason(self) -> str:
-        current, measured = self.explorer.current, self.explorer.measured
-        known = measured if self.explorer.committed and current.name in measured else None
+        chosen, measured = self.explorer.chosen, self.explorer.measured
+        known = measured if self.explorer.committed and chosen.name in measured else None
         seconds = known or {c.name: c.seconds for c in self.explorer.configurations}
         others = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in sorted(seconds.items(), key=lambda item: item[1]))
-        return f"{current.name}: {'measured' if known else 'predicted'} per step: {others}"
+        return f"{chosen.name}: {'measured' if known else 'predicted'} per step: {others}"
 
     def _stages(self, names: Sequence[str]) -> tuple[dict[str, tuple[Stage, ...]], dict[str, str]]:
         """What each way of exchanging the tensors of a bucket consists of, and its exchange where time chooses that."""

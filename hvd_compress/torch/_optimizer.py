@@ -211,7 +211,8 @@ class _Overrides:
             bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would have
             sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds (handing over), exchange_seconds
             (waited), decode_seconds, and residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also
-            "auto": what was chosen for each bucket, from which predicted and measured seconds, and why.
+            "auto": what was chosen for each bucket, from which predicted and measured seconds, and why; "rival" is what
+            it is compared with in the next step, or None.
         """
         if self._engine is None:
             return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}

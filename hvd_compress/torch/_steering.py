@@ -91,7 +91,7 @@ class Steering:
         rest = median(span.rest for span in spans)
         if self._usual_rest is None:
             self._usual_rest = rest
-        if not self._pilot.committed:
+        if self._pilot.trying:
             self._beyond_usual = None
             return [_clocked(span.combining, span.rest - self._usual_rest) for span in spans]
         if self._beyond_usual is None:

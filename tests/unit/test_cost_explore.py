@@ -159,7 +159,7 @@ def test_a_link_that_becomes_slow_is_noticed() -> None:
 
 
 def test_a_noisy_machine_is_not_searched_again_and_again_but_a_lasting_change_is() -> None:
-    it = Explorer(made(), "none", skip=0, steps=1, trials=1, most_trials=1)
+    it = Explorer(made(), "none", skip=0, steps=1, trials=1, most_trials=1, share=0.0)
     searches, rng = 0, np.random.default_rng(1)
     for step in range(4000):
         was_committed = it.committed
@@ -198,23 +198,88 @@ def test_without_an_alternative_a_drift_is_the_new_normal() -> None:
 
 
 def test_small_drifts_do_not_start_another_search() -> None:
-    it = explorer(drift=0.3)
+    it = explorer(drift=0.3, share=0.0)
     follow(it, PREDICTED, 16)
     assert follow(it, {**PREDICTED, "adaptive": 0.125}, 200) == [("adaptive", 200)]
+
+
+def test_a_wrong_choice_that_is_no_drift_is_mended() -> None:
+    it = explorer(seconds=0.0)
+    # onebit was disturbed while it was tried
+    follow(it, {**PREDICTED, "onebit": 0.11, "adaptive": 0.10}, 16)
+    assert it.committed
+    truth = {**PREDICTED, "onebit": 0.085}
+    used = follow(it, truth, 1200)
+    assert used[0][0] == "adaptive"
+    # a turn of the rival, then one of the chosen, of which one step does not count
+    assert {length for name, length in used if name == "fp16"} <= {4}
+    assert it.chosen.name == "onebit"
+    assert it.committed
+    assert it.expected == pytest.approx(0.085)
+    assert it.measured["adaptive"] == pytest.approx(0.10)
+    assert sum(length for name, length in used if name == "fp16") < 30
+
+
+def test_a_turn_of_a_rival_is_no_choice() -> None:
+    it = explorer()
+    follow(it, PREDICTED, 16)
+    turns = 0
+    for _ in range(1000):
+        assert it.committed
+        assert it.chosen.name == "adaptive"
+        turns += it.current.name != "adaptive"
+        assert it.trying or it.current == it.chosen
+        it.observe(PREDICTED[it.current.name])
+    assert turns > 0
+
+
+def test_turns_of_rivals_cost_no_more_than_their_share() -> None:
+    def lost(share: float, truth: dict[str, float], steps: int = 20000) -> float:
+        rng = np.random.default_rng(5)
+        it = Explorer(made(), "none", skip=2, steps=9, within=20.0, share=share)
+        while not it.committed:
+            it.observe(truth[it.current.name] * rng.lognormal(0.0, 0.1))
+        taken = 0.0
+        for _ in range(steps):
+            taken += truth[it.current.name]
+            it.observe(truth[it.current.name] * rng.lognormal(0.0, 0.1))
+        return taken / steps / min(truth.values()) - 1
+
+    slow = {"adaptive": 0.1, "onebit": 0.13, "fp16": 0.2, "qsgd": 0.5, "none": 1.0}
+    assert lost(0.0, slow) == pytest.approx(0.0)
+    assert 0.002 < lost(0.005, slow) < 0.005
+    assert 0.01 < lost(0.02, slow) < 0.02
+    # what is chosen among near ones may differ, but not by more than can be told
+    near = {"adaptive": 0.101, "onebit": 0.1, "fp16": 0.103, "qsgd": 0.5, "none": 1.0}
+    assert lost(0.005, near) < 0.02
+
+
+def test_dense_stays_where_a_rival_gains_less_than_the_margin() -> None:
+    it = Explorer(made({"a": 1.01, "none": 1.0}), "none", skip=0, steps=1, trials=1, most_trials=1, share=0.1)
+    follow(it, {"a": 1.0, "none": 1.0}, 3)
+    assert it.chosen.name == "none"
+    follow(it, {"a": 0.99, "none": 1.0}, 2000)
+    assert it.chosen.name == "none"
+    follow(it, {"a": 0.95, "none": 1.0}, 2000)
+    assert it.chosen.name == "a"
 
 
 def test_equal_seconds_give_equal_choices_and_a_state_can_be_taken_up_at_any_step() -> None:
     rng = np.random.default_rng(2)
     noise = rng.uniform(0.5, 2.5, 300)
-    first, second = explorer(), explorer()
+    # a large share, so that rivals have turns, too
+    first, second = explorer(share=0.2), explorer(share=0.2)
+    turns = 0
     for factor in noise:
         seconds = float(PREDICTED[first.current.name] * factor)
         assert first.observe(seconds) == second.observe(seconds)
         assert first.current == second.current
-        resumed = explorer()
+        turns += first.committed and first.trying
+        resumed = explorer(share=0.2)
         resumed.set_state(json.loads(json.dumps(second.get_state())))
         second = resumed
     assert first.get_state() == second.get_state()
+    assert turns > 0
 
 
 def test_a_foreign_state_is_refused() -> None:

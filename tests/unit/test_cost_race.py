@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_compress.cost import Race
-from hvd_compress.cost.race import _student
+from hvd_compress.cost.chance import _student
 
 ALL = {"trials": 3, "most_trials": 25, "seconds": 1e9}
 

@@ -193,9 +193,21 @@ def test_before_it_is_measured_the_reason_is_a_prediction() -> None:
 def test_ranks_compare_after_a_trial_and_rarely_when_it_is_over() -> None:
     it = pilot(per_byte=1e-6)
     assert it.seconds_wanted == TRIAL
-    follow(it, dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.1), 30)
-    assert it.report()["committed"]
-    assert it.seconds_wanted > TRIAL
+    truth = dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.1)
+    for _ in range(60):
+        follow(it, truth, 1)
+        if it.report()["committed"]:
+            break
+    assert not it.trying
+    assert it.seconds_wanted == 20
+    # what was chosen stays so while another one has a turn, for which ranks compare as they did in the search
+    chosen, wanted = it.report(), []
+    for _ in range(40):
+        assert it.report()["configuration"] == chosen["configuration"]
+        assert it.report()["committed"]
+        wanted.append(it.seconds_wanted)
+        it.observe([0.1] * wanted[-1])
+    assert set(wanted) == {20, TRIAL}
 
 
 def test_seconds_after_a_change_belong_to_the_old_way() -> None:

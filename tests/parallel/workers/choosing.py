@@ -174,7 +174,7 @@ class Scripted:
     """A pilot that moves all tensors on after every third step; stands where `Pilot` would."""
 
     seconds_wanted = STEPS_EACH
-    committed = False
+    trying = True
 
     def __init__(self, auto: Auto, tensors: Sequence[Any], routing: Routing, *_: Any, begin: int = 0) -> None:
         self._names = [tensor.name for tensor in tensors]
@@ -402,6 +402,12 @@ class Clock:
         self.now += self.rest[configuration]
 
 
+def in_use(optimizer: Any) -> str:
+    """The way that the next step takes."""
+    report = optimizer._steering.report()
+    return report["rival"] or report["configuration"]
+
+
 @cases.add
 def the_fastest_is_found_kept_and_left_when_times_change() -> None:
     network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
@@ -417,7 +423,7 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
 
         def run(steps: int) -> None:
             for step in range(steps):
-                name = optimizer.compression_stats()["auto"]["configuration"]
+                name = in_use(optimizer)
                 used.append(name)
                 loss_of(model, step % 7).backward()
                 clock.pass_step(name)
@@ -442,6 +448,51 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
     assert not any(value.any() for value in owed(optimizer).values()), "dense, and still owing"
 
 
+@cases.add
+def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
+    network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
+    auto = Auto([OneBit(), Adaptive(pi=16)])
+    # what is chosen first is right, and then no longer, by less than a drift
+    clock = Clock({"none": 0.09, "fp16": 0.08, "onebit": 0.055, "adaptive": 0.05, "mixed": 0.2})
+    model, ranks = Net(), range(horovod.size())
+    sums = [{n: sum(numbers(n, r, step, SHAPES[n]).astype(float) for r in ranks) for n in LARGE} for step in range(7)]
+    given = {name: np.zeros(SHAPES[name]) for name in LARGE}
+    arrived = {name: np.zeros(SHAPES[name]) for name in LARGE}
+    with (
+        piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
+        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+    ):
+        optimizer = wrap(model, auto)
+        used, chosen = [], []
+        for step in range(2400):
+            used.append(in_use(optimizer))
+            chosen.append(optimizer._steering.report()["configuration"])
+            if step == 200:
+                assert chosen[-1] == "adaptive"
+                assert optimizer._steering.report()["committed"]
+                clock.truth = {**clock.truth, "onebit": 0.042}
+                clock.rest = {**clock.rest, "onebit": -0.002}
+            if chosen[-1] == "onebit" and step > 200:
+                break
+            clock.pass_rest(used[-1])
+            loss_of(model, step % 7).backward()
+            clock.pass_step(used[-1])
+            optimizer.step()
+            for name in LARGE:
+                arrived[name] += to_numpy(model.get_parameter(name).grad)
+                given[name] += sums[step % 7][name]
+            optimizer.zero_grad()
+    assert chosen[-1] == "onebit"
+    assert optimizer._steering.report()["committed"]
+    in_turns = [u for u, c in zip(used[200:], chosen[200:], strict=True) if u != c]
+    assert 33 <= in_turns.count("onebit") < 300
+    check_alike(",".join(used).encode())
+    check_alike(bytes_of(model.parameters()))
+    for name, left in owed(optimizer).items():
+        # sums of float32 over some hundred steps
+        np.testing.assert_allclose(arrived[name] + left, given[name], rtol=1e-4, atol=0.2, err_msg=name)
+
+
 @cases.each({"synchronized": True, "in step": False})
 def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
     network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
@@ -456,8 +507,8 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
         optimizer = wrap(model, auto)
         used = []
         for step in range(600):
-            name = optimizer.compression_stats()["auto"]["configuration"]
-            used.append(name)
+            name = in_use(optimizer)
+            used.append(optimizer.compression_stats()["auto"]["configuration"])
             clock.pass_rest(name)
             clock.now += 5.0 if step > 400 else 0.0  # the data loader has become slower
             if step % 50 == 20:
@@ -491,7 +542,7 @@ def a_rank_that_ends_one_step_late_and_the_next_early_is_not_slow() -> None:
         model = Net()
         optimizer = wrap(model, auto)
         for step in range(110):
-            name = optimizer.compression_stats()["auto"]["configuration"]
+            name = in_use(optimizer)
             loss_of(model, step % 7).backward()
             clock.pass_step(name)
             if name == "onebit":
@@ -524,7 +575,7 @@ def looking_at_what_is_owed_makes_no_way_slow(how: str) -> None:
         model = Net()
         optimizer = wrap(model, auto)
         for step in range(110):
-            name = optimizer._steering.report()["configuration"]
+            name = in_use(optimizer)
             loss_of(model, step % 7).backward()
             if how == "stats in flight":
                 optimizer.compression_stats()
