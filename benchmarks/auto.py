@@ -33,6 +33,7 @@ from measure import (
     ratios,
     read,
     table,
+    write,
 )
 from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
 
@@ -165,7 +166,8 @@ class _Foreseen:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     before = (read("auto") or {}).get("cells", []) if options.add else []
-    found = []
+    found: list[dict[str, Any]] = []
+    keys = ("hosts", "rate", "width", "features")
     made = "{date}, {commit}".format_map(machine())
     rates = rates_to_be_had(options.rates)
     with Progress("auto", len(options.hosts) * len(rates) * len(options.widths)) as progress:
@@ -182,7 +184,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     }
                     cells = here.run(__file__, task, rate)
                     found += [{"hosts": hosts, "rate": rate, **cell, "made": made} for cell in cells]
-    return {"cells": merged(before, found, ("hosts", "rate", "width", "features"))}
+                    # an hour's work is not to be lost with the last minutes
+                    write("auto", {"cells": merged(before, found, keys)})
+    return {"cells": merged(before, found, keys)}
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

@@ -302,8 +302,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=("grid", "times", "schedule"), default=("grid", "times", "schedule")
     )
     return parsed(
-        parser, given, seeds=([0], [0, 1, 2]), nodes=([2], [2, 4]), epochs=(1, 2), steps=(200, 500),
-        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(6.0, 120.0), least=(3, 5), largest_b=(8, 32),
+        parser, given, seeds=([0], [0, 1, 2]), nodes=([2], [2, 4]), epochs=(1, 2), steps=(120, 500),
+        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(4.0, 120.0), least=(3, 5), largest_b=(8, 32),
         schedule_width=(512, 1024),
     )  # fmt: skip
 

@@ -269,7 +269,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=("learning", "times"), default=("learning", "times"))
     return parsed(
         parser, given, models=(["CNN-1"], list(CONSTANTS)), seeds=([0], [0, 1, 2]), epochs=(1, 10), hosts=([2], [2, 4]),
-        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(15.0, 60.0), least=(5, 8),
+        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(8.0, 60.0), least=(5, 8),
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layer-ms", type=float, default=4.0, help="that backward waits in each layer")
-    return parsed(parser, given, seconds=(10.0, 40.0), least=(8, 8))
+    return parsed(parser, given, seconds=(6.0, 40.0), least=(5, 8))
 
 
 def main(given: Sequence[str] | None = None) -> None:

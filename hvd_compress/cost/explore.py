@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -43,9 +44,9 @@ class _Turn:
 
     chosen: str
     rival: str
-    lasted: list[float] = field(default_factory=list)  # seconds of all steps of both
+    changing: list[float] = field(default_factory=list)  # seconds of the steps that do not count
     seconds: float | None = None  # of a step of the rival, when its part has ended
-    steps: int = 0  # of it
+    steps: int = 0  # of it, those that count
 
 
 class Explorer:
@@ -160,7 +161,18 @@ class Explorer:
     @property
     def measured(self) -> dict[str, float]:
         """Seconds of a step by name, of those that have been tried this time."""
-        return self._rivals.known if self.committed else self._race.measured
+        return self._rivals.measured if self.committed else self._race.measured
+
+    @property
+    def missing(self) -> int:
+        """Steps until the trial that is going on is probably over; 0 where there is none."""
+        if not self.trying:
+            return 0
+        taken, least, skipped = len(self._seconds), self._settings.steps, self._settings.skip - self._skipped
+        if taken < least:
+            return skipped + least - taken
+        left = self._settings.seconds - sum(self._seconds)
+        return max(1, min(5 * least - taken, math.ceil(left / fmean(self._seconds))))
 
     def observe(self, seconds: float) -> bool:
         """Take the seconds of a step with `current`; whether `current` is another one from now on.
@@ -171,11 +183,10 @@ class Explorer:
         if not seconds > 0:
             raise ValueError(f"a step of {seconds!r} seconds: must be above 0")
         before = self._current
-        if self._turn is not None:
-            # also of the steps that do not count: to change the way is part of what a turn costs
-            self._turn.lasted.append(seconds)
         if self._skipped < self._settings.skip:
             self._skipped += 1
+            if self._turn is not None:
+                self._turn.changing.append(seconds)
             return False
         if self.trying:
             self._seconds.append(seconds)
@@ -216,7 +227,7 @@ class Explorer:
         self._current = names.index(state["current"])
         self._race.set_state(state["race"])
         self._rivals.set_state(state["rivals"])
-        self._turn = None if state["turn"] is None else _Turn(**state["turn"])
+        self._turn = None if state["turn"] is None else _Turn(**deepcopy(state["turn"]))
         self._seconds = list(state["seconds"])
         self._skipped = state["skipped"]
         self._watch.set_state(state["watch"])
@@ -262,8 +273,8 @@ class Explorer:
             self._look_again(drifted)
             return
         # not `seconds`: a pause is no reason to lose more
-        self._rivals.save(self.expected)
-        rival = self._rivals.due({name: self._turn_steps(known) for name, known in self._rivals.known.items()})
+        steps = {name: self._turn_steps(known) for name, known in self._rivals.known.items()}
+        rival = self._rivals.save(self.expected, steps)
         if rival is not None:
             self._turn = _Turn(self.current.name, rival)
             self._use(rival)
@@ -273,17 +284,19 @@ class Explorer:
         wanted = math.ceil(self._settings.seconds / seconds)
         return self._settings.skip + min(max(least, wanted), 5 * least)
 
-    def _end_turn(self, turn: _Turn, rivals: float, chosen: float) -> None:
-        name, self._turn = turn.rival, None
-        lost = sum(turn.lasted) - len(turn.lasted) * chosen
-        if not self._rivals.add(name, rivals, chosen, turn.steps, lost):
-            return
-        known = self._rivals.known
-        gain = self._settings.margin if turn.chosen == self._dense else 0.0
-        if known[name] < (1 - gain) * known[turn.chosen]:
-            self._rivals.change(name)
-            self._expect(known[name], lost=0.0)
-            self._use(name)
+    def _end_turn(self, turn: _Turn, rival: float, chosen: float) -> None:
+        self._turn = None
+        steps = self._settings.skip + turn.steps
+        if self._rivals.add(turn.rival, rival, chosen, steps, turn.changing, self._handicap(turn)):
+            self._rivals.change(turn.rival)
+            self._expected = self._rivals.known[turn.rival]
+            self._watch.expect(self._expected)
+            self._use(turn.rival)
+
+    def _handicap(self, turn: _Turn) -> float:
+        """What loses nothing is to be taken where another one gains less than the margin."""
+        left = 1 - self._settings.margin
+        return left if turn.chosen == self._dense else 1 / left if turn.rival == self._dense else 1.0
 
     def _use(self, name: str) -> None:
         self._current = next(i for i, c in enumerate(self.configurations) if c.name == name)
@@ -322,13 +335,11 @@ class Explorer:
     def _commit(self, name: str, expected: float) -> None:
         tried = self._race.measured
         ratios = {other: self._race.ratios(name, other) for other in tried} if name in tried else {}
-        self._rivals.begin(name, {**tried, name: expected}, ratios)
-        self._expect(expected, lost=max(0.0, self._search_seconds - self._search_steps * expected))
+        predicted = {c.name: self._corrected(c) for c in self.configurations if c.seconds > 0}
+        self._rivals.begin(name, {**tried, name: expected}, ratios, predicted)
+        self._expected = expected
+        self._watch.begin(expected, lost=max(0.0, self._search_seconds - self._search_steps * expected))
         self._search_seconds, self._search_steps = 0.0, 0
-
-    def _expect(self, seconds: float, lost: float) -> None:
-        self._expected = seconds
-        self._watch.begin(seconds, lost)
 
     def _look_again(self, seconds: float) -> None:
         # on a faster link dense gains most, more than any factor of a compressed one tells

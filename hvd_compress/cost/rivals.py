@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -13,15 +14,16 @@ __all__ = ["Rivals"]
 _MOST_TURNS = 25
 # a turn counts as a loss of so much of itself at least: equals would else be compared all the time
 _LEAST_LOSS = 0.1
+_RECENT_TURNS = 5
 
 
 class Rivals:
     """Says which other way is worth a turn beside the chosen one, and when it has proved to be faster.
 
     A search takes what chance or a busy machine shows it, and a wrong choice that costs less than a drift would stay.
-    So turns go on, for as much as may be lost by them: a share of all steps' seconds is saved up, and spent on the one
-    on which least has been spent, its next turn included. What is nearly as fast costs little and has many turns; what
-    is ten times as slow has one an hour. The last 25 turns count, those of the search among them.
+    So turns go on, for as much as may be lost by them: a share of all steps' seconds is saved up, for each rival in
+    inverse proportion to the square root of what a turn of it loses. What is nearly as fast has many turns, and what is
+    far slower has few, which cannot keep the others waiting. The last 25 turns count, those of the search among them.
 
     Args:
         share: of the seconds of all steps that turns of slower ways may cost; 0 for no turns.
@@ -34,11 +36,10 @@ class Rivals:
         >>> rivals = Rivals(share=0.01)
         >>> rivals.begin("onebit", {"onebit": 0.100, "fp16": 0.101}, {"fp16": [0.99]})
         >>> turns = {"onebit": 10, "fp16": 10}  # steps; 10 of fp16 may lose a tenth of a second
-        >>> for step in range(101):
-        ...     rivals.save(0.1)
-        >>> rivals.due(turns)
-        'fp16'
-        >>> rivals.add("fp16", 0.08, chosen=0.1, steps=10, lost=0.0)  # one good turn is no proof
+        >>> steps = next(step for step in range(200) if rivals.save(0.1, turns) == "fp16")
+        >>> round(steps, -1)
+        100
+        >>> rivals.add("fp16", 0.08, chosen=0.1, steps=10)  # one good turn is no proof
         False
     """
 
@@ -48,82 +49,123 @@ class Rivals:
         self._share = share
         self._chosen = ""
         self._known: dict[str, float] = {}
+        self._predicted: set[str] = set()
         self._ratios: dict[str, list[float]] = {}
-        self._spent: dict[str, float] = {}
-        self._saved = 0.0
+        self._saved: dict[str, float] = {}
+        self._recent: list[float] = []  # seconds of the chosen one
 
     @property
     def known(self) -> dict[str, float]:
-        """Seconds of a step by name, as the last turns compare with the chosen one."""
+        """Seconds of a step by name, as the last turns compare with the chosen one, or predicted."""
         return dict(self._known)
 
-    def begin(self, chosen: str, known: Mapping[str, float], ratios: Mapping[str, Sequence[float]]) -> None:
+    @property
+    def measured(self) -> dict[str, float]:
+        """Of `known`, what is not only predicted."""
+        return {name: seconds for name, seconds in self._known.items() if name not in self._predicted}
+
+    def begin(
+        self,
+        chosen: str,
+        measured: Mapping[str, float],
+        ratios: Mapping[str, Sequence[float]],
+        predicted: Mapping[str, float] | None = None,
+    ) -> None:
         """One has been chosen.
 
         Args:
             chosen: its name.
-            known: seconds of a step by name, of all that are to be compared, the chosen one included.
+            measured: seconds of a step by name, of all that have been tried, and the chosen one.
             ratios: how many times as long the chosen one took as another, in each turn of both so far; may lack names.
+            predicted: seconds of a step by name, of others.
         """
-        self._chosen, self._known = chosen, dict(known)
-        self._ratios = {name: list(ratios.get(name, ()))[-_MOST_TURNS:] for name in known if name != chosen}
-        self._spent = dict.fromkeys(self._ratios, 0.0)
-        self._saved = 0.0
+        self._chosen, self._known = chosen, {**(predicted or {}), **measured}
+        self._predicted = self._known.keys() - measured.keys()
+        others = self._known.keys() - {chosen}
+        self._ratios = {name: list(ratios.get(name, ()))[-_MOST_TURNS:] for name in self._known if name in others}
+        self._saved = dict.fromkeys(self._ratios, 0.0)
+        self._recent = [self._known[chosen]] * _RECENT_TURNS
 
-    def save(self, seconds: float) -> None:
-        """A step with the chosen one has taken so long."""
-        self._saved += self._share * seconds
-
-    def due(self, steps: Mapping[str, int]) -> str | None:
-        """Which one is to have a turn now; None while too little has been saved.
+    def save(self, seconds: float, steps: Mapping[str, int]) -> str | None:
+        """A step with the chosen one has taken so long; which one is to have a turn now, or None.
 
         Args:
-            steps: of a turn, by name.
+            seconds: of the step.
+            steps: that a turn would have, by name.
         """
-        prices = {name: steps[name] * self._loss(self._known[name]) for name in self._spent}
-        following = min(prices, key=lambda name: self._spent[name] + prices[name], default=None)
-        return following if following is not None and prices[following] < self._saved else None
+        prices = {name: steps[name] * self._loss(self._known[name]) for name in self._saved}
+        weights = {name: 1 / math.sqrt(price) for name, price in prices.items()}
+        total = sum(weights.values())
+        for name, weight in weights.items():
+            self._saved[name] += self._share * seconds * weight / total
+        due = [name for name, price in prices.items() if price < self._saved[name]]
+        return max(due, key=lambda name: self._saved[name] / prices[name], default=None)
 
-    def add(self, name: str, seconds: float, chosen: float, steps: int, lost: float) -> bool:
+    def add(
+        self,
+        name: str,
+        seconds: float,
+        chosen: float,
+        steps: int,
+        changing: Sequence[float] = (),
+        handicap: float = 1.0,
+    ) -> bool:
         """Take a turn; whether it has proved to be faster than the chosen one.
 
         Args:
             name: of what has had a turn.
             seconds: of a step with it.
             chosen: seconds of a step with the chosen one, right before or after.
-            steps: of its turn.
-            lost: seconds that both turns took longer than as many steps of the chosen one.
+            steps: of its turn, all that were made.
+            changing: seconds of those after a change of ways, both times, which may be longer.
+            handicap: what the seconds of the chosen one are multiplied with before they are compared.
         """
-        lost = max(lost, steps * _LEAST_LOSS * chosen)
-        self._spent[name] += lost
-        self._saved -= lost
+        self._predicted.discard(name)
+        self._follow(chosen)
         ratios = self._ratios[name] = [*self._ratios[name], chosen / seconds][-_MOST_TURNS:]
         self._known[name] = self._known[self._chosen] / median(ratios)
-        return is_slower(ratios)
+        self._saved[name] -= self._spent(name, steps, changing)
+        # a single turn may have been disturbed
+        return len(ratios) > 1 and is_slower([handicap * ratio for ratio in ratios])
 
     def change(self, name: str) -> None:
         """It is the chosen one from now on; the others, with whom it has had no turns, keep what is known of them."""
         inverse = [1 / ratio for ratio in self._ratios[name]]
-        self.begin(name, self._known, {self._chosen: inverse})
+        measured = self.measured
+        predicted = {other: self._known[other] for other in self._predicted}
+        self.begin(name, measured, {self._chosen: inverse}, predicted)
 
     def get_state(self) -> dict[str, Any]:
         """A JSON-able dict for `set_state`."""
-        ratios = {name: list(of_name) for name, of_name in self._ratios.items()}
         return {
             "chosen": self._chosen,
             "known": dict(self._known),
-            "ratios": ratios,
-            "spent": dict(self._spent),
-            "saved": self._saved,
+            "predicted": sorted(self._predicted),
+            "ratios": {name: list(of_name) for name, of_name in self._ratios.items()},
+            "saved": dict(self._saved),
+            "recent": list(self._recent),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a `get_state`."""
         self._chosen, self._known = state["chosen"], dict(state["known"])
+        self._predicted = set(state["predicted"])
         self._ratios = {name: list(ratios) for name, ratios in state["ratios"].items()}
-        self._spent, self._saved = dict(state["spent"]), float(state["saved"])
+        self._saved, self._recent = dict(state["saved"]), list(state["recent"])
 
     def _loss(self, seconds: float) -> float:
         """Of a step."""
         usual = self._known[self._chosen]
         return max(seconds - usual, _LEAST_LOSS * usual)
+
+    def _spent(self, name: str, steps: int, changing: Sequence[float]) -> float:
+        """Seconds that a turn has cost."""
+        # by what is known, not what it took: a pause in it must not keep it from its next ones for hours
+        usual = max(self._known[name], self._known[self._chosen])
+        return steps * self._loss(self._known[name]) + sum(max(0.0, min(s, steps * usual) - usual) for s in changing)
+
+    def _follow(self, chosen: float) -> None:
+        """What steps take now may differ from what they took in the search, of all ways alike."""
+        self._recent = [*self._recent, chosen][-_RECENT_TURNS:]
+        factor = median(self._recent) / self._known[self._chosen]
+        self._known = {name: factor * seconds for name, seconds in self._known.items()}

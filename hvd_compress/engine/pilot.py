@@ -23,6 +23,8 @@ _SKIPPED_STEPS = 2
 # and of more where steps are short: a trial lasts as long, and comparing, which costs a collective, is not felt
 _TRIAL_SECONDS, _WATCHED_SECONDS = 0.2, 1.0
 _MOST_WATCHED_STEPS = 500
+# of the time that comparing what was chosen with others again may cost
+_RIVALS_SHARE = 0.005
 # what another exchange than the one of "auto" must gain by prediction, which is not exact
 _EXCHANGE_GAIN = 1.1
 
@@ -61,7 +63,12 @@ class Pilot:
         stages, self._exchanges = [of_way for of_way, _ in found], [exchanges for _, exchanges in found]
         self._predicted = [{way: _seconds(of_way) for way, of_way in b.items()} for b in stages]
         self.explorer = Explorer(
-            configurations(stages, _DENSE), _DENSE, skip=_SKIPPED_STEPS, steps=_TRIAL_STEPS, seconds=_TRIAL_SECONDS
+            configurations(stages, _DENSE),
+            _DENSE,
+            skip=_SKIPPED_STEPS,
+            steps=_TRIAL_STEPS,
+            seconds=_TRIAL_SECONDS,
+            share=_RIVALS_SHARE,
         )
 
     def routing(self) -> Routing:
@@ -78,14 +85,20 @@ class Pilot:
     def seconds_wanted(self) -> int:
         """How many steps to time before the ranks compare."""
         if self.explorer.trying:
-            return _SKIPPED_STEPS + _TRIAL_STEPS
+            # not more: these would be steps of a slow way that nobody looks at
+            return self.explorer.missing
         lasting = math.ceil(_WATCHED_SECONDS / self.explorer.expected) if self.explorer.expected else 0
         return min(max(lasting, _WATCHED_STEPS), _MOST_WATCHED_STEPS)
 
     @property
-    def trying(self) -> bool:
-        """Whether the next steps are a trial: of a way, or of the chosen one to compare it with."""
-        return self.explorer.trying
+    def chosen(self) -> str | None:
+        """Name of what is thought to be the fastest; None while that is searched for."""
+        return self.explorer.chosen.name if self.explorer.committed else None
+
+    @property
+    def rival(self) -> str | None:
+        """Name of what the chosen one is compared with in the next steps."""
+        return self.explorer.rival
 
     def observe(self, seconds: Sequence[float]) -> bool:
         """Take the seconds of steps, the same on all ranks; whether `routing` is another one now."""

@@ -51,7 +51,8 @@ class Steering:
         self._ended: float | None = None
         self._spans: list[_Span] = []
         self._usual_rest: float | None = None
-        self._beyond_usual: float | None = None  # what the rest takes with the way that was chosen
+        self._beyond_usual = 0.0  # what the rest takes with the way that was chosen
+        self._beyond_of: str | None = None
 
     @property
     def routing(self) -> Routing:
@@ -84,18 +85,21 @@ class Steering:
         """Seconds of steps, by which ways are compared while they are tried, and watched afterwards.
 
         A way makes the rest of a step, the update and the forward pass, slower or faster, too, by what it leaves in the
-        caches. What the rest usually takes, whatever the way, is no reason to call two ways equally fast. Once one is
-        chosen only combining is watched, since a slower data loader is no other link; by the same clock, or its first
-        seconds would look like a drift.
+        caches. What the rest usually takes, whatever the way, is no reason to call two ways equally fast. Of the one
+        that was chosen only combining is watched, since a slower data loader is no other link; by the same clock, or
+        its first seconds would look like a drift.
         """
         rest = median(span.rest for span in spans)
         if self._usual_rest is None:
             self._usual_rest = rest
-        if self._pilot.trying:
-            self._beyond_usual = None
+        chosen = self._pilot.chosen
+        if chosen is None:
+            self._beyond_of = None
+        if chosen is None or self._pilot.rival is not None:
             return [_clocked(span.combining, span.rest - self._usual_rest) for span in spans]
-        if self._beyond_usual is None:
-            self._beyond_usual = rest - self._usual_rest
+        # not after each turn of a rival: what the data loader does meanwhile would add up
+        if chosen != self._beyond_of:
+            self._beyond_usual, self._beyond_of = rest - self._usual_rest, chosen
         self._usual_rest = rest - self._beyond_usual
         return [_clocked(span.combining, self._beyond_usual) for span in spans]
 

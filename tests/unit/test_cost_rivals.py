@@ -14,82 +14,114 @@ STEPS = {"a": 10, "b": 10, "far": 10}
 
 def rivals(share: float = 0.01) -> Rivals:
     it = Rivals(share)
-    it.begin("a", {"a": 1.0, "b": 1.02, "far": 6.0}, {"b": [0.98], "far": [1 / 6]})
+    it.begin("a", {"a": 1.0, "b": 1.02}, {"b": [0.98]}, {"far": 6.0})
     return it
 
 
-def saved(it: Rivals, steps: int) -> Rivals:
-    for _ in range(steps):
-        it.save(1.0)
-    return it
+def steps_until(it: Rivals, name: str, most: int = 100_000) -> int:
+    for step in range(1, most):
+        if it.save(1.0, STEPS) == name:
+            return step
+    return most
 
 
-@pytest.mark.parametrize(
-    ("steps", "due"),
-    # ten steps of a tenth of a second count as lost, and a hundredth of each step is saved
-    [(99, None), (101, "b"), (4000, "b")],
-)
-def test_a_turn_is_due_when_its_price_has_been_saved(steps: int, due: str | None) -> None:
-    assert saved(rivals(), steps).due(STEPS) == due
+def test_a_turn_is_due_when_its_price_has_been_saved() -> None:
+    # ten steps of a tenth of a second count as lost by it, and ten of five seconds by the other; a hundredth of each
+    # step is saved, by the square root of fifty more for the one
+    assert steps_until(rivals(), "b") == pytest.approx(100 * (1 + 50**-0.5), abs=2)
 
 
 def test_nothing_is_due_without_a_share_or_a_rival() -> None:
-    assert saved(rivals(share=0.0), 10000).due(STEPS) is None
+    for name in ("b", "far"):
+        assert steps_until(rivals(share=0.0), name, 10_000) == 10_000
     alone = Rivals(0.5)
     alone.begin("a", {"a": 1.0}, {})
-    assert saved(alone, 10000).due({"a": 10}) is None
+    assert alone.save(1e9, {"a": 10}) is None
 
 
-def test_far_ones_have_turns_as_their_price_allows() -> None:
+def test_far_ones_have_few_turns_and_keep_no_others_waiting() -> None:
     it = rivals()
     turns = []
-    for _ in range(60000):
-        it.save(1.0)
-        name = it.due(STEPS)
+    for step in range(400_000):
+        name = it.save(1.0, STEPS)
         if name is not None:
-            turns.append(name)
+            turns.append((name, step))
             seconds = {"b": 1.02, "far": 6.0}[name]
-            it.add(name, seconds, chosen=1.0, steps=10, lost=10 * (seconds - 1.0))
-    # 600 seconds have been saved, which both share: 1 a turn, though it loses a fifth of that, and 50
-    assert turns.count("far") in (5, 6)
-    assert 250 <= turns.count("b") <= 310
+            it.add(name, seconds, chosen=1.0, steps=10)
+    steps = {n: [step for name, step in turns if name == n] for n in ("b", "far")}
+    assert len(steps["far"]) == 400_000 // 40_355
+    assert len(steps["b"]) == pytest.approx(400_000 / 114.1, rel=0.01)
+    assert np.diff(steps["b"]).max() < 120
 
 
-def test_what_a_turn_has_really_lost_is_spent() -> None:
-    it = saved(rivals(), 150)
-    it.add("b", 1.0, chosen=1.0, steps=10, lost=60.0)  # changing the way took long
-    assert saved(it, 5800).due(STEPS) is None
-    # at last the other one, on which less was spent, when its 50 seconds are there
-    assert saved(it, 4900).due(STEPS) is None
-    assert saved(it, 200).due(STEPS) == "far"
+def test_changing_the_way_is_part_of_the_price() -> None:
+    it = rivals()
+    first = steps_until(it, "b")
+    it.add("b", 1.0, chosen=1.0, steps=10, changing=[2.0, 1.0, 1.5, 0.5])
+    # a second and a half in addition to the one that a turn counts as
+    assert steps_until(it, "b") == pytest.approx(2.5 * first, rel=0.05)
+    it.add("b", 1.0, chosen=1.0, steps=10, changing=[1.0, 3600.0, 1.0, 1.0])
+    # a pause is no change, and counts as a turn at most
+    assert steps_until(it, "b") == pytest.approx(10 * first, rel=0.1)
+
+
+def test_what_was_only_predicted_is_told_apart() -> None:
+    it = rivals()
+    assert it.known == {"a": 1.0, "b": 1.02, "far": 6.0}
+    assert it.measured == {"a": 1.0, "b": 1.02}
+    it.add("far", 5.0, chosen=1.0, steps=10)
+    assert it.measured == {"a": 1.0, "b": 1.02, "far": 5.0}
+
+
+def test_what_steps_take_now_counts() -> None:
+    it = rivals()
+    for _ in range(5):
+        it.add("far", 6.0, chosen=1.2, steps=10)
+    # slower by a fifth than in the search, and so will be others
+    assert it.known == {"a": pytest.approx(1.2), "b": pytest.approx(1.2 * 1.02), "far": pytest.approx(6.0)}
 
 
 def test_it_takes_turns_that_agree() -> None:
     it = rivals()
-    assert [it.add("b", 0.8, chosen=1.0, steps=10, lost=0.0) for _ in range(3)] == [False, False, True]
+    assert [it.add("b", 0.8, chosen=1.0, steps=10) for _ in range(3)] == [False, False, True]
     assert it.known == {"a": 1.0, "b": pytest.approx(0.8), "far": 6.0}
 
 
 def test_old_turns_are_forgotten() -> None:
     it = rivals()
     for _ in range(200):
-        assert not it.add("b", 1.3, chosen=1.0, steps=10, lost=3.0)
-    faster = [it.add("b", 0.8, chosen=1.0, steps=10, lost=0.0) for _ in range(25)]
+        assert not it.add("b", 1.3, chosen=1.0, steps=10)
+    faster = [it.add("b", 0.8, chosen=1.0, steps=10) for _ in range(25)]
     assert faster[-1]
     assert not faster[9]
+
+
+def test_one_turn_is_no_proof() -> None:
+    it = rivals()
+    assert not it.add("far", 0.1, chosen=1.0, steps=10)
+    assert it.add("far", 0.1, chosen=1.0, steps=10)
 
 
 def test_the_other_way_round_after_a_change() -> None:
     it = rivals()
     for _ in range(5):
-        it.add("b", 0.8, chosen=1.0, steps=10, lost=0.0)
+        it.add("b", 0.8, chosen=1.0, steps=10)
     it.change("b")
     state = it.get_state()
+    assert state["chosen"] == "b"
     assert state["ratios"] == {"a": [pytest.approx(r) for r in (1 / 0.98, *[0.8] * 5)], "far": []}
-    assert state["saved"] == 0.0
-    # slower than before once more; and a single turn is enough where it was a quarter as long
-    assert not it.add("a", 1.0, chosen=0.8, steps=10, lost=2.0)
-    assert it.add("far", 0.15, chosen=0.8, steps=10, lost=0.0)
+    assert set(state["saved"].values()) == {0.0}
+    assert it.measured == {"a": 1.0, "b": pytest.approx(0.8)}
+
+
+def test_a_handicap_is_to_be_made_up_for() -> None:
+    def proved(handicap: float) -> bool:
+        it = rivals()
+        return [it.add("b", 1 / 1.02, chosen=1.0, steps=10, handicap=handicap) for _ in range(25)][-1]
+
+    assert proved(1.0)
+    assert not proved(0.98)
+    assert proved(1 / 0.98)
 
 
 def test_a_slower_one_seldom_passes() -> None:
@@ -99,7 +131,7 @@ def test_a_slower_one_seldom_passes() -> None:
         it = Rivals(0.01)
         it.begin("a", {"a": 1.0, "b": 1.05}, {})
         changes += any(
-            it.add("b", float(1.05 * rng.lognormal(0, 0.1)), chosen=1.0, steps=10, lost=0.0) for _ in range(200)
+            it.add("b", float(1.05 * rng.lognormal(0, 0.1)), chosen=1.0, steps=10) for _ in range(200)
         )
     # a twentieth slower, in 200 turns, which is a quarter of an hour at least
     assert changes <= 2
@@ -108,15 +140,15 @@ def test_a_slower_one_seldom_passes() -> None:
 def test_a_state_can_be_taken_up() -> None:
     it, rng = rivals(share=0.3), np.random.default_rng(0)
     for _ in range(50):
-        it.save(1.0)
-        name = it.due(STEPS)
+        name = it.save(1.0, STEPS)
         if name is not None:
-            it.add(name, float(rng.uniform(0.9, 1.2)), chosen=1.0, steps=10, lost=1.0)
+            it.add(name, float(rng.uniform(0.9, 1.2)), chosen=1.0, steps=10)
     other = Rivals(share=0.3)
     other.set_state(json.loads(json.dumps(it.get_state())))
     assert other.get_state() == it.get_state()
-    assert other.known == it.known
-    assert saved(other, 7).due(STEPS) == saved(it, 7).due(STEPS)
+    assert (other.known, other.measured) == (it.known, it.measured)
+    for _ in range(50):
+        assert other.save(1.0, STEPS) == it.save(1.0, STEPS)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])

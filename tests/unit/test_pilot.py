@@ -154,7 +154,8 @@ def follow(it: Pilot, truth: dict[str, float], rounds: int, noise: np.random.Gen
     """The configurations that were used, one for each comparison between ranks."""
     used = []
     for _ in range(rounds):
-        name = it.report()["configuration"]
+        report = it.report()
+        name = report["rival"] or report["configuration"]
         used.append(name)
         factor = 1.0 if noise is None else noise.uniform(0.9, 1.1)
         it.observe([truth[name] * factor] * it.seconds_wanted)
@@ -198,7 +199,7 @@ def test_ranks_compare_after_a_trial_and_rarely_when_it_is_over() -> None:
         follow(it, truth, 1)
         if it.report()["committed"]:
             break
-    assert not it.trying
+    assert not it.explorer.trying
     assert it.seconds_wanted == 20
     # what was chosen stays so while another one has a turn, for which ranks compare as they did in the search
     chosen, wanted = it.report(), []
@@ -235,3 +236,16 @@ def test_two_of_a_kind_are_told_apart() -> None:
         "none", "fp16", "onebit", repr(Adaptive(pi=64)), repr(Adaptive(pi=16)),
     }  # fmt: skip
     assert it.routing().compressor_of("a.weight") == Adaptive(pi=64)
+
+
+def test_no_more_steps_are_timed_than_a_turn_needs() -> None:
+    it = pilot(per_byte=1e-6)
+    truth = dict.fromkeys(("none", "fp16", "onebit", "adaptive", "mixed"), 0.021)
+    counted = 0
+    for _ in range(400):
+        report = it.report()
+        counted += it.seconds_wanted if report["rival"] else 0
+        it.observe([truth[report["rival"] or report["configuration"]]] * it.seconds_wanted)
+        if counted and not it.explorer.trying:
+            break
+    assert counted == 12  # a fifth of a second, and two that do not count

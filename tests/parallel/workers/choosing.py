@@ -16,7 +16,7 @@ import hvd_compress.torch as hvd
 from hvd_compress import FP16, QSGD, Adaptive, Auto, NoCompression, OneBit, Policy, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import Network, Speed
-from hvd_compress.engine import Lane, Routing
+from hvd_compress.engine import Lane, Routing, pilot
 from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.loopback import Loopback
 from hvd_compress.policy import Assigned
@@ -174,7 +174,7 @@ class Scripted:
     """A pilot that moves all tensors on after every third step; stands where `Pilot` would."""
 
     seconds_wanted = STEPS_EACH
-    trying = True
+    chosen = None
 
     def __init__(self, auto: Auto, tensors: Sequence[Any], routing: Routing, *_: Any, begin: int = 0) -> None:
         self._names = [tensor.name for tensor in tensors]
@@ -193,6 +193,11 @@ class Scripted:
 
     def report(self) -> dict[str, Any]:
         return {"configuration": TRAJECTORY[self.at].id}
+
+
+def often(share: float = 0.05) -> Any:
+    """Rivals have ten times as many turns."""
+    return mock.patch.object(pilot, "_RIVALS_SHARE", share)
 
 
 @contextmanager
@@ -459,12 +464,13 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
     given = {name: np.zeros(SHAPES[name]) for name in LARGE}
     arrived = {name: np.zeros(SHAPES[name]) for name in LARGE}
     with (
+        often(),
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
         mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
     ):
         optimizer = wrap(model, auto)
         used, chosen = [], []
-        for step in range(2400):
+        for step in range(1000):
             used.append(in_use(optimizer))
             chosen.append(optimizer._steering.report()["configuration"])
             if step == 200:
@@ -498,19 +504,25 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
     network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
     auto = Auto([OneBit(), Adaptive(pi=16)])
     truth = {"none": 0.9, "fp16": 0.7, "onebit": 0.5, "adaptive": 0.52, "mixed": 2.0}
-    clock = Clock(truth, {name: 8.9 if name == "adaptive" else 9.1 for name in truth})
+    clock = Clock(truth, {name: 9.01 if name == "adaptive" else 9.1 for name in truth})
     model = Net()
     with (
+        often(),
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
         mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
     ):
         optimizer = wrap(model, auto)
-        used = []
-        for step in range(600):
-            name = in_use(optimizer)
-            used.append(optimizer.compression_stats()["auto"]["configuration"])
+        used, in_turns, loading = [], 0, 0.0
+        for step in range(1200):
+            name, report = in_use(optimizer), optimizer._steering.report()
+            used.append(report["configuration"])
+            in_turns += report["rival"] is not None
             clock.pass_rest(name)
-            clock.now += 5.0 if step > 400 else 0.0  # the data loader has become slower
+            if step == 400 or (report["rival"] is not None and in_turns % 11 == 5):
+                loading += 5.0  # the data loader becomes slower, in the middle of a turn, too
+            if in_turns > 33 and report["rival"] is None and step % 50 == 0:
+                break
+            clock.now += loading
             if step % 50 == 20:
                 clock.now += 1000.0  # an evaluation
             loss_of(model, step % 7).backward()
@@ -523,6 +535,7 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
                 optimizer.step()
             optimizer.zero_grad()
     report = optimizer.compression_stats()["auto"]
+    assert in_turns > 33
     assert (report["configuration"], report["committed"]) == ("adaptive", True)
     # that combining takes longer by itself than what the ways were compared by is no drift, nor is a slower rest
     assert set(used[200:]) == {"adaptive"}
