@@ -130,9 +130,7 @@ def test_a_slower_one_seldom_passes() -> None:
         rng = np.random.default_rng(seed)
         it = Rivals(0.01)
         it.begin("a", {"a": 1.0, "b": 1.05}, {})
-        changes += any(
-            it.add("b", float(1.05 * rng.lognormal(0, 0.1)), chosen=1.0, steps=10) for _ in range(200)
-        )
+        changes += any(it.add("b", float(1.05 * rng.lognormal(0, 0.1)), chosen=1.0, steps=10) for _ in range(200))
     # a twentieth slower, in 200 turns, which is a quarter of an hour at least
     assert changes <= 2
 
