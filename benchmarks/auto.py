@@ -50,6 +50,7 @@ MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS, LOOKED_AT = 6000, 10  # until Auto has chosen; after so many of them it is asked
 MOST_TURN_STEPS = 100
+LONG_STEP = 2.0  # seconds, to which what caches hold makes no difference
 TRIALS = 5  # steps, to know how many make a turn
 
 
@@ -105,13 +106,18 @@ def _until_chosen(training: Any) -> int:
 
 
 def _turn_steps(training: Any, seconds: float) -> int:
-    """How many steps a turn of so many seconds takes, the same on all ranks; one where a step takes longer."""
+    """How many steps a turn of so many seconds takes, the same on all ranks.
+
+    Where a step takes longer, two of them: a turn of one has no steps before it that do not count, so it would be timed
+    with the caches as another candidate's left them, which in a training is none. Only very long steps go alone.
+    """
     import ranks as r
 
     taken: list[float] = []
     while len(taken) < TRIALS and sum(taken) < TRIALS * seconds:
         taken.append(r.slowest(r.sample(training.step, len(taken))[0]))
-    return max(1, min(MOST_TURN_STEPS, int(seconds / min(taken))))
+    least = 1 if min(taken) > LONG_STEP else 2
+    return max(least, min(MOST_TURN_STEPS, int(seconds / min(taken))))
 
 
 class _Foreseen:
