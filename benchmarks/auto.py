@@ -172,8 +172,7 @@ class _Foreseen:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     before = (read("auto") or {}).get("cells", []) if options.add else []
-    found: list[dict[str, Any]] = []
-    keys = ("hosts", "rate", "width", "features")
+    result, found = {"cells": before}, []
     made = "{date}, {commit}".format_map(machine())
     rates = rates_to_be_had(options.rates)
     with Progress("auto", len(options.hosts) * len(rates) * len(options.widths)) as progress:
@@ -190,9 +189,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     }
                     cells = here.run(__file__, task, rate)
                     found += [{"hosts": hosts, "rate": rate, **cell, "made": made} for cell in cells]
+                    result = {"cells": merged(before, found, ("hosts", "rate", "width", "features"))}
                     # an hour's work is not to be lost with the last minutes
-                    write("auto", {"cells": merged(before, found, keys)})
-    return {"cells": merged(before, found, keys)}
+                    write("auto", result)
+    return result
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:

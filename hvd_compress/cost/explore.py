@@ -17,6 +17,7 @@ from hvd_compress.cost.watch import Watch
 __all__ = ["Explorer"]
 
 _LONGEST_STEP = 3.0  # times the median
+_MOST_STEPS = 5  # times those that are measured at least
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class _Settings:
     trials: int
     most_trials: int
     race: float
+
+    def trial_steps(self, seconds: float) -> int:
+        """How many steps that take so long are measured in a trial."""
+        return min(max(self.steps, math.ceil(self.seconds / seconds)), _MOST_STEPS * self.steps)
 
     def begin_race(self) -> Race:
         return Race(self.trials, self.most_trials, self.race)
@@ -118,7 +123,7 @@ class Explorer:
         self._dense = dense
         self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, trials, most_trials, race)
         self._race = self._settings.begin_race()
-        self._rivals = Rivals(share)
+        self._rivals = Rivals(share, lambda seconds: skip + self._settings.trial_steps(seconds))
         self._turn: _Turn | None = None
         self._seconds: list[float] = []
         self._skipped = 0
@@ -151,7 +156,7 @@ class Explorer:
     @property
     def rival(self) -> str | None:
         """What `chosen` is being compared with again, while that has its turn."""
-        return None if self._turn is None or self.current == self.chosen else self.current.name
+        return self._turn.rival if self._turn is not None and self._turn.seconds is None else None
 
     @property
     def expected(self) -> float:
@@ -171,8 +176,7 @@ class Explorer:
         taken, least, skipped = len(self._seconds), self._settings.steps, self._settings.skip - self._skipped
         if taken < least:
             return skipped + least - taken
-        left = self._settings.seconds - sum(self._seconds)
-        return max(1, min(5 * least - taken, math.ceil(left / fmean(self._seconds))))
+        return max(1, self._settings.trial_steps(fmean(self._seconds)) - taken)
 
     def observe(self, seconds: float) -> bool:
         """Take the seconds of a step with `current`; whether `current` is another one from now on.
@@ -237,7 +241,7 @@ class Explorer:
 
     def _is_enough(self) -> bool:
         taken, least = len(self._seconds), self._settings.steps
-        return taken >= 5 * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
+        return taken >= _MOST_STEPS * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
 
     def _end_trial(self) -> None:
         seconds, steps = _lasting(self._seconds), len(self._seconds)
@@ -273,16 +277,10 @@ class Explorer:
             self._look_again(drifted)
             return
         # not `seconds`: a pause is no reason to lose more
-        steps = {name: self._turn_steps(known) for name, known in self._rivals.known.items()}
-        rival = self._rivals.save(self.expected, steps)
+        rival = self._rivals.save(self.expected)
         if rival is not None:
             self._turn = _Turn(self.current.name, rival)
             self._use(rival)
-
-    def _turn_steps(self, seconds: float) -> int:
-        least = self._settings.steps
-        wanted = math.ceil(self._settings.seconds / seconds)
-        return self._settings.skip + min(max(least, wanted), 5 * least)
 
     def _end_turn(self, turn: _Turn, rival: float, chosen: float) -> None:
         self._turn = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,32 +27,36 @@ class Rivals:
 
     Args:
         share: of the seconds of all steps that turns of slower ways may cost; 0 for no turns.
+        turn_steps: how many steps a turn has, given the seconds of a step.
 
     Raises:
         ValueError: a share below 0, or not below 1.
 
     Example:
         >>> from hvd_compress.cost import Rivals
-        >>> rivals = Rivals(share=0.01)
+        >>> rivals = Rivals(share=0.01, turn_steps=lambda seconds: 10)
         >>> rivals.begin("onebit", {"onebit": 0.100, "fp16": 0.101}, {"fp16": [0.99]})
-        >>> turns = {"onebit": 10, "fp16": 10}  # steps; 10 of fp16 may lose a tenth of a second
-        >>> steps = next(step for step in range(200) if rivals.save(0.1, turns) == "fp16")
+        >>> # ten steps of fp16 may lose a tenth of a second
+        >>> steps = next(step for step in range(200) if rivals.save(0.1) == "fp16")
         >>> round(steps, -1)
         100
         >>> rivals.add("fp16", 0.08, chosen=0.1, steps=10)  # one good turn is no proof
         False
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, turn_steps: Callable[[float], int]) -> None:
         if not 0 <= share < 1:
             raise ValueError(f"share={share!r}: must be at least 0 and below 1")
-        self._share = share
+        self._share, self._turn_steps = share, turn_steps
         self._chosen = ""
         self._known: dict[str, float] = {}
         self._predicted: set[str] = set()
         self._ratios: dict[str, list[float]] = {}
         self._saved: dict[str, float] = {}
         self._recent: list[float] = []  # seconds of the chosen one
+        # of a turn and of what is saved; kept, since every step asks for them and only turns change them
+        self._prices: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
 
     @property
     def known(self) -> dict[str, float]:
@@ -81,25 +85,17 @@ class Rivals:
         """
         self._chosen, self._known = chosen, {**(predicted or {}), **measured}
         self._predicted = self._known.keys() - measured.keys()
-        others = self._known.keys() - {chosen}
-        self._ratios = {name: list(ratios.get(name, ()))[-_MOST_TURNS:] for name in self._known if name in others}
+        self._ratios = {name: list(ratios.get(name, ()))[-_MOST_TURNS:] for name in self._known if name != chosen}
         self._saved = dict.fromkeys(self._ratios, 0.0)
         self._recent = [self._known[chosen]] * _RECENT_TURNS
+        self._set_prices()
 
-    def save(self, seconds: float, steps: Mapping[str, int]) -> str | None:
-        """A step with the chosen one has taken so long; which one is to have a turn now, or None.
-
-        Args:
-            seconds: of the step.
-            steps: that a turn would have, by name.
-        """
-        prices = {name: steps[name] * self._loss(self._known[name]) for name in self._saved}
-        weights = {name: 1 / math.sqrt(price) for name, price in prices.items()}
-        total = sum(weights.values())
-        for name, weight in weights.items():
-            self._saved[name] += self._share * seconds * weight / total
-        due = [name for name, price in prices.items() if price < self._saved[name]]
-        return max(due, key=lambda name: self._saved[name] / prices[name], default=None)
+    def save(self, seconds: float) -> str | None:
+        """A step with the chosen one has taken so long; which one is to have a turn now, or None."""
+        for name, weight in self._weights.items():
+            self._saved[name] += weight * seconds
+        due = [name for name, price in self._prices.items() if price < self._saved[name]]
+        return max(due, key=lambda name: self._saved[name] / self._prices[name], default=None)
 
     def add(
         self,
@@ -125,6 +121,7 @@ class Rivals:
         ratios = self._ratios[name] = [*self._ratios[name], chosen / seconds][-_MOST_TURNS:]
         self._known[name] = self._known[self._chosen] / median(ratios)
         self._saved[name] -= self._spent(name, steps, changing)
+        self._set_prices()
         # a single turn may have been disturbed
         return len(ratios) > 1 and is_slower([handicap * ratio for ratio in ratios])
 
@@ -152,6 +149,13 @@ class Rivals:
         self._predicted = set(state["predicted"])
         self._ratios = {name: list(ratios) for name, ratios in state["ratios"].items()}
         self._saved, self._recent = dict(state["saved"]), list(state["recent"])
+        self._set_prices()
+
+    def _set_prices(self) -> None:
+        seconds = {name: self._known[name] for name in self._ratios}
+        self._prices = {name: self._turn_steps(s) * self._loss(s) for name, s in seconds.items()}
+        roots = {name: 1 / math.sqrt(price) for name, price in self._prices.items()}
+        self._weights = {name: self._share * root / sum(roots.values()) for name, root in roots.items()}
 
     def _loss(self, seconds: float) -> float:
         """Of a step."""

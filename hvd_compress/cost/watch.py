@@ -53,8 +53,8 @@ class Watch:
             expected: seconds of a step from now on.
             lost: seconds that the search has taken beyond what as many steps of `expected` would have.
         """
-        self._seconds, self._windows = [], 0
-        self._expected, self._lost, self._differs = expected, lost, 0.0
+        self.expect(expected)
+        self._windows, self._lost = 0, lost
 
     def expect(self, seconds: float) -> None:
         """Steps take so long from now on, with another way, for which nothing was lost."""
