@@ -47,12 +47,13 @@ class Counters:
         values = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.name != "steps"}
         return Counters(steps=self.steps, **values)
 
-    def count_dense(self, sent_bytes: int, gradient_bytes: int, ranks: int) -> None:
-        """An allreduce, as a ring, of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
-        self.steps += 1
-        self.bytes_sent += ring_bytes(sent_bytes, ranks)
-        self.bytes_received += ring_bytes(sent_bytes, ranks)
-        self.dense_bytes += ring_bytes(gradient_bytes, ranks)
+    def count_dense(self, sent_bytes: int, gradient_bytes: int, ranks: int, times: int = 1) -> None:
+        """Allreduces, as a ring, of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
+        moved = times * ring_bytes(sent_bytes, ranks)
+        self.steps += times
+        self.bytes_sent += moved
+        self.bytes_received += moved
+        self.dense_bytes += times * ring_bytes(gradient_bytes, ranks)
 
     def report(self, residual_norm: float) -> dict[str, float]:
         """The counters as `compression_stats()` shows them."""

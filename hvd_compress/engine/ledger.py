@@ -233,13 +233,15 @@ class Ledger(Generic[AnyBucket]):
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
-    def count_step(self) -> None:
-        """A step is complete."""
-        self._steps += 1
+    def count_step(self, times: int = 1) -> None:
+        """A step is complete, or some."""
+        self._steps += times
 
-    def count_dense(self, name: str, sent_bytes: int, gradient_bytes: int) -> None:
-        """An uncompressed allreduce of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
-        self.dense.setdefault(name, Counters()).count_dense(sent_bytes, gradient_bytes, self._ranks)
+    def count_dense(self, name: str, sent_bytes: int, gradient_bytes: int, times: int = 1) -> None:
+        """Uncompressed allreduces of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
+        if name not in self.dense:
+            self.dense[name] = Counters()
+        self.dense[name].count_dense(sent_bytes, gradient_bytes, self._ranks, times)
 
     def stats(self) -> dict[str, Any]:
         """The "total" and "tensors" of `compression_stats()`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -53,6 +54,10 @@ class _Overrides:
     _chooses = False
     _is_plain = False
     """Whether all tensors go through Horovod's allreduce in one way, so that its own methods do."""
+    _plain_steps = 0
+    """Plain steps that are not among the counters yet: counting in every hook would make short steps longer."""
+    _sparse_steps: Counter[str]
+    """In how many of these a tensor was sparse, and so not reduced."""
     _adagrad: AdaGrad | None = None
     _horovods: Any
     _make_engine: Callable[[Routing], Engine]
@@ -82,12 +87,12 @@ class _Overrides:
             p.grad = torch.zeros_like(p)
         if self._engine is None:
             return HorovodOptimizer._allreduce_grad_async(self, p)
-        name = self._parameter_names[p]
         is_sparse = p.grad.is_sparse
         if self._is_plain:
-            if not is_sparse or self.sparse_as_dense:
-                self._count_dense(name, p.grad)
+            if is_sparse and not self.sparse_as_dense:
+                return self._sparse_gathered(p)
             return HorovodOptimizer._allreduce_grad_async(self, p)
+        name = self._parameter_names[p]
         if self._adagrad is not None:
             self._check_dense(name, p.grad)
         if self._engine.exchanges(name):
@@ -103,6 +108,12 @@ class _Overrides:
             p.grad = self._engine.with_debt(name, p.grad)
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
+    def _sparse_gathered(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+        self._sparse_steps[self._parameter_names[p]] += 1
+        handle, ctx = HorovodOptimizer._allreduce_grad_async(self, p)
+        # the type to go back to, which Horovod's fp16 asks for although sparse gradients travel as they are (l. 223)
+        return handle, p.dtype if self._compression is hvd.Compression.fp16 else ctx
+
     def _dense_compression(self: Any, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
         if not self._chooses:
@@ -117,8 +128,11 @@ class _Overrides:
 
     def _begin_plain(self: Any) -> None:
         """Between steps: find out whether the next one is Horovod's own."""
+        if not self._chooses:
+            self._is_plain = not self._engine.owes
+            return
         # of a group in which a tensor got no gradient, Horovod's own methods would wait for ever
-        way = self._engine.only_way if self._chooses and self._groups is None else None
+        way = self._engine.only_way if self._groups is None else None
         self._is_plain = way is not None
         if way is not None:
             self._compression = dense_route(way)
@@ -134,12 +148,9 @@ class _Overrides:
         # a group is a bucket here; a rank where one of its tensors got no gradient completes it in synchronize()
         if self._completes_dense():
             return [self._allreduce_grad_async(p) for p in ps], None
-        if self._engine is not None:
-            for p in ps:
-                self._count_dense(self._parameter_names[p], p)
         return HorovodOptimizer._grouped_allreduce_grad_async(self, ps)
 
-    def _count_dense(self: Any, name: str, tensor: torch.Tensor) -> None:
+    def _count_dense(self: Any, name: str, tensor: torch.Tensor, times: int = 1) -> None:
         kind = self._compression, tensor.dtype
         if kind not in self._sent_itemsizes:
             # asked once, not in every hook
@@ -147,7 +158,16 @@ class _Overrides:
             self._sent_itemsizes[kind] = sent.element_size()
         # no nbytes: sparse gradients that are made dense have none
         numel, itemsize = tensor.numel(), tensor.element_size()
-        self._engine.count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize)
+        self._engine.count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize, times)
+
+    def _count_plain(self: Any) -> None:
+        """Bring the counters up to date; before anything that reads them or changes the way."""
+        steps, sparse = self._plain_steps, self._sparse_steps
+        self._plain_steps, self._sparse_steps = 0, Counter()
+        if steps:
+            self._engine.count_step(steps)
+            for name in self._engine.dense:
+                self._count_dense(name, self._by_name[name], steps - sparse[name])
 
     # -- what the user calls -------------------------------------------------------------------------------------
 
@@ -161,9 +181,10 @@ class _Overrides:
         if self._alone is not None:
             self._precondition_alone(self._alone)
         if self._is_plain:
-            self._engine.count_step()
+            self._plain_steps += 1
         changes = self._steering is not None and self._steering.end()
         if changes:
+            self._count_plain()
             followed = self._make_engine(self._steering.routing)
             followed.inherit(self._engine)
             self._engine = followed
@@ -216,6 +237,7 @@ class _Overrides:
         """
         if self._engine is None:
             return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}
+        self._count_plain()
         chosen = {} if self._steering is None else {"auto": self._steering.report()}
         with left_out(self._steering):
             return {"compressor": self._label, **self._engine.stats(), **chosen}
@@ -241,6 +263,7 @@ class _Overrides:
         """
         holder = self._engine or self._alone
         if holder is not None:
+            self._count_plain()
             holder.load_state_dict(state)
             if self._engine is not None:
                 self._begin_plain()
@@ -457,7 +480,7 @@ def DistributedOptimizer(
     )  # fmt: skip
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
-    wrapped._sent_itemsizes = {}
+    wrapped._sent_itemsizes, wrapped._sparse_steps = {}, Counter()
     wrapped._horovods, wrapped._adagrad = horovods, adagrad
     wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
     if takes_part:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, Adaptive, OneBit, Threshold, TopK
+from hvd_compress import FP16, QSGD, Adaptive, OneBit, Policy, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.exchange import make_plan
@@ -366,6 +366,27 @@ def sparse_gradients_are_in_the_statistics_or_not_at_all() -> None:
     optimizer.step()
     found = optimizer.compression_stats()["tensors"].get("weight")
     assert found is None or found["bytes_sent"] == found["dense_bytes"] == 0, found
+
+
+@cases.each({"fp16": hvd.Compression.fp16, "policy": Policy([("*", FP16())]), "asked after each": None})
+def steps_of_horovods_own_are_counted_when_asked_for(compression: Any) -> None:
+    model = torch.nn.ModuleDict({"words": torch.nn.Embedding(100, 30, sparse=True), "last": torch.nn.Linear(30, 7)})
+    optimizer = wrap(model, compression or hvd.Compression.fp16)
+    for step, sparse in enumerate((True, False, True, False, False)):
+        model["words"].sparse = sparse
+        optimizer.zero_grad()
+        model["last"](model["words"](torch.tensor([1, 2]))).sum().backward()
+        optimizer.step()
+        if compression is None:
+            assert optimizer.compression_stats()["total"]["steps"] == step + 1
+    stats, n = optimizer.compression_stats(), horovod.size()
+    assert stats["total"]["steps"] == 5
+    expected = {"words.weight": (3, 3000), "last.weight": (5, 210), "last.bias": (5, 7)}
+    for name, (steps, numel) in expected.items():
+        found = stats["tensors"][name]
+        assert (found["steps"], found["dense_bytes"]) == (steps, round(steps * 2 * (n - 1) / n * 4 * numel)), found
+        assert abs(found["bytes_sent"] - found["dense_bytes"] / 2) <= 1, found
+    assert optimizer.compression_stats() == stats
 
 
 # -- saved state -----------------------------------------------------------------------------------------------------
