@@ -95,13 +95,7 @@ class HorovodCollectives:
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of all ranks' values, one by one."""
-        return [float(v) for v in self._of_all(values, "maximum").max(axis=0)]
-
-    def mean(self, values: list[float]) -> list[float]:
-        """The mean of all ranks' values, one by one, the same on all ranks to the last bit."""
-        return [float(v) for v in self._of_all(values, "mean").mean(axis=0)]
-
-    def _of_all(self, values: list[float], purpose: str) -> npt.NDArray[Any]:
         mine = self._tensor(np.array([values], np.float64))
-        name = f"hvd_compress.{purpose}.{len(values)}"
-        return np.asarray(self._hvd.allgather(mine, name=name, **self._settings).numpy())
+        name = f"hvd_compress.maximum.{len(values)}"
+        everyone = self._hvd.allgather(mine, name=name, **self._settings).numpy()
+        return [float(v) for v in np.asarray(everyone).max(axis=0)]

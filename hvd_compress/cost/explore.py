@@ -119,6 +119,7 @@ class Explorer:
                 f"seconds={seconds!r}: must be at least 1, 1, 0, 1, above 0 and at least 0"
             )
         self.configurations = tuple(configurations)
+        self._by_name = {c.name: c for c in configurations}
         self.corrector = Corrector()
         self._dense = dense
         self._settings = _Settings(most, within, skip, steps, seconds, drift, margin, trials, most_trials, race)
@@ -131,12 +132,12 @@ class Explorer:
         self._search_seconds, self._search_steps = 0.0, 0
         self._expected: float | None = None
         self._dense_is_due = False
-        self._current = names.index(pick({c.name: c.seconds for c in configurations}, dense, margin=margin))
+        self._current = self._by_name[pick({c.name: c.seconds for c in configurations}, dense, margin=margin)]
 
     @property
     def current(self) -> Configuration:
         """What the next step is to use."""
-        return self.configurations[self._current]
+        return self._current
 
     @property
     def committed(self) -> bool:
@@ -151,7 +152,7 @@ class Explorer:
     @property
     def chosen(self) -> Configuration:
         """What is thought to be the fastest: `current`, unless that is a rival that has a turn."""
-        return self.current if self._turn is None else self._named(self._turn.chosen)
+        return self.current if self._turn is None else self._by_name[self._turn.chosen]
 
     @property
     def rival(self) -> str | None:
@@ -198,9 +199,10 @@ class Explorer:
                 self._end_trial()
         else:
             self._go_on(seconds)
-        if self._current != before:
+        changes = self._current is not before
+        if changes:
             self._skipped = 0
-        return self._current != before
+        return changes
 
     def get_state(self) -> dict[str, Any]:
         """All that it has learnt, as a JSON-able dict for `set_state`."""
@@ -224,11 +226,10 @@ class Explorer:
         Raises:
             ValueError: it names a configuration that is not known here.
         """
-        names = [c.name for c in self.configurations]
-        unknown = {state["current"], *state["race"]["trials"], *state["rivals"]["known"]} - set(names)
+        unknown = {state["current"], *state["race"]["trials"], *state["rivals"]["known"]} - self._by_name.keys()
         if unknown:
-            raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(names)}; begin anew")
-        self._current = names.index(state["current"])
+            raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(self._by_name)}; begin anew")
+        self._current = self._by_name[state["current"]]
         self._race.set_state(state["race"])
         self._rivals.set_state(state["rivals"])
         self._turn = None if state["turn"] is None else _Turn(**deepcopy(state["turn"]))
@@ -297,10 +298,7 @@ class Explorer:
         return left if turn.chosen == self._dense else 1 / left if turn.rival == self._dense else 1.0
 
     def _use(self, name: str) -> None:
-        self._current = next(i for i, c in enumerate(self.configurations) if c.name == name)
-
-    def _named(self, name: str) -> Configuration:
-        return next(c for c in self.configurations if c.name == name)
+        self._current = self._by_name[name]
 
     def _learn(self, seconds: float) -> None:
         if self.current.seconds > 0:
@@ -310,7 +308,7 @@ class Explorer:
         """Seconds of what was measured; and of dense, predicted if it was not."""
         known = self.measured
         if self._dense not in known:
-            known[self._dense] = self._corrected(self._named(self._dense))
+            known[self._dense] = self._corrected(self._by_name[self._dense])
         return known
 
     def _worth_a_trial(self) -> str | None:

@@ -91,6 +91,11 @@ class Pilot:
         return min(max(lasting, _WATCHED_STEPS), _MOST_WATCHED_STEPS)
 
     @property
+    def trying(self) -> bool:
+        """Whether the next steps are to find out how fast a way is."""
+        return self.explorer.trying
+
+    @property
     def chosen(self) -> str | None:
         """Name of what is thought to be the fastest; None while that is searched for."""
         return self.explorer.chosen.name if self.explorer.committed else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
@@ -19,6 +20,7 @@ from hvd_compress.policy import Auto
 __all__ = ["Steering", "left_out"]
 
 _LEAST_SHARE = 0.5  # of a step whose rest was shorter than usual
+_made: Counter[int] = Counter()  # by the number of the process set
 
 
 class _Span(NamedTuple):
@@ -41,15 +43,19 @@ class Steering:
     """
 
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
-        self._collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
-        # others for measuring: they keep their buffer, whose memory training may want
-        measured = HorovodCollectives(hvd, torch.from_numpy, process_set)
-        network = network_of(measured, with_hosts=routing.exchange == "hierarchical")
-        speeds = slowest_speeds((FP16(), *auto.candidates), self._collectives)
+        collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
+        network = network_of(collectives, with_hosts=routing.exchange == "hierarchical")
+        speeds = slowest_speeds((FP16(), *auto.candidates), collectives)
+        # two optimizers may gather at once; ranks outside of a process set do not count what is made for it
+        self._name = f"hvd_compress.seconds.{_made[process_set.process_set_id]}"
+        _made[process_set.process_set_id] += 1
+        self._process_set = process_set
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
+        self._wanted = self._pilot.seconds_wanted
         self._began: float | None = None
         self._ended: float | None = None
         self._spans: list[_Span] = []
+        self._gathering: int | None = None  # the handle of seconds on their way to all ranks
         self._usual_rest: float | None = None
         self._beyond_usual = 0.0  # what the rest takes with the way that was chosen
         self._beyond_of: str | None = None
@@ -72,14 +78,37 @@ class Steering:
         rest = 0.0 if self._ended is None else self._began - self._ended
         self._spans.append(_Span(now - self._began, rest))
         self._began, self._ended = None, now
-        if len(self._spans) < self._pilot.seconds_wanted:
+        if self._gathering is None and len(self._spans) < self._wanted:
             return False
-        spans, self._spans = self._spans, []
-        # not the largest: ranks end a step one after the other, and one that ends late has a shorter next step; the
-        # more ranks compute after the last collective, the longer each step of the latest would look
-        changes = self._pilot.observe(self._collectives.mean(self._compared(spans)))
+        changes = self._compare()
         self._ended = time.perf_counter()
         return changes
+
+    def _compare(self) -> bool:
+        """Begin to let all ranks know the seconds of this one, or take what they all have sent."""
+        if self._gathering is None:
+            self._gathering = self._begin_gathering(self._compared(self._spans))
+            self._spans = []
+            # steps of a slow way are not to go on; else the ranks need not wait for each other between two steps
+            if not self._pilot.trying:
+                return False
+        everyone = hvd.synchronize(self._gathering).numpy()
+        self._gathering = None
+        # not the largest: ranks end a step one after the other, and one that ends late has a shorter next step; the
+        # more ranks compute after the last collective, the longer each step of the latest would look
+        changes = self._pilot.observe(everyone.mean(axis=0).tolist())
+        self._wanted = self._pilot.seconds_wanted
+        if changes:
+            # of the step that was made meanwhile
+            self._spans = []
+        return changes
+
+    def _begin_gathering(self, seconds: list[float]) -> int:
+        handle: int = hvd.allgather_async(
+            torch.tensor([seconds], dtype=torch.float64), name=f"{self._name}.{len(seconds)}",
+            process_set=self._process_set,
+        )  # fmt: skip
+        return handle
 
     def _compared(self, spans: Sequence[_Span]) -> list[float]:
         """Seconds of steps, by which ways are compared while they are tried, and watched afterwards.

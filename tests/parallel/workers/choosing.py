@@ -174,6 +174,7 @@ class Scripted:
     """A pilot that moves all tensors on after every third step; stands where `Pilot` would."""
 
     seconds_wanted = STEPS_EACH
+    trying = True
     chosen = None
 
     def __init__(self, auto: Auto, tensors: Sequence[Any], routing: Routing, *_: Any, begin: int = 0) -> None:
@@ -200,6 +201,12 @@ def often(share: float = 0.05) -> Any:
     return mock.patch.object(pilot, "_RIVALS_SHARE", share)
 
 
+class Unhurried(Scripted):
+    """Has chosen, so that what ranks tell each other travels during the next step."""
+
+    trying = False
+
+
 @contextmanager
 def piloted(pilot: Any, network: Any = None, speeds: Any = None) -> Iterator[None]:
     """`Auto` with another pilot, or with a network and kernels that were not measured."""
@@ -214,6 +221,20 @@ def piloted(pilot: Any, network: Any = None, speeds: Any = None) -> Iterator[Non
 def scripted(model: torch.nn.Module, begin: int = 0, **settings: Any) -> Any:
     with piloted(lambda *arguments: Scripted(*arguments, begin=begin)):
         return wrap(model, "auto", **settings)
+
+
+@cases.add
+def two_optimizers_tell_their_seconds_at_once() -> None:
+    models = [Net(), Net()]
+    with piloted(Unhurried):
+        optimizers = [wrap(model, "auto") for model in models]
+    for step in range(3 * (STEPS_EACH + 1)):
+        assert [o._steering._pilot.at for o in optimizers] == [step // (STEPS_EACH + 1)] * 2
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            check_alike(bytes_of(model.parameters()))
 
 
 def owed(optimizer: Any) -> dict[str, np.ndarray]:
