@@ -58,6 +58,8 @@ class _Overrides:
     """Plain steps that are not among the counters yet: counting in every hook would make short steps longer."""
     _sparse_steps: Counter[str]
     """In how many of these a tensor was sparse, and so not reduced."""
+    _sparse_now: set[str]
+    """Those that are sparse in the step that is not complete yet; it may be abandoned."""
     _adagrad: AdaGrad | None = None
     _horovods: Any
     _make_engine: Callable[[Routing], Engine]
@@ -109,7 +111,7 @@ class _Overrides:
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
     def _sparse_gathered(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
-        self._sparse_steps[self._parameter_names[p]] += 1
+        self._sparse_now.add(self._parameter_names[p])
         handle, ctx = HorovodOptimizer._allreduce_grad_async(self, p)
         # the type to go back to, which Horovod's fp16 asks for although sparse gradients travel as they are (l. 223)
         return handle, p.dtype if self._compression is hvd.Compression.fp16 else ctx
@@ -182,6 +184,8 @@ class _Overrides:
             self._precondition_alone(self._alone)
         if self._is_plain:
             self._plain_steps += 1
+            self._sparse_steps.update(self._sparse_now)
+            self._sparse_now.clear()
         changes = self._steering is not None and self._steering.end()
         if changes:
             self._count_plain()
@@ -221,6 +225,7 @@ class _Overrides:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
         if self._engine is not None:
             self._wait_for_dense()
+            self._sparse_now.clear()
             self._engine.abandon()
         HorovodOptimizer.load_state_dict(self, *args, **kwargs)
 
@@ -237,9 +242,9 @@ class _Overrides:
         """
         if self._engine is None:
             return {"compressor": self._label, "total": Counters().report(0.0), "tensors": {}}
-        self._count_plain()
         chosen = {} if self._steering is None else {"auto": self._steering.report()}
         with left_out(self._steering):
+            self._count_plain()
             return {"compressor": self._label, **self._engine.stats(), **chosen}
 
     def compression_state_dict(self: Any) -> dict[str, Any]:
@@ -253,6 +258,8 @@ class _Overrides:
         if self._handles:
             raise StateError("compression_state_dict() while gradients are exchanged; call it after step()")
         with left_out(self._steering):
+            # the state says of which step it is, the same on all ranks
+            self._count_plain()
             return self._engine.state_dict()
 
     def load_compression_state_dict(self: Any, state: dict[str, Any]) -> None:
@@ -480,7 +487,7 @@ def DistributedOptimizer(
     )  # fmt: skip
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
-    wrapped._sent_itemsizes, wrapped._sparse_steps = {}, Counter()
+    wrapped._sent_itemsizes, wrapped._sparse_steps, wrapped._sparse_now = {}, Counter(), set()
     wrapped._horovods, wrapped._adagrad = horovods, adagrad
     wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
     if takes_part:

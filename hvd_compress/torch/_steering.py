@@ -55,7 +55,8 @@ class Steering:
         self._began: float | None = None
         self._ended: float | None = None
         self._spans: list[_Span] = []
-        self._gathering: int | None = None  # the handle of seconds on their way to all ranks
+        self._untold: list[float] = []  # seconds of steps, for all ranks to know
+        self._gathering: int | None = None  # the handle of those on their way
         self._usual_rest: float | None = None
         self._beyond_usual = 0.0  # what the rest takes with the way that was chosen
         self._beyond_of: str | None = None
@@ -67,8 +68,14 @@ class Steering:
 
     def begin(self) -> None:
         """The first gradient of a step is there, or one that is not the first."""
-        if self._began is None:
-            self._began = time.perf_counter()
+        if self._began is not None:
+            return
+        self._began = time.perf_counter()
+        if self._untold:
+            # not when the last step ended: where that was the last one of all, a rank that is late would begin a
+            # collective that others, which have shut down, take no part in
+            self._begin_gathering(self._untold)
+            self._untold = []
 
     def end(self) -> bool:
         """A step's gradients are combined; whether `routing` is another one for the next. Now and then a collective."""
@@ -85,13 +92,14 @@ class Steering:
         return changes
 
     def _compare(self) -> bool:
-        """Begin to let all ranks know the seconds of this one, or take what they all have sent."""
+        """Let all ranks know the seconds of this one's steps, or have them known when the next step ends."""
         if self._gathering is None:
-            self._gathering = self._begin_gathering(self._compared(self._spans))
-            self._spans = []
-            # steps of a slow way are not to go on; else the ranks need not wait for each other between two steps
+            seconds, self._spans = self._compared(self._spans), []
             if not self._pilot.trying:
+                # the ranks need not wait for each other between two steps; of a trial, no more steps are to be made
+                self._untold = seconds
                 return False
+            self._begin_gathering(seconds)
         everyone = hvd.synchronize(self._gathering).numpy()
         self._gathering = None
         # not the largest: ranks end a step one after the other, and one that ends late has a shorter next step; the
@@ -103,12 +111,11 @@ class Steering:
             self._spans = []
         return changes
 
-    def _begin_gathering(self, seconds: list[float]) -> int:
-        handle: int = hvd.allgather_async(
+    def _begin_gathering(self, seconds: list[float]) -> None:
+        self._gathering = hvd.allgather_async(
             torch.tensor([seconds], dtype=torch.float64), name=f"{self._name}.{len(seconds)}",
             process_set=self._process_set,
         )  # fmt: skip
-        return handle
 
     def _compared(self, spans: Sequence[_Span]) -> list[float]:
         """Seconds of steps, by which ways are compared while they are tried, and watched afterwards.

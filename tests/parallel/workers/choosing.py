@@ -227,14 +227,18 @@ def scripted(model: torch.nn.Module, begin: int = 0, **settings: Any) -> Any:
 def two_optimizers_tell_their_seconds_at_once() -> None:
     models = [Net(), Net()]
     with piloted(Unhurried):
-        optimizers = [wrap(model, "auto") for model in models]
+        # tensors of both are exchanged at once, so that their names differ
+        optimizers = [wrap(torch.nn.ModuleDict({key: model}), "auto") for key, model in zip("ab", models, strict=True)]
     for step in range(3 * (STEPS_EACH + 1)):
         assert [o._steering._pilot.at for o in optimizers] == [step // (STEPS_EACH + 1)] * 2
-        for model, optimizer in zip(models, optimizers, strict=True):
+        for model in models:
             loss_of(model, step).backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
             check_alike(bytes_of(model.parameters()))
+            # a rank that ends now leaves no other one waiting
+            assert optimizer._steering._gathering is None
 
 
 def owed(optimizer: Any) -> dict[str, np.ndarray]:
