@@ -6,11 +6,13 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
@@ -87,10 +89,8 @@ class _Overrides:
         if p.grad is None:
             # another rank may have a gradient: all ranks issue the same collectives
             p.grad = torch.zeros_like(p)
-        if self._engine is None:
-            return HorovodOptimizer._allreduce_grad_async(self, p)
         is_sparse = p.grad.is_sparse
-        if self._is_plain:
+        if self._engine is None or self._is_plain:
             if is_sparse and not self.sparse_as_dense:
                 return self._sparse_gathered(p)
             return HorovodOptimizer._allreduce_grad_async(self, p)
@@ -179,7 +179,13 @@ class _Overrides:
             self._ungroup()
             self._submit_missing()
             self._complete()
-        HorovodOptimizer.synchronize(self)
+        try:
+            HorovodOptimizer.synchronize(self)
+        except HorovodInternalError:
+            if not self._completes_dense():
+                # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
+                self._handles.clear()
+            raise
         if self._alone is not None:
             self._precondition_alone(self._alone)
         if self._is_plain:
@@ -224,9 +230,11 @@ class _Overrides:
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
         if self._engine is not None:
-            self._wait_for_dense()
             self._sparse_now.clear()
+            self._wait_for_dense()
             self._engine.abandon()
+        if self._steering is not None:
+            self._steering.abandon()
         HorovodOptimizer.load_state_dict(self, *args, **kwargs)
 
     def compression_stats(self: Any) -> dict[str, Any]:
@@ -266,8 +274,11 @@ class _Overrides:
         """Take over the residuals that `compression_state_dict` returned on this rank.
 
         Raises:
-            StateError: not such a state, of another rank or number of ranks, or of other tensors.
+            StateError: not such a state, of another rank or number of ranks, or of other tensors; or gradients are
+                still being exchanged.
         """
+        if self._handles:
+            raise StateError("load_compression_state_dict() while gradients are exchanged; call it after step()")
         holder = self._engine or self._alone
         if holder is not None:
             self._count_plain()
@@ -297,14 +308,18 @@ class _Overrides:
             holder.set_loss_scale(float(loss_scale))
 
     def _wait_for_dense(self: Any) -> None:
-        """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step."""
+        """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step.
+
+        Those that fail are over, too: an elastic run restores its state after a step that has failed.
+        """
         if self._completes_dense():
             self._ungroup()
         for handle, _ in self._handles.values():
-            if callable(handle):
-                handle()
-            elif handle is not None and not isinstance(handle, _InExchange):
-                hvd.synchronize(handle)
+            with suppress(HorovodInternalError):
+                if callable(handle):
+                    handle()
+                elif handle is not None and not isinstance(handle, _InExchange):
+                    hvd.synchronize(handle)
 
     # -- the parts of synchronize --------------------------------------------------------------------------------
 

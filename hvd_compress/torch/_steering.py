@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
@@ -20,7 +20,7 @@ from hvd_compress.policy import Auto
 __all__ = ["Steering", "left_out"]
 
 _LEAST_SHARE = 0.5  # of a step whose rest was shorter than usual
-_made: Counter[int] = Counter()  # by the number of the process set
+_numbers = itertools.count()
 
 
 class _Span(NamedTuple):
@@ -46,9 +46,7 @@ class Steering:
         collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
         network = network_of(collectives, with_hosts=routing.exchange == "hierarchical")
         speeds = slowest_speeds((FP16(), *auto.candidates), collectives)
-        # two optimizers may gather at once; ranks outside of a process set do not count what is made for it
-        self._name = f"hvd_compress.seconds.{_made[process_set.process_set_id]}"
-        _made[process_set.process_set_id] += 1
+        self._name = f"hvd_compress.seconds.{_agreed_number(collectives)}"
         self._process_set = process_set
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
         self._wanted = self._pilot.seconds_wanted
@@ -71,11 +69,11 @@ class Steering:
         if self._began is not None:
             return
         self._began = time.perf_counter()
-        if self._untold:
+        seconds, self._untold = self._untold, []
+        if seconds:
             # not when the last step ended: where that was the last one of all, a rank that is late would begin a
             # collective that others, which have shut down, take no part in
-            self._begin_gathering(self._untold)
-            self._untold = []
+            self._begin_gathering(seconds)
 
     def end(self) -> bool:
         """A step's gradients are combined; whether `routing` is another one for the next. Now and then a collective."""
@@ -100,8 +98,8 @@ class Steering:
                 self._untold = seconds
                 return False
             self._begin_gathering(seconds)
-        everyone = hvd.synchronize(self._gathering).numpy()
-        self._gathering = None
+        handle, self._gathering = self._gathering, None
+        everyone = hvd.synchronize(handle).numpy()
         # not the largest: ranks end a step one after the other, and one that ends late has a shorter next step; the
         # more ranks compute after the last collective, the longer each step of the latest would look
         changes = self._pilot.observe(everyone.mean(axis=0).tolist())
@@ -139,6 +137,10 @@ class Steering:
         self._usual_rest = rest - self._beyond_usual
         return [_clocked(span.combining, self._beyond_usual) for span in spans]
 
+    def abandon(self) -> None:
+        """The step that has begun will not end, and says nothing about its way."""
+        self._began = self._ended = None
+
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """What is done inside is no part of a step; for what takes longer with some ways, though training does not."""
@@ -154,6 +156,18 @@ class Steering:
     def report(self) -> dict[str, Any]:
         """See `Pilot.report`."""
         return self._pilot.report()
+
+
+def _agreed_number(collectives: HorovodCollectives) -> int:
+    """Another one for each `Steering` of this rank, the same on all ranks of the process set; a collective call.
+
+    Two optimizers may gather at once, so that their names have to differ. What ranks have counted may differ, since
+    they are in different process sets, and these may be removed.
+    """
+    global _numbers
+    number = int(collectives.maximum([float(next(_numbers))])[0])
+    _numbers = itertools.count(number + 1)
+    return number
 
 
 def _clocked(combining: float, beyond: float) -> float:

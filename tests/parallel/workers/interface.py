@@ -8,10 +8,12 @@ import json
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import horovod.torch as horovod
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.torch as hvd
 from hvd_compress import FP16, QSGD, Adaptive, OneBit, Policy, Threshold, TopK
@@ -396,6 +398,31 @@ def steps_of_horovods_own_are_counted_whenever_somebody_looks(compression: Any) 
         found = stats["tensors"][name]
         assert (found["steps"], found["dense_bytes"]) == (steps, round(steps * 2 * (n - 1) / n * 4 * numel)), found
         assert abs(found["bytes_sent"] - found["dense_bytes"] / 2) <= 1, found
+
+
+@cases.each({"none": hvd.Compression.none, "fp16": hvd.Compression.fp16})
+def state_can_be_restored_after_a_step_that_failed(compression: Any) -> None:
+    model = torch.nn.ModuleDict({"words": torch.nn.Embedding(100, 30, sparse=True), "last": torch.nn.Linear(30, 7)})
+    optimizer = wrap(model, compression)
+    before = optimizer.state_dict()
+
+    def failing(*arguments: Any) -> Any:
+        waited.append(horovod.synchronize(*arguments))
+        raise HorovodInternalError("a rank has ended")
+
+    for step in range(2):
+        waited: list[Any] = []
+        model["last"](model["words"](torch.tensor([1, 2]))).sum().backward()
+        with mock.patch.object(horovod.optimizer, "synchronize", failing):
+            raises(HorovodInternalError, optimizer.synchronize, "a rank has ended")
+        assert waited
+        optimizer.load_state_dict(before)
+        optimizer.zero_grad()
+        horovod.barrier()
+        assert optimizer.compression_stats()["total"]["steps"] == step
+        model["last"](model["words"](torch.tensor([1, 2]))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # -- saved state -----------------------------------------------------------------------------------------------------

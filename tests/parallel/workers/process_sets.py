@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, AdaGrad, OneBit, TopK
+from hvd_compress import FP16, QSGD, AdaGrad, OneBit, TopK
 from hvd_compress.errors import MismatchError
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -144,6 +144,26 @@ def a_set_of_one_rank_exchanges_nothing() -> None:
     train(twin, torch.optim.SGD(twin.parameters(), lr=0.125), range(2), check=lambda step: None)
     assert bytes_of(model.parameters()) == bytes_of(twin.parameters())
     assert optimizer.compression_stats()["total"]["bytes_sent"] == 0
+
+
+@cases.add
+def a_set_of_one_rank_takes_sparse_gradients_as_float16() -> None:
+    words = torch.nn.Embedding(100, 30, sparse=True)
+    optimizer = wrap(words, SINGLE, FP16())
+    words(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    assert words.weight.grad.is_sparse
+
+
+@cases.add
+def auto_agrees_in_sets_whose_ranks_have_made_different_numbers_of_optimizers() -> None:
+    for ranks in (WITHOUT_ZERO, WITH_ZERO):
+        model = Net()
+        optimizer = wrap(model, ranks, "auto")
+        train(model, optimizer, range(60), check=lambda step: None)  # a trial takes 45 at most
+        if horovod.rank() in ranks:
+            assert optimizer.compression_stats()["auto"]["measured_seconds"]
+            check_equal_on_all_ranks(model, set_of(ranks))
 
 
 @cases.add
