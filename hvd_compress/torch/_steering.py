@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +19,7 @@ from hvd_compress.policy import Auto
 __all__ = ["Steering", "left_out"]
 
 _LEAST_SHARE = 0.5  # of a step whose rest was shorter than usual
-_numbers = itertools.count()
+_next_number = 0  # of a `Steering`
 
 
 class _Span(NamedTuple):
@@ -164,9 +163,9 @@ def _agreed_number(collectives: HorovodCollectives) -> int:
     Two optimizers may gather at once, so that their names have to differ. What ranks have counted may differ, since
     they are in different process sets, and these may be removed.
     """
-    global _numbers
-    number = int(collectives.maximum([float(next(_numbers))])[0])
-    _numbers = itertools.count(number + 1)
+    global _next_number
+    number = int(collectives.maximum([float(_next_number)])[0])
+    _next_number = number + 1
     return number
 
 
