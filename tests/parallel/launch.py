@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,36 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
+_TORCH = {
+    "adagrad": "test_adagrad",
+    "buckets": "test_buckets",
+    "choosing": "test_choosing",
+    "interface": "test_interface",
+    "parameter_server": "test_parameter_server",
+    "training": "test_training",
+    "values": "test_values",
+}
+_TENSORFLOW = {
+    "choosing_tensorflow": "test_choosing",
+    "tensorflow_adagrad": "test_adagrad",
+    "tensorflow_values": "test_tensorflow",
+}
+# What topics share a start if the test files that ask for them are run together. Most of a short start is the import of
+# a framework on each rank, and was 40 % of the time of all.
+TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
+    (2, "gloo"): (
+        _TORCH,
+        {
+            **_TENSORFLOW,
+            "parameter_server_tensorflow": "test_parameter_server",
+            "tensorflow_eventgrad": "test_eventgrad",
+        },
+    ),
+    (4, "mpi"): (_TORCH, {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"}),
+}
+selected: set[str] = set()  # the test files of this session; see conftest.py
 _TAIL = 4000
+_SECONDS_TO_LOOK = 5.0
 _SECONDS_FOR_STACKS = 5.0
 _SECONDS_TO_END = 15.0
 _SECONDS_TO_FOLLOW = 10.0
@@ -66,6 +95,11 @@ class Outcome:
     reports: dict[int, list[dict[str, Any]]] = field(repr=False)
     left: list[int]
 
+    def part(self, topic: str) -> Outcome:
+        """The same without the cases of other topics."""
+        reports = {r: [t for t in lines if t.get("topic", topic) == topic] for r, lines in self.reports.items()}
+        return replace(self, reports=reports)
+
     def of(self, case: str) -> dict[int, dict[str, Any]]:
         """What each rank says of a case that has ended there."""
         return {r: line for r, lines in self.reports.items() for line in lines if line.get("case") == case}
@@ -100,10 +134,10 @@ def run(
     ranks: int,
     launcher: str,
     *arguments: str,
-    limit_seconds: float = 240.0,
+    limit_seconds: float = 200.0,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run `tests/parallel/workers/<topic>.py` on real ranks; returns within `limit_seconds` and a little."""
+    """Run `tests/parallel/workers/<topic>.py` on real ranks, until no rank has reported for `limit_seconds`."""
     command = LAUNCHERS[launcher](ranks)
     environment = {**_environment(), **(environment or {})}
     program = shutil.which(command[0], path=environment["PATH"])
@@ -132,10 +166,17 @@ def run(
         return Outcome(ranks, returncode, seconds, ended, text, reports, left)
 
 
-@functools.cache
 def launched(topic: str, ranks: int, launcher: str, **environment: str) -> Outcome:
     """The outcome of a worker's whole list of cases; started once per session and environment."""
-    return run(topic, ranks, launcher, environment=environment)
+    family = next((family for family in TOGETHER.get((ranks, launcher), ()) if topic in family), {})
+    asked = [other for other, file in family.items() if other == topic or file in selected]
+    outcome = _started("+".join(asked) or topic, ranks, launcher, **environment)
+    return outcome.part(topic) if asked else outcome
+
+
+@functools.cache
+def _started(topics: str, ranks: int, launcher: str, **environment: str) -> Outcome:
+    return run(topics, ranks, launcher, environment=environment)
 
 
 def _environment() -> dict[str, str]:
@@ -156,9 +197,11 @@ def _environment() -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_seconds: float, folder: Path) -> int | None:
+    begin = time.time()
     try:
-        return process.wait(limit_seconds)
-    except subprocess.TimeoutExpired:
+        while time.time() - max([begin, *(f.stat().st_mtime for f in folder.glob("*.jsonl"))]) < limit_seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_SECONDS_TO_LOOK)
         _ask_for_stacks(folder)
     finally:
         if process.poll() is None:

@@ -1,14 +1,16 @@
 """What a rank runs: `python -m tests.parallel.rank TOPIC[+TOPIC ...] FOLDER [ARGUMENTS]`.
 
 Topics that are joined run one after the other in one start, the first one saying how that is made. A worker module has
-either `cases`, which are run one after the other and reported one by one, or `main(report, *arguments)`. `PROCESS_SETS`
-of a worker is given to `hvd.init`; one whose `FRAMEWORK` is "mpi" runs without Horovod.
+either `cases`, which are run one after the other and reported one by one, or, alone in its start,
+`main(report, *arguments)`. `PROCESS_SETS` of the workers are given to `hvd.init`; one whose `FRAMEWORK` is "mpi" runs
+without Horovod.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -17,8 +19,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.parallel.cases import Cases
@@ -47,17 +50,17 @@ class Report:
         self._stack.close()
 
 
-def run_cases(cases: Cases, report: Report, wait_for_all: Callable[[], Any]) -> None:
+def run_cases(topic: str, cases: Cases, report: Report, wait_for_all: Callable[[], Any]) -> None:
     """Run all cases on this rank; one that fails does not keep the others from running."""
     for name, case in cases.items():
-        report(running=name)
+        report(topic=topic, running=name)
         begin = time.perf_counter()
         error = None
         try:
             case()
         except Exception:
             error = traceback.format_exc()
-        report(case=name, error=error, seconds=round(time.perf_counter() - begin, 3))
+        report(topic=topic, case=name, error=error, seconds=round(time.perf_counter() - begin, 3))
         wait_for_all()
 
 
@@ -74,22 +77,31 @@ def be_strict() -> None:
 
 def main() -> None:
     """Import the worker, start Horovod, run."""
-    topics, folder, *arguments = sys.argv[1:]
+    joined, folder, *arguments = sys.argv[1:]
     be_strict()
-    worker, *others = (importlib.import_module(f"tests.parallel.workers.{topic}") for topic in topics.split("+"))
-    framework = getattr(worker, "FRAMEWORK", "torch")
+    workers = {topic: importlib.import_module(f"tests.parallel.workers.{topic}") for topic in joined.split("+")}
+    first = next(iter(workers.values()))
+    framework = getattr(first, "FRAMEWORK", "torch")
     hvd: Any = _Mpi() if framework == "mpi" else importlib.import_module(f"horovod.{framework}")
-    hvd.init(process_sets=getattr(worker, "PROCESS_SETS", None))
+    hvd.init(process_sets=_process_sets(workers.values()))
     with contextlib.closing(Report(Path(folder), hvd.rank())) as report:
         report(size=hvd.size())
-        if hasattr(worker, "cases"):
-            cases = Cases(worker.cases)
-            for other in others:
-                cases.update(other.cases)
-            run_cases(cases, report, _barrier(hvd))
+        if hasattr(first, "cases"):
+            wait_for_all = _barrier(hvd)
+            for topic, worker in workers.items():
+                # a million objects of frameworks and of the topics before: a collection that looks at them takes half
+                # a second, and cases collect
+                gc.collect()
+                gc.freeze()
+                run_cases(topic, worker.cases, report, wait_for_all)
         else:
-            worker.main(report, *arguments)
+            first.main(report, *arguments)
         report(end=True)
+
+
+def _process_sets(workers: Iterable[ModuleType]) -> Any:
+    each = [getattr(worker, "PROCESS_SETS", None) or [] for worker in workers]
+    return each[0] if len(each) == 1 else [process_set for one in each for process_set in one]
 
 
 class _Mpi:

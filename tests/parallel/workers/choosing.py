@@ -32,12 +32,16 @@ SHAPES = {
 LARGE = [name for name, shape in SHAPES.items() if np.prod(shape) >= MIN_NUMEL]
 
 
-class Net(torch.nn.Module):
-    """The parameters of SHAPES."""
+# for many steps of which only the seconds count
+FEW_SHAPES = {"a1": (40, 30), "b1": (30, 50), "bias": (48,)}
 
-    def __init__(self) -> None:
+
+class Net(torch.nn.Module):
+    """Parameters of these shapes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
         super().__init__()
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape)))
 
 
@@ -489,7 +493,7 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
     given = {name: np.zeros(SHAPES[name]) for name in LARGE}
     arrived = {name: np.zeros(SHAPES[name]) for name in LARGE}
     with (
-        often(),
+        often(0.2),
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
         mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
     ):
@@ -530,9 +534,9 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
     auto = Auto([OneBit(), Adaptive(pi=16)])
     truth = {"none": 0.9, "fp16": 0.7, "onebit": 0.5, "adaptive": 0.52, "mixed": 2.0}
     clock = Clock(truth, {name: 9.01 if name == "adaptive" else 9.1 for name in truth})
-    model = Net()
+    model = Net(FEW_SHAPES)
     with (
-        often(),
+        often(0.2),
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
         mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
     ):
@@ -577,7 +581,7 @@ def a_rank_that_ends_one_step_late_and_the_next_early_is_not_slow() -> None:
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
         mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
     ):
-        model = Net()
+        model = Net(FEW_SHAPES)
         optimizer = wrap(model, auto)
         for step in range(110):
             name = in_use(optimizer)
@@ -610,7 +614,7 @@ def looking_at_what_is_owed_makes_no_way_slow(how: str) -> None:
         mock.patch.object(Lane, "residual_norm", seen(Lane.residual_norm)),
         mock.patch.object(Lane, "whole_residual", seen(Lane.whole_residual)),
     ):
-        model = Net()
+        model = Net(FEW_SHAPES)
         optimizer = wrap(model, auto)
         for step in range(110):
             name = in_use(optimizer)

@@ -8,11 +8,12 @@ import os
 import re
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from hvd_compress import FP16, Adaptive, NoCompression, OneBit
-from hvd_compress.cli import main
+from hvd_compress.cli import check, main
 from hvd_compress.cli.ranks import Ranks, is_launched, launched
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import COLLECTIVES, measure_link
@@ -71,7 +72,7 @@ def a_measured_link_is_the_same_on_all_ranks() -> None:
 
 @cases.add
 def advise_measures_and_speaks_once() -> None:
-    code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "6")
+    code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "3")
     assert code == 0
     if launched("rank"):
         assert output == ""
@@ -85,7 +86,7 @@ def advise_measures_and_speaks_once() -> None:
     # each takes more than a second
     hows = Counter(row.split()[-1] for row in (dense, *rows))
     assert set(hows) == {"tried", "predicted"}
-    assert 1 <= hows["tried"] <= 6
+    assert 1 <= hows["tried"] <= 3
     assert sentence.startswith(("Use compression=", "Don't compress"))
 
 
@@ -162,7 +163,9 @@ def what_one_rank_misses_fails_on_all() -> None:
     if launched("rank") == 1:
         Ranks.alltoall = lambda self, *arguments: wrong(self, *arguments) + 1  # type: ignore[method-assign]
     try:
-        code, output = command("check")
+        # what is installed was looked at above, in programs of its own
+        with mock.patch.object(check, "_horovod", return_value=[]):
+            code, output = command("check")
     finally:
         Ranks.alltoall = wrong  # type: ignore[method-assign]
     assert code == 1

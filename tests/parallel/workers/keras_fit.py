@@ -14,7 +14,7 @@ import numpy as np
 from hvd_compress import FP16, NoCompression, OneBit, TopK
 from hvd_compress.errors import MismatchError, UnsupportedError
 from tests.parallel.cases import Cases
-from tests.parallel.workers.neutral import COMPRESSORS, raises
+from tests.parallel.workers.neutral import COMPRESSORS, raises, ranks_of_start
 
 FRAMEWORK = "torch" if os.environ.get("KERAS_BACKEND") == "torch" else "tensorflow"
 KERAS = int(os.environ.get("HVD_COMPRESS_KERAS", "3"))
@@ -28,6 +28,9 @@ else:
     import hvd_compress.keras as hvd
 
 cases = Cases()
+# what Keras adds is the same for all; tracing takes seconds where ranks outnumber cores
+_FEW = {"onebit": COMPRESSORS["onebit"], "topk-golomb": COMPRESSORS["topk-golomb"]}
+FITTED = {**(COMPRESSORS if ranks_of_start() == 2 and KERAS == 3 else _FEW), "none": NoCompression(), "fp16": FP16()}
 
 
 def network(dropout: float = 0.0, use_bias: bool = True) -> Any:
@@ -68,7 +71,7 @@ def check_equal_on_all_ranks(model: Any) -> None:
     assert len(set(digests)) == 1, f"the ranks' weights differ: {digests}"
 
 
-@cases.each({**COMPRESSORS, "none": NoCompression(), "fp16": FP16()})
+@cases.each(FITTED)
 def weights_are_equal_after_fit(compressor: Any) -> None:
     model = trained(wrapped(keras.optimizers.Adam(0.01), compressor), model=network(dropout=0.2))
     check_equal_on_all_ranks(model)

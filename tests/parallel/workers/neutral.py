@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -35,8 +36,14 @@ SHAPES = {"first.weight": (48, 601), "first.bias": (48,), "second.weight": (37, 
 
 def numbers(name: str, rank: int, step: int, shape: Sequence[int]) -> np.ndarray:
     """The gradient of a parameter on a rank in a step, float32."""
+    return _drawn(name, rank, step, tuple(shape)).copy()
+
+
+@functools.lru_cache(maxsize=1024)
+def _drawn(name: str, rank: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
+    # every rank asks for those of all ranks, in one case after the other: drawing them took longer than training
     rng = np.random.default_rng([zlib.crc32(name.encode()), rank, step])
-    return rng.standard_normal(tuple(shape)).astype(np.float32)
+    return rng.standard_normal(shape).astype(np.float32)
 
 
 def ranks_of_start() -> int:
