@@ -19,12 +19,7 @@ demo: setup          ## train MNIST on 2 ranks, compressed and dense, and compar
 	@$(WITH_VENV) $(PYTHON_VENV) examples/demo.py
 
 test: setup          ## all tests, those with several processes too (about half an hour on 2 cores)
-ifdef ARGS
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest $(ARGS)
-else
-	@$(WITH_VENV) $(PYTHON_VENV) -m pytest --numprocesses logical --ignore tests/parallel
-	@$(WITH_VENV) $(PYTHON_VENV) -m pytest tests/parallel
-endif
 
 # tracing the ranks takes a quarter more, so that `test` goes without
 coverage: setup      ## the same tests, and which lines of the package they have run

@@ -1,4 +1,4 @@
-"""Starts real ranks with a hard time limit and collects what each of them reports."""
+"""Starts real ranks, ends them when they have been silent for too long, and collects what each of them reports."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     (4, "mpi"): (_TORCH, {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"}),
 }
 selected: set[str] = set()  # the test files of this session; see conftest.py
+LIMIT_SECONDS_IN_ALL = 1500.0
 _TAIL = 4000
 _SECONDS_TO_LOOK = 5.0
 _SECONDS_FOR_STACKS = 5.0
@@ -85,6 +86,7 @@ class Outcome:
         output: of the launcher, and what each rank has written to stderr.
         reports: for each rank that reported, its lines in order.
         left: ranks that still ran a while after the launcher had ended; they have been ended since.
+        last: the last line of each rank that reported any, of whichever topic.
     """
 
     ranks: int
@@ -94,6 +96,7 @@ class Outcome:
     output: str = field(repr=False)
     reports: dict[int, list[dict[str, Any]]] = field(repr=False)
     left: list[int]
+    last: dict[int, dict[str, Any]] = field(repr=False)
 
     def part(self, topic: str) -> Outcome:
         """The same without the cases of other topics."""
@@ -123,8 +126,8 @@ class Outcome:
 
     def describe(self, problem: str) -> str:
         """The problem, where each rank stood, and the last lines of all."""
-        how = "ended at the time limit" if self.returncode is None else f"returned {self.returncode}"
-        stood = [f"rank {r}: {lines[-1] if lines else 'started'}" for r, lines in sorted(self.reports.items())]
+        how = "ended at its time limit" if self.returncode is None else f"returned {self.returncode}"
+        stood = [f"rank {r}: {self.last.get(r, 'started')}" for r in sorted(self.reports)]
         lines = [f"{problem}; launcher {how} after {self.seconds:.0f} s", *stood, self.output[-_TAIL:]]
         return "\n".join(lines)
 
@@ -163,7 +166,8 @@ def run(
             f"\nstderr of rank {f.stem}\n{f.read_text(errors='replace')}" for f in sorted(folder.glob("*.err"))
         )
         text = (folder / "output").read_text(errors="replace") + told + (stacks if returncode is None else "")
-        return Outcome(ranks, returncode, seconds, ended, text, reports, left)
+        last = {rank: lines[-1] for rank, lines in reports.items() if lines}
+        return Outcome(ranks, returncode, seconds, ended, text, reports, left, last)
 
 
 def launched(topic: str, ranks: int, launcher: str, **environment: str) -> Outcome:
@@ -199,7 +203,9 @@ def _environment() -> dict[str, str]:
 def _wait(process: subprocess.Popen[bytes], limit_seconds: float, folder: Path) -> int | None:
     begin = time.time()
     try:
-        while time.time() - max([begin, *(f.stat().st_mtime for f in folder.glob("*.jsonl"))]) < limit_seconds:
+        while time.time() - begin < LIMIT_SECONDS_IN_ALL:
+            if time.time() - max([begin, *(f.stat().st_mtime for f in folder.glob("*.jsonl"))]) > limit_seconds:
+                break
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_SECONDS_TO_LOOK)
         _ask_for_stacks(folder)
