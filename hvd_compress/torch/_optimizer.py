@@ -349,17 +349,18 @@ class _Overrides:
             finite = finite and (not self._engine.owes or all_finite(output))
             # Horovod sends sparse gradients, whose handle is callable, as they are
             if not callable(handle):
-                output, ctx = self._dense_compression(self._parameter_names[p]).decompress(output, ctx), None
+                output = self._dense_compression(self._parameter_names[p]).decompress(output, ctx)
             if self._adagrad is not None:
                 finite = precondition(self._engine, self._parameter_names[p], output) and finite
-            waited[p] = (partial(_identity, output), ctx)
+            waited[p] = output
         results = self._engine.combine(keep=finite)
         self._engine.settle(keep=finite)
         # decompressed already; of what was exchanged, Horovod's fp16 could not tell which type to go back to
         self._compression = hvd.Compression.none
         for p in self._handles:
             # Horovod's synchronize calls what is callable (l. 284) and assigns what it returns
-            self._handles[p] = waited.get(p) or (partial(_identity, results[self._parameter_names[p]]), None)
+            output = waited[p] if p in waited else results[self._parameter_names[p]]
+            self._handles[p] = partial(_identity, output), None
 
     def _precondition_alone(self: Any, ledger: Ledger[Bucket]) -> None:
         """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""

@@ -200,9 +200,9 @@ class Scripted:
         return {"configuration": TRAJECTORY[self.at].id}
 
 
-def often(share: float = 0.2) -> Any:
+def often() -> Any:
     """Rivals have many times as many turns."""
-    return mock.patch.object(pilot, "_RIVALS_SHARE", share)
+    return mock.patch.object(pilot, "_RIVALS_SHARE", 0.2)
 
 
 class Unhurried(Scripted):
