@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import numba
+from numba.core.caching import FunctionCache
 
 _F = TypeVar("_F", bound=Callable[..., object])
+
+_LOCK = "hvd_compress.lock"  # beside the compiled code
 
 
 def kernel(function: _F) -> _F:
     """Compile to machine code on first use and keep it on disk; the code runs without the GIL."""
     # `reassoc` lets LLVM keep several partial sums in one vector register. Nothing else of fast-math is safe here:
     # kernels rely on NaN and Inf (0 * x is NaN exactly if x is not finite) and on the sign of zero.
-    compiled: _F = numba.njit(nogil=True, cache=True, fastmath={"reassoc"}, error_model="numpy")(function)
-    return compiled
+    return _compiled(function, fastmath={"reassoc"})
 
 
 def kernel_of_finite(function: _F) -> _F:
     """Like `kernel`, for arrays that are known to hold finite values only: smallest and largest vectorize."""
-    fastmath = {"reassoc", "nnan", "nsz"}
-    compiled: _F = numba.njit(nogil=True, cache=True, fastmath=fastmath, error_model="numpy")(function)
-    return compiled
+    return _compiled(function, fastmath={"reassoc", "nnan", "nsz"})
 
 
 def kernel_in_order(function: _F) -> _F:
     """Like `kernel`, with every sum in the order that is written, as NumPy computes it."""
-    compiled: _F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return _compiled(function, fastmath=False)
+
+
+def _compiled(function: _F, fastmath: set[str] | bool) -> _F:
+    compiled: _F = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
+    if not numba.config.DISABLE_JIT:
+        compiled._cache = _SharedCache(function)  # type: ignore[attr-defined]  # what `cache=True` sets, too
     return compiled
+
+
+class _SharedCache(FunctionCache):
+    """Numba's, for ranks that share a folder.
+
+    Numba reads which files there are, chooses the name of another one, and writes both. Where two ranks do so at once
+    for different types of arrays or processors, they choose the same name, and one of them finds the other's code under
+    it from then on.
+    """
+
+    def save_overload(self, sig: object, data: object) -> None:
+        with _alone(self.cache_path):
+            super().save_overload(sig, data)
+
+
+@contextmanager
+def _alone(folder: str) -> Iterator[None]:
+    """No other process is in here with the same folder, as far as its file system knows locks."""
+    # an error of what is done inside is the caller's
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(os.path.join(folder, _LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
