@@ -10,8 +10,8 @@ import gc
 import math
 import time
 from collections.abc import Sequence
-from itertools import count
-from statistics import median
+from itertools import chain, count
+from statistics import median, stdev
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ _TURN_UP = 2  # short steps after those of another optimizer, which have filled 
 # ranks that share processors sometimes take tens of milliseconds: short blocks would mostly leave that out
 _MOST_STEPS, _BLOCK_SECONDS = 100, 0.5
 _LEAST_BLOCKS, _MOST_BLOCKS, _TRIAL_SECONDS = 2, 5, 1.5
+_CERTAIN = 0.05  # of a step: the standard error of some trials' mean
 _SPARE, _SHIFT = 2**16, 4099  # deviates, and how far gradients move through them from step to step
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05
@@ -57,7 +58,7 @@ class Rehearsal:
         self._gradients = _Gradients(shapes, ranks.position)
         self._computing = _Computing(ranks)
         self._computed = step
-        self._added: dict[tuple[Compressor, str], list[float]] = {}
+        self._added: dict[tuple[Compressor, str], list[list[float]]] = {}  # by trials and blocks
         self._alone = self._steps(None)
         # copying gradients and the optimizer's step are a part of what is to be made up
         steps = _steps_of_a_block(self._warmed_up(self._alone))
@@ -77,13 +78,28 @@ class Rehearsal:
         one = self._warmed_up(communicating)
         steps = _steps_of_a_block(one)
         blocks = math.ceil(_TRIAL_SECONDS / (steps * (one + self._step)))
-        added = self._added.setdefault((compressor, exchange), [])
-        for _ in range(min(max(blocks, _LEAST_BLOCKS), _MOST_BLOCKS)):
-            # in turns, as what else runs on the machines slows down both
-            added.append(self._block(communicating, steps) - self._block(self._alone, steps))
+        # in turns, as what else runs on the machines slows down both
+        added = [
+            self._block(communicating, steps) - self._block(self._alone, steps)
+            for _ in range(min(max(blocks, _LEAST_BLOCKS), _MOST_BLOCKS))
+        ]
         del communicating
         gc.collect()  # optimizers are part of cycles, and the next one may be as large
-        return self._step + max(median(added), 0.0)
+        trials = self._added.setdefault((compressor, exchange), [])
+        trials.append(added)
+        return self._so_far(trials)
+
+    def is_certain(self, compressor: Compressor, exchange: str) -> bool:
+        """Whether the trials of this way agree so well that another one would change little; equal on all ranks."""
+        trials = self._added.get((compressor, exchange), [])
+        if len(trials) < 2:
+            return False
+        error = stdev(map(median, trials)) / math.sqrt(len(trials))
+        (uncertain,) = self._ranks.maximum([float(error > _CERTAIN * self._so_far(trials))])
+        return not uncertain
+
+    def _so_far(self, trials: list[list[float]]) -> float:
+        return self._step + max(median(chain.from_iterable(trials)), 0.0)
 
     def _steps(self, way: tuple[Compressor, str] | None) -> Any:
         parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in self._gradients.shapes]

@@ -122,7 +122,11 @@ def one_disturbed_trial_of_three_decides_nothing() -> None:
 
     rehearsal._block = block  # type: ignore[method-assign]
     assert [trial(NoCompression(), seconds) for seconds in (0.0, 9.0, 0.0)][-1] == 0.0
+    assert not rehearsal.is_certain(NoCompression(), "dense")
     assert trial(FP16(), 5.0) == 5.0
+    assert not rehearsal.is_certain(FP16(), "dense"), "one trial"
+    assert trial(FP16(), 5.1) == 5.05
+    assert rehearsal.is_certain(FP16(), "dense")
 
 
 @cases.add
