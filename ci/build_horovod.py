@@ -208,6 +208,16 @@ def lines_that_matter(log: Path, most: int = 12) -> str:
     return "\n".join("    " + line[:300] for line in shown) + f"\n    whole log: {log}"
 
 
+def advice(log: str, nvcc: str | None) -> str:
+    """What to do about a failure that says too little itself, or nothing."""
+    if nvcc and "Could NOT find CUDAToolkit" in log:
+        return (
+            f"\n    {nvcc} is on PATH, but the CUDA toolkit it belongs to was not found. Install that toolkit, "
+            "or the CPU build of torch, for which Horovod looks for none."
+        )
+    return ""
+
+
 def fetch_sdist(folder: Path, tools_env: dict[str, str], log: Path) -> Path:
     """Download the sdist; pip refuses it before running any of its code if the hash differs."""
     requirement = folder / "horovod.txt"
@@ -259,7 +269,10 @@ def build_wheel(source: Path, out: Path, env: dict[str, str], log: Path, usual_m
         code = process.wait()
     wheels = sorted(out.glob("horovod-*.whl"))
     if code != 0 or not wheels:
-        raise BuildError(f"the build failed after {time.monotonic() - start:.0f} s:\n{lines_that_matter(log)}")
+        raise BuildError(
+            f"the build failed after {time.monotonic() - start:.0f} s:\n{lines_that_matter(log)}"
+            f"{advice(log.read_text(errors='replace'), shutil.which('nvcc', path=env['PATH']))}"
+        )
     say(f"built {wheels[0].name} in {time.monotonic() - start:.0f} s")
     return wheels[0]
 
