@@ -185,6 +185,7 @@ class _Overrides:
             if not self._completes_dense():
                 # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
                 self._handles.clear()
+                self._sparse_now.clear()
             raise
         if self._alone is not None:
             self._precondition_alone(self._alone)
