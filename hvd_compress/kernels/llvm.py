@@ -6,6 +6,7 @@ it turns into what the processor has: a mask register (AVX-512), a move of sign 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from llvmlite import ir
@@ -22,6 +23,7 @@ __all__ = [
     "leading_zeros",
     "outside_64",
     "put_chosen_64",
+    "put_word",
     "trailing_zeros",
 ]
 
@@ -116,6 +118,23 @@ def put_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: An
 def add_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
     """The same, added to what y[start + k] is."""
     return _storing_chosen(y, adds=True)
+
+
+@intrinsic
+def put_word(typing: Any, a: Any, start: Any, word: Any) -> Any:
+    """The bytes of a word, the lowest first, from a[start] on; `a` holds bytes, and its end is not checked."""
+    signature = types.void(a, types.intp, types.uint64)
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, first, value = arguments
+        data = context.make_array(signature.args[0])(context, builder, value=array).data
+        address = builder.bitcast(builder.gep(data, [first]), _WORD.as_pointer())
+        ordered = value if sys.byteorder == "little" else builder.bswap(value)
+        # eight stores of shifted words take 130 cycles without AVX-512
+        builder.store(ordered, address, align=1)
+        return context.get_dummy_value()
+
+    return signature, generate
 
 
 @intrinsic

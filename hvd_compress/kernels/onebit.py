@@ -6,7 +6,7 @@ import numpy as np
 
 from hvd_compress.kernels.common import correct, draw
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.llvm import add_chosen_64, at_least_64, count_ones, put_chosen_64
+from hvd_compress.kernels.llvm import add_chosen_64, at_least_64, count_ones, put_chosen_64, put_word
 
 
 @kernel
@@ -50,8 +50,7 @@ def _pack(y, first_bit, bits):
     for w in range(words):
         word = at_least_64(y, head + 64 * w, zero)
         count += count_ones(word)
-        for byte in range(8):
-            out[8 * w + byte] = np.uint8((word >> np.uint64(8 * byte)) & np.uint64(255))
+        put_word(out, 8 * w, word)
     for i in range(head + 64 * words, y.size):
         one = y[i] >= zero
         bits[(first_bit + i) >> 3] |= np.uint8(one) << np.uint8((first_bit + i) & 7)

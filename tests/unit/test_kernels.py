@@ -19,6 +19,7 @@ from hvd_compress.kernels.llvm import (
     leading_zeros,
     outside_64,
     put_chosen_64,
+    put_word,
     trailing_zeros,
 )
 
@@ -246,6 +247,19 @@ def test_bit_k_says_whether_integer_k_has_a_bit_of_the_mask(mask):
     for start in (0, 1, 36):
         expected = sum(1 << k for k in range(64) if int(codes[start + k]) & mask)
         assert common_bits_of(codes, start, np.uint8(mask)) == expected
+
+
+@kernel
+def with_word(a, start, word):
+    put_word(a, start, word)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 8, 13])
+def test_a_word_is_written_lowest_byte_first_from_any_place_on(start):
+    a = np.full(21, 0xAA, np.uint8)
+    with_word(a, start, np.uint64(0x0123456789ABCDEF))
+    assert a[start : start + 8].tobytes() == bytes.fromhex("efcdab8967452301")
+    assert (np.delete(a, slice(start, start + 8)) == 0xAA).all()
 
 
 def test_bits_of_a_word_are_counted_and_found():
