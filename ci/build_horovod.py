@@ -202,14 +202,16 @@ def pip(*args: str, env: dict[str, str] | None = None, log: Path) -> None:
 
 def lines_that_matter(log: Path, most: int = 12) -> str:
     """The first compiler or CMake errors of a log and its last lines, with the log's place."""
-    lines = log.read_text(errors="replace").splitlines()
+    text = log.read_text(errors="replace")
+    lines = text.splitlines()
     bad = [line for line in lines if re.search(r"\berror\b|CMake Error|fatal|No such file|not found", line, re.I)]
     shown = [*bad[:most], "...", *lines[-most:]]
-    return "\n".join("    " + line[:300] for line in shown) + f"\n    whole log: {log}"
+    return "\n".join("    " + line[:300] for line in shown) + f"\n    whole log: {log}{advice(text)}"
 
 
-def advice(log: str, nvcc: str | None) -> str:
+def advice(log: str) -> str:
     """What to do about a failure that says too little itself, or nothing."""
+    nvcc = shutil.which("nvcc")
     if nvcc and "Could NOT find CUDAToolkit" in log:
         return (
             f"\n    {nvcc} is on PATH, but the CUDA toolkit it belongs to was not found. Install that toolkit, "
@@ -269,10 +271,7 @@ def build_wheel(source: Path, out: Path, env: dict[str, str], log: Path, usual_m
         code = process.wait()
     wheels = sorted(out.glob("horovod-*.whl"))
     if code != 0 or not wheels:
-        raise BuildError(
-            f"the build failed after {time.monotonic() - start:.0f} s:\n{lines_that_matter(log)}"
-            f"{advice(log.read_text(errors='replace'), shutil.which('nvcc', path=env['PATH']))}"
-        )
+        raise BuildError(f"the build failed after {time.monotonic() - start:.0f} s:\n{lines_that_matter(log)}")
     say(f"built {wheels[0].name} in {time.monotonic() - start:.0f} s")
     return wheels[0]
 
