@@ -90,7 +90,9 @@ class Adaptive(Compressor):
         is_plain = type(self) is Adaptive and self.coding is None
         return _many(self) if is_plain and group <= _LONGEST_ROW else None
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         groups = count_groups(x.size, group)
         count_type, entry_type = _types(group)
         sections = wire.Sections(body)
@@ -99,7 +101,7 @@ class Adaptive(Compressor):
         table = sections.used
         entries = sections.take(self._most_entries(x.size, group), entry_type)
         sample = min(self.sample or group, group)
-        count = kernels.encode_adaptive(x, r, group, self.pi, sample, counts, recon, entries)
+        count = kernels.encode_adaptive(x, r, source, group, self.pi, sample, counts, recon, entries)
         return (table + count * entry_type.itemsize, count, entry_type.itemsize) if count >= 0 else None
 
     def _shorten(

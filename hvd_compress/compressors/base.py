@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_UNBACKED = 2**28  # elements that a payload of any size may claim: 1 GiB of float32
-_NO_RESIDUAL = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
+_NONE = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
 
 
 class Many(NamedTuple):
@@ -90,8 +90,14 @@ class Compressor(ABC):
         """The most bytes that the body of a payload for `numel` elements can take."""
 
     @abstractmethod
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
-        """Encode `x` (+ `r`) into `body`: (bytes used, entries, parameter), or None if a value is not finite."""
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
+        """Encode `x` (+ `r`) into `body`: (bytes used, entries, parameter), or None if a value is not finite.
+
+        Arrays that were not given are empty; where `source` is not, `r` is not either, and `source` stands for `x`,
+        which is memory for the new residual.
+        """
 
     @abstractmethod
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
@@ -110,7 +116,14 @@ class Compressor(ABC):
         return wire.header_bytes(shape if shape is not None else (numel,)) + wire.padded(self.body_bytes(numel, group))
 
     def encode_into(
-        self, x: Array, r: Array | None, payload: Bytes, group: int, key: Key, shape: tuple[int, ...] | None = None
+        self,
+        x: Array,
+        r: Array | None,
+        payload: Bytes,
+        group: int,
+        key: Key,
+        shape: tuple[int, ...] | None = None,
+        source: Array | None = None,
     ) -> int:
         """Encode flat `x` into the start of `payload` and return the number of bytes used.
 
@@ -124,11 +137,17 @@ class Compressor(ABC):
             group: elements per group.
             key: randomness of this call.
             shape: to be stated in the payload; flat by default.
+            source: like `x`, whose values are encoded in the place of those of `x` and stay as they are; `x` is only
+                memory then.
         """
+        if source is not None and r is None:
+            x, source = source, None
+        none = _NONE[x.dtype]
         shape = shape if shape is not None else (x.size,)
         at = wire.header_bytes(shape)
         body = payload[at:]
-        done = self._encode(x, _NO_RESIDUAL[x.dtype] if r is None else r, body, group, key) if x.size else (0, 0, 0)
+        given = (x, none if r is None else r, none if source is None else source)
+        done = self._encode(*given, body, group, key) if x.size else (0, 0, 0)
         used, entries, parameter = done if done is not None else (0, 0, 0)
         if used & 7:
             body[used : wire.padded(used)] = 0

@@ -42,10 +42,12 @@ class NoCompression(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * numel
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         if r.size:
-            common.correct(x, r)
+            common.correct(x, r, source)
         sections.blank(x.size, x.dtype)[...] = x
         if r.size:
             x[...] = 0
@@ -95,10 +97,12 @@ class BF16(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
-        return (sections.used, x.size, 0) if cast.encode_bf16(x, r, halves) else None
+        return (sections.used, x.size, 0) if cast.encode_bf16(x, r, source, halves) else None
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.from_bf16(body.take(out.size, np.uint16), scale, out, add)
@@ -125,7 +129,9 @@ class FP16(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
         with np.errstate(over="ignore"):

@@ -25,14 +25,14 @@ def body_bytes(numel: int, group: int, kept: int) -> int:
     return wire.padded(4 * count_groups(numel, group)) + wire.padded(2 * kept) + 4 * kept
 
 
-def encode(x: Array, r: Array, kept: int, body: Bytes, group: int) -> tuple[int, int] | None:
+def encode(x: Array, r: Array, source: Array, kept: int, body: Bytes, group: int) -> tuple[int, int] | None:
     """Lay the `kept` entries of largest magnitude: (bytes used, entries), or None if a value is not finite."""
     sections = wire.Sections(body)
     counts = sections.blank(count_groups(x.size, group), np.uint32)
     at = sections.used
     indices = sections.blank(kept, np.uint16)
     values = sections.blank(kept, np.float32)
-    count = kernels.encode(x, r, kept, _SAMPLE, group, counts, indices, values)
+    count = kernels.encode(x, r, source, kept, _SAMPLE, group, counts, indices, values)
     if count < 0:
         return None
     if count < kept:

@@ -66,13 +66,15 @@ class OneBit(Compressor):
     def many(self, group: int) -> Many | None:
         return _many(self) if type(self) is OneBit and self.sample is None else None
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         sections = wire.Sections(body)
         means = sections.blank(2 * count_groups(x.size, group), np.float32)
         bits = sections.blank((x.size + 7) // 8, np.uint8)
         bits[...] = 0
         words = key.words() if self.sample else _NO_KEY
-        finite = kernels.encode(x, r, group, self.sample or 0, *words, means, bits)
+        finite = kernels.encode(x, r, source, group, self.sample or 0, *words, means, bits)
         return (sections.used, x.size, 0) if finite else None
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:

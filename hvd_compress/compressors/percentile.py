@@ -84,15 +84,17 @@ class Percentile(Compressor):
             return 8 * _words(numel) + 4 * kept
         return entries.body_bytes(numel, group, kept)
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         kept = self._kept(x.size)
         if not _wants_bitmap(kept, x.size):
-            done = entries.encode(x, r, kept, body, group)
+            done = entries.encode(x, r, source, kept, body, group)
             return (*done, _INDICES) if done is not None else None
         sections = wire.Sections(body)
         bits = sections.take(_words(x.size), np.uint64)
         table = sections.used
-        count = kernels.encode(x, r, kept, bits, sections.take(kept, np.float32))
+        count = kernels.encode(x, r, source, kept, bits, sections.take(kept, np.float32))
         return (table + 4 * count, count, _BITMAP) if count >= 0 else None
 
     def _shorten(self, body: Bytes, count: int, parameter: int, numel: int, group: int) -> tuple[int, int, int] | None:

@@ -101,7 +101,9 @@ class QSGD(Compressor):
             return wire.padded(2 * buckets) + 8 * buckets + 2 * numel
         return wire.padded(4 * buckets) + (numel + 7) // 8 * self.bits
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         buckets = count_groups(x.size, group)
         sections = wire.Sections(body)
         is_max = self.norm == "max"

@@ -71,13 +71,15 @@ class Threshold(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return wire.padded(4 * count_groups(numel, group)) + 2 * numel
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         tau = np.float32(self.tau)
         sections = wire.Sections(body)
         counts = sections.blank(count_groups(x.size, group), np.uint32)
         table = sections.used
         entries = sections.take(x.size, np.uint16)
-        count = kernels.encode_threshold(x, r, group, x.dtype.type(tau), counts, entries)
+        count = kernels.encode_threshold(x, r, source, group, x.dtype.type(tau), counts, entries)
         return (table + 2 * count, count, int(tau.view(np.uint32))) if count >= 0 else None
 
     def _shorten(

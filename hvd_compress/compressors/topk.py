@@ -73,8 +73,10 @@ class TopK(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return entries.body_bytes(numel, group, self._kept(numel))
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
-        done = entries.encode(x, r, self._kept(x.size), body, group)
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
+        done = entries.encode(x, r, source, self._kept(x.size), body, group)
         return (*done, 0) if done is not None else None
 
     def _shorten(self, body: Bytes, count: int, parameter: int, numel: int, group: int) -> tuple[int, int, int] | None:

@@ -52,9 +52,9 @@ class Lane(Transfer):
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
+    def encode(self, x: Array, slots: Sequence[Bytes], source: Array | None = None) -> list[int]:
         begin = time.perf_counter()
-        used = super().encode(x, slots)
+        used = super().encode(x, slots, source)
         self.note_encoded(used, time.perf_counter() - begin)
         return used
 

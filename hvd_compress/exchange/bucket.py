@@ -98,14 +98,21 @@ class Bucket(Generic[AnyTransfer]):
 
     # -- the first stage -----------------------------------------------------------------------------------------
 
-    def encode(self, name: str, flat: Array) -> bool:
-        """Take a gradient, in any order; whether that was the last one, so that `parcel` is to be sent."""
+    def encode(self, name: str, flat: Array, source: Array | None = None) -> bool:
+        """Take a gradient, in any order; whether that was the last one, so that `parcel` is to be sent.
+
+        A gradient that must stay as it is is given as `source`, with memory for as many elements in `flat`.
+        """
         transfer = self.transfers[name]
         batch = self._batch_of.get(name)
-        if batch is not None and flat.dtype == np.float32:
+        is_held = batch is not None and flat.dtype == np.float32
+        if source is not None and (is_held or self.hosts is not None):
+            # it is encoded later, when it may have changed
+            np.copyto(flat, source)
+        if batch is not None and is_held:
             batch.hold(name, flat)
         elif self.hosts is None:
-            self._used[name] = transfer.encode(flat, self._slots_of(name))
+            self._used[name] = transfer.encode(flat, self._slots_of(name), source)
         else:
             transfer.hold(flat)
         self._given.add(name)

@@ -46,9 +46,11 @@ class CheckedRaw(Raw):
     def _dtype(self) -> npt.DTypeLike:
         return np.float64 if self.itemsize == 8 else np.float32
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
         if r.size:
-            x += r
+            np.add(source if source.size else x, r, out=x)
         sections = wire.Sections(body)
         values = sections.blank(x.size, self._dtype)
         with np.errstate(over="ignore"):
@@ -72,8 +74,10 @@ class CheckedHalves(FP16):
     def __repr__(self) -> str:
         return repr(FP16())
 
-    def _encode(self, x: Array, r: Array, body: Bytes, group: int, key: Key) -> tuple[int, int, int] | None:
-        done = super()._encode(x, r, body, group, key)
+    def _encode(
+        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
+    ) -> tuple[int, int, int] | None:
+        done = super()._encode(x, r, source, body, group, key)
         halves = wire.Sections(body).take(x.size, np.float16)
         return done if np.isfinite(halves).all() else None
 

@@ -133,12 +133,13 @@ class Transfer:
             self.residual = self.residual.astype(x.dtype)
         self._gradient = x
 
-    def encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
+    def encode(self, x: Array, slots: Sequence[Bytes], source: Array | None = None) -> list[int]:
         """Stage 1, every rank: a gradient becomes the payloads of its chunks.
 
         Args:
             x: flat float32 or float64; in use, and spoiled, until `finish`.
             slots: where the payload of each of `sent_chunks` goes.
+            source: the gradient, if it must stay as it is; `x` is only memory then.
 
         Returns:
             The bytes of each payload.
@@ -152,6 +153,7 @@ class Transfer:
                 slot,
                 plan.group,
                 self._key_of(hop=0, chunk=chunk),
+                source=None if source is None else source[part],
             )
             for (chunk, part), slot in zip(self.sent_chunks, slots, strict=True)
         ]

@@ -19,7 +19,7 @@ _UNROLLED = 8  # of 64 with a chance of 1/10 each, fewer are set most times
 
 
 @kernel
-def _bounds(x, r, k):
+def _bounds(x, r, source, k):
     """Very likely fewer than `k` corrected magnitudes are >= high, k or more >= low, and at most `room` between."""
     tiny = least_above_zero(x, x.size)
     low = tiny
@@ -31,7 +31,7 @@ def _bounds(x, r, k):
         down = with_margin(k, x.size, sample)
         expected = k * sample / x.size
         up = np.int64(max(expected - 3.0 * np.sqrt(expected) - 2.0, 0.0))
-        values = sampled_magnitudes(x, r, sample)
+        values = sampled_magnitudes(x, r, source, sample)
         if up > 0:
             high = max(kth_largest(values, sample, up), tiny)
         if down <= sample:
@@ -52,7 +52,7 @@ def _outside(y, i, bound):
 
 
 @kernel
-def _scan(x, r, low, high, near):
+def _scan(x, r, source, low, high, near):
     """Correct `x`: how many magnitudes are >= high, how many are not but >= low, and 0, or NaN if not all are finite.
 
     The latter are listed in `near`, which is 64 longer than what it has room for; what has none is counted only.
@@ -63,7 +63,7 @@ def _scan(x, r, low, high, near):
     bad = np.float32(0)
     for tile in range(0, x.size, TILE):
         y = x[tile : tile + TILE]
-        bad += correct(y, r[tile : tile + TILE] if r.size > 0 else r)
+        bad += correct(y, r[tile : tile + TILE], source[tile : tile + TILE])
         for i in range(0, y.size, 64):
             above = _outside(y, i, high)
             between = _outside(y, i, low) & ~above
@@ -83,14 +83,14 @@ def _scan(x, r, low, high, near):
 
 
 @kernel
-def _threshold(x, r, k):
+def _threshold(x, r, source, k):
     """Correct `x`: the k-th largest magnitude, but more than 0, and how many equal to it go along; -1 for all of them.
 
     NaN if a value is not finite.
     """
-    low, high, room = _bounds(x, r, k)
+    low, high, room = _bounds(x, r, source, k)
     near = np.empty(room + 64, x.dtype)
-    sure, listed, bad = _scan(x, r, low, high, near)
+    sure, listed, bad = _scan(x, r, source, low, high, near)
     if np.isnan(bad):
         return x.dtype.type(np.nan), -1
     tiny = least_above_zero(x, x.size)
@@ -145,12 +145,12 @@ def _take(y, i, word, sent, at, feedback):
 
 
 @kernel
-def encode(x, r, k, words, sent):
+def encode(x, r, source, k, words, sent):
     """words[ceil(numel / 64)], sent[k]; the number of entries (fewer than k only for zeros), or -1 if not finite.
 
     Among equal magnitudes the lower index wins. k is 1 or more.
     """
-    threshold, ties = _threshold(x, r, k)
+    threshold, ties = _threshold(x, r, source, k)
     if np.isnan(threshold):
         return -1
     above = np.nextafter(threshold, x.dtype.type(np.inf))

@@ -105,8 +105,8 @@ def leave_bf16_residual(x, bits16):
 
 
 @kernel
-def encode_bf16(x, r, out):
-    """Correct `x` with `r`, round it, and leave what was rounded off; False if a value is not finite."""
+def encode_bf16(x, r, source, out):
+    """Correct `x`, round it, and leave what was rounded off; False if a value is not finite."""
     feedback = r.size > 0
     finite = True
     word = np.empty(_TILE, np.uint32)
@@ -114,7 +114,7 @@ def encode_bf16(x, r, out):
     for start in range(0, x.size, _TILE):
         y = x[start : start + _TILE]
         target = out[start : start + _TILE]
-        finite &= correct(y, r[start : start + _TILE] if feedback else r) == 0
+        finite &= correct(y, r[start : start + _TILE], source[start : start + _TILE]) == 0
         for i in range(y.size):
             value[i] = y[i]
         to_bf16(word[: y.size], target)

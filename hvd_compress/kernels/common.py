@@ -24,10 +24,18 @@ def least_above_zero(a, numel):
 
 
 @kernel
-def correct(x, r):
-    """Add `r` to `x` in place (nothing if `r` is empty); return 0 if every sum is finite as float32, else NaN."""
+def correct(x, r, source):
+    """Make `x` the sum of `source` and `r`; return 0 if every sum is finite as float32, else NaN.
+
+    Where `source` is empty `x` itself is summed, and then `r` may be empty, too.
+    """
     bad = _ZERO
-    if r.size == x.size:
+    if source.size == x.size:
+        for i in range(x.size):
+            v = source[i] + r[i]
+            x[i] = v
+            bad += np.float32(v) * _ZERO
+    elif r.size == x.size:
         for i in range(x.size):
             v = x[i] + r[i]
             x[i] = v

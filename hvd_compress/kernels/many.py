@@ -115,7 +115,7 @@ def encode_onebit(version, codec, x_at, r_at, numels, groups, slots_at, used):
         size = (numels[i] + 7) >> 3
         bits = _array(slots_at[i] + HEADER + 8 * count, size, np.uint8)
         bits[:] = 0
-        is_finite = onebit.encode(x, r, groups[i], 0, zero, zero, means, bits)
+        is_finite = onebit.encode(x, r, r[:0], groups[i], 0, zero, zero, means, bits)
         body, entries = (8 * count + size, numels[i]) if is_finite else (0, 0)
         used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], 0, entries, body, is_finite)
 
@@ -155,7 +155,7 @@ def encode_adaptive(version, codec, pi, sample, x_at, r_at, numels, groups, slot
         recon = _array(slots_at[i] + HEADER + table, 2 * count, np.float32)
         entries = _array(slots_at[i] + HEADER + table + 8 * count, numels[i], np.uint16)
         drawn = min(sample, groups[i])
-        found = signs.encode_adaptive(x, r, groups[i], pi, drawn, counts, recon, entries)
+        found = signs.encode_adaptive(x, r, r[:0], groups[i], pi, drawn, counts, recon, entries)
         body, number, width = (table + 8 * count + 2 * found, found, 2) if found >= 0 else (0, 0, 0)
         used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], width, number, body, found >= 0)
 

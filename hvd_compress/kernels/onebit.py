@@ -66,7 +66,7 @@ def _leave_residual(y, positive, negative):
 
 
 @kernel
-def encode(x, r, group, sample, key_low, key_high, means, bits):
+def encode(x, r, source, group, sample, key_low, key_high, means, bits):
     """Fill means[2 * groups] (non-negative, negative) and the zeroed bits[ceil(numel / 8)]; False if not finite.
 
     `sample` entries per group estimate the means; 0 takes all.
@@ -77,7 +77,7 @@ def encode(x, r, group, sample, key_low, key_high, means, bits):
         start = g * group
         stop = min(start + group, x.size)
         y = x[start:stop]
-        bad += correct(y, r[start:stop] if feedback else r)
+        bad += correct(y, r[start:stop], source[start:stop])
         count = _pack(y, start, bits)
         if 0 < sample < y.size:
             positive, negative = _sampled_means(y, sample, np.uint32(key_low + np.uint32(g)), key_high)

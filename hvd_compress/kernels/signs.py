@@ -28,7 +28,7 @@ _LESS, _MORE = np.float32(0.97), np.float32(1.01)  # and what becomes of the sha
 
 
 @kernel
-def encode_threshold(x, r, group, tau, counts, entries):
+def encode_threshold(x, r, source, group, tau, counts, entries):
     """Entries of |x| > tau (strictly); their number, or -1 if a value is not finite."""
     feedback = r.size > 0
     bad = np.float32(0)
@@ -43,7 +43,7 @@ def encode_threshold(x, r, group, tau, counts, entries):
         for tile in range(start, stop, TILE):
             end = min(tile + TILE, stop)
             y = x[tile:end]
-            bad += correct(y, r[tile:end] if feedback else r)
+            bad += correct(y, r[tile:end], source[tile:end])
             for c in range(collect(y, above, -above, 0, found, 0)):
                 i = found[c]
                 v = y[i]
@@ -161,13 +161,21 @@ def _means_of_chosen(values):
 
 
 @kernel
-def _correct_and_measure(x, r):
-    """Add `r` to `x` in place (nothing if it is empty): how many are >= 0, squares of these, and of the others."""
+def _correct_and_measure(x, r, source):
+    """See `correct`: how many are >= 0, squares of these, and of the others."""
     zero = x.dtype.type(0)
     upper = zero
     lower = zero
     positives = np.int32(0)
-    if r.size == x.size:
+    if source.size == x.size:
+        for i in range(x.size):
+            v = source[i] + r[i]
+            x[i] = v
+            p = max(v, zero)
+            upper += p * p
+            lower += (v - p) * (v - p)
+            positives += np.int32(v >= zero)
+    elif r.size == x.size:
         for i in range(x.size):
             v = x[i] + r[i]
             x[i] = v
@@ -195,7 +203,7 @@ def _followed(ratio, threshold, rms):
 
 
 @kernel
-def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
+def encode_adaptive(x, r, source, group, pi, sample, counts, recon, entries):
     """The ceil(k / pi) largest of the k non-negative, and likewise of the negative, entries of each group.
 
     counts[groups], recon[2 * groups] (means of the sent non-negative and negative entries). Returns the number of
@@ -206,6 +214,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
     feedback = r.size > 0
     # memory would be idle while a group is searched; in cache there is nothing to be fetched
     is_large = x.size > _CACHED
+    given = source if source.size > 0 else x
     total = 0
     size = min(group, x.size)
     # room for all entries of a group, and for the two lists of the guess in the tiniest group
@@ -221,9 +230,9 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
         start = g * group
         stop = min(start + group, x.size)
         y = x[start:stop]
-        positives, squares_upper, squares_lower = _correct_and_measure(y, r[start:stop] if feedback else r)
+        positives, squares_upper, squares_lower = _correct_and_measure(y, r[start:stop], source[start:stop])
         # squares of finite values may overflow, but small sums are of finite values only
-        if not squares_upper + squares_lower < _SURELY_FINITE and np.isnan(correct(y, r[:0])):
+        if not squares_upper + squares_lower < _SURELY_FINITE and np.isnan(correct(y, r[:0], r[:0])):
             return -1
         negatives = y.size - positives
         k_positive = -(-positives // pi)
@@ -258,7 +267,7 @@ def encode_adaptive(x, r, group, pi, sample, counts, recon, entries):
                 above = below = zero
             room = min(4 * (k_positive + k_negative) + 192, y.size) if attempt < 5 else y.size
             if attempt == 0 and is_large:
-                candidates = collect(y, above, below, 0, found[: room + 64], 0, x, r, stop)
+                candidates = collect(y, above, below, 0, found[: room + 64], 0, given, r, stop)
             else:
                 candidates = collect(y, above, below, 0, found[: room + 64], 0)
             if candidates < 0:

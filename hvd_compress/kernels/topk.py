@@ -12,13 +12,13 @@ from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 
 @kernel
-def _guess(x, r, k, sample):
+def _guess(x, r, source, k, sample):
     """A magnitude above which slightly more than `k` corrected entries are expected; 0 if draws would not pay."""
     sample = min(sample, x.size >> 4)
     down = with_margin(k, x.size, sample) if sample > 0 else 1
     if down > sample:
         return x.dtype.type(0)
-    values = sampled_magnitudes(x, r, sample)
+    values = sampled_magnitudes(x, r, source, sample)
     return kth_largest(values, sample, down)
 
 
@@ -39,7 +39,7 @@ def _give_back(x, found, values, count):
 
 
 @kernel
-def _scan(x, r, guess, found, values):
+def _scan(x, r, source, guess, found, values):
     """Correct `x` and take the entries with |x| >= guess: (how many, or -1 for too many and none taken; 0 or NaN)."""
     # All candidates are taken while they are in cache, though a few must be given back: these are fewer misses than
     # visits of all that stay.
@@ -48,7 +48,7 @@ def _scan(x, r, guess, found, values):
     bad = np.float32(0)
     for tile in range(0, x.size, TILE):
         y = x[tile : tile + TILE]
-        bad += correct(y, r[tile : tile + TILE] if feedback else r)
+        bad += correct(y, r[tile : tile + TILE], source[tile : tile + TILE])
         if count < 0:
             continue
         before = count
@@ -75,7 +75,7 @@ def _take_largest(x, k, feedback, found, values):
 
 
 @kernel
-def encode(x, r, k, sample, block, counts, indices, sent):
+def encode(x, r, source, k, sample, block, counts, indices, sent):
     """counts[blocks], indices[k], sent[k]; the number of entries (fewer only for zeros), or -1 if not finite.
 
     Among equal magnitudes the lower index wins.
@@ -86,11 +86,11 @@ def encode(x, r, k, sample, block, counts, indices, sent):
     feedback = r.size > 0
     # zeros are never sent, and must not be candidates where most are
     tiny = least_above_zero(x, x.size)
-    guess = max(_guess(x, r, k, sample), tiny)
+    guess = max(_guess(x, r, source, k, sample), tiny)
     room = min(max(4 * k + 1024, TILE), x.size)
     found = np.empty(room + 64, np.int64)
     values = np.empty(room, x.dtype)
-    candidates, bad = _scan(x, r, guess, found, values)
+    candidates, bad = _scan(x, r, source, guess, found, values)
     if np.isnan(bad):
         return -1
     if 0 <= candidates < k and guess == tiny:

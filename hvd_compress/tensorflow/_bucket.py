@@ -135,7 +135,7 @@ class Bucket(engine.Bucket):
         self.abandon()
         for name in self.tensors:
             gradient = gradients.get(name)
-            self.give(name, None if gradient is None else self._writable(name, gradient))
+            self.give(name, *self._with_memory(name, gradient))
         return self._handed_on(self.parcel(), self.collectives[0])
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
@@ -145,15 +145,13 @@ class Bucket(engine.Bucket):
         sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
         return parcel.buffer, np.array(sizes, np.int32)
 
-    def _writable(self, name: str, gradient: Array) -> Array:
+    def _with_memory(self, name: str, gradient: Array | None) -> tuple[Array | None, Array | None]:
+        """What `give` wants: a TensorFlow tensor must not change, and the residual is written somewhere."""
+        if gradient is None:
+            return None, None
         if name not in self.lanes:
-            return gradient.reshape(-1)
-        begin = time.perf_counter()
-        # the residual will be written here, and a TensorFlow tensor must not change
-        flat = aligned_empty(gradient.size, gradient.dtype)
-        np.copyto(flat, gradient.reshape(-1))
-        self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
-        return flat
+            return gradient.reshape(-1), None
+        return aligned_empty(gradient.size, gradient.dtype), gradient.reshape(-1)
 
     def _advance(self, collective: str, received: Array) -> Any:
         self.count_wait(time.perf_counter() - self._left_at)

@@ -17,6 +17,8 @@ from hvd_compress.torch._staging import Staged, stage, tensor_of
 
 __all__ = ["Bucket"]
 
+Array = np.ndarray[Any, Any]
+
 
 class Bucket(engine.Bucket):
     """`engine.Bucket` with the gradients' tensors and the collective in flight.
@@ -38,28 +40,28 @@ class Bucket(engine.Bucket):
 
     # -- while backward goes on ----------------------------------------------------------------------------------
 
-    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> np.ndarray[Any, Any]:
-        """Hold a dense gradient until the step has ended; its elements on the CPU, flat, for `start`.
+    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> tuple[Array, Array | None]:
+        """Hold a dense gradient until the step has ended; what `start` wants of it.
 
-        With `keep` its own memory stays as it is; else it is where the result will be, or is lost.
+        With `keep` its own memory stays as it is, and must until the step has ended; else it is where the result will
+        be, or is lost.
         """
         if name in self.lanes:
             begin = time.perf_counter()
             staged = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
             self._staged[name] = staged
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
-            array: np.ndarray[Any, Any] = staged.flat.numpy()
-            return array
+            return staged.flat.numpy(), None if staged.source is None else staged.source.numpy()
         self._small[name] = gradient.detach().clone() if keep else gradient.detach()
-        small: np.ndarray[Any, Any] = self._small[name].reshape(-1).cpu().numpy()
-        return small
+        return self._small[name].reshape(-1).cpu().numpy(), None
 
-    def start(self, name: str, flat: np.ndarray[Any, Any] | None) -> None:
-        """Encode what was taken, which is spoiled; start the first collective when all are here.
+    def start(self, name: str, flat: Array | None, source: Array | None = None) -> None:
+        """Encode what was taken, on the CPU and flat; start the first collective when all are here.
 
-        None leaves the tensor out of this step, on all ranks alike.
+        `flat` is spoiled, and holds the gradient unless there is a `source`. None leaves the tensor out of this step,
+        on all ranks alike.
         """
-        if self.give(name, flat):
+        if self.give(name, flat, source):
             self._issue(self.collectives[0], self.parcel())
 
     def progress(self) -> None:

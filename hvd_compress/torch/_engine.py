@@ -85,13 +85,14 @@ class Engine(Ledger[Bucket]):
     def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
         """Encode a gradient, start what it completes, and move others on that are ready.
 
-        The gradient is spoiled, but not with `keep`. None leaves the tensor out of this step, on all ranks alike.
+        The gradient is spoiled; with `keep` it is not, and must stay as it is until `wait`. None leaves the tensor out
+        of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
         # taken here: whoever made a gradient on a stream of another device is on this thread
-        flat = None if gradient is None else bucket.take(name, self.with_debt(name, gradient, keep), keep)
+        taken = (None, None) if gradient is None else bucket.take(name, self.with_debt(name, gradient, keep), keep)
         self.progress()
-        self._worker.run(partial(bucket.start, name, flat))
+        self._worker.run(partial(bucket.start, name, *taken))
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""

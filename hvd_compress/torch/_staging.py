@@ -26,12 +26,14 @@ class Staged(NamedTuple):
     buffer, seen by nobody else, and not to be kept as it is); else it is a copy: through host memory for another
     device, widened to float32 for 16-bit types. `is_result`: what lies in its memory in the end can be handed out
     without a copy.
+    `source`: where kernels read a gradient that is to be kept and need not be copied; `flat` is only memory then.
     """
 
     flat: torch.Tensor
     gradient: torch.Tensor
     shared: bool
     is_result: bool
+    source: torch.Tensor | None = None
 
     def is_seen_elsewhere(self) -> bool:
         """Whether anything but the parameter's `.grad` and what an exchange holds still refers to the shared memory."""
@@ -111,8 +113,8 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
     Args:
         gradient: of any device and strides.
         name: for errors.
-        keep: leave the gradient's own memory as it is.
-        memory: flat, on the CPU, for a copy of its elements, if one is made, it fits and nothing else refers to it.
+        keep: leave the gradient's own memory as it is; nobody must write to it either, until kernels have read it.
+        memory: flat, on the CPU, to be used if it is needed, it fits and nothing else refers to it.
 
     Raises:
         TypeError: the gradient is not of a floating type that can be compressed.
@@ -128,8 +130,10 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
         return Staged(gradient.view(-1), gradient, shared=True, is_result=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = _room(gradient.numel(), dtype, memory)
+    if in_place and keep:
+        return Staged(flat, gradient, shared=False, is_result=True, source=gradient.view(-1))
     flat.view(gradient.shape).copy_(gradient)
-    return Staged(flat, gradient, shared=False, is_result=in_place and keep)
+    return Staged(flat, gradient, shared=False, is_result=False)
 
 
 def _room(numel: int, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:

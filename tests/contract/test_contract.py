@@ -214,6 +214,27 @@ def test_conservation_over_steps_with_drifting_gradients(row, dtype):
         assert_conserved(x, before, y, r, f"step {step}")
 
 
+@every_row
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("bad", [None, 0, 12_343])
+def test_a_source_is_encoded_as_it_would_be_in_place_and_stays_as_it_is(row, dtype, bad):
+    source = make("normal", (12_344,), dtype)
+    if bad is not None:
+        source[bad] = np.nan
+    group = row.compressor.group_numel(source.shape)
+    r = make("normal", source.shape, dtype, seed=1) if row.compressor.feedback else None
+    before = [None if a is None else a.copy() for a in (source, r)]
+    in_place, memory = source.copy(), np.full_like(source, 3)
+    expected, payload = np.zeros((2, row.compressor.capacity(source.size, group)), np.uint8)
+    used = row.compressor.encode_into(in_place, r, expected, group, KEY)
+    assert row.compressor.encode_into(memory, r, payload, group, KEY, source=source) == used
+    assert payload[:used].tobytes() == expected[:used].tobytes()
+    for array, was in zip((source, r), before, strict=True):
+        assert array is was is None or array.tobytes() == was.tobytes()
+    if r is not None and bad is None:
+        assert memory.tobytes() == in_place.tobytes()
+
+
 @feedback_row
 def test_residual_of_the_shape_of_x_is_updated_in_place(row):
     x = make("normal", (30, 50), "float32")

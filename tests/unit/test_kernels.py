@@ -284,7 +284,7 @@ def test_onebit_bits_are_packbits_for_every_alignment(n, group):
     groups = -(-n // group)
     means, bits = np.zeros(2 * groups, np.float32), np.zeros((n + 7) // 8 + 4, np.uint8)
     bits[-4:] = 0xCC
-    assert onebit.encode(x, x[:0], group, 0, *KEY, means, bits[:-4])
+    assert onebit.encode(x, x[:0], x[:0], group, 0, *KEY, means, bits[:-4])
     assert (bits[:-4] == np.packbits(x >= 0, bitorder="little")).all()
     assert (bits[-4:] == 0xCC).all()
     out = np.full(n + 2, 9.0, np.float32)
@@ -426,13 +426,13 @@ def test_draw_is_even_within_a_stratum():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_correct_adds_and_reports(dtype):
     x, r = np.array([1, 2, 3], dtype), np.array([0.5, -2, 0], dtype)
-    assert common.correct(x, r) == 0
+    assert common.correct(x, r, r[:0]) == 0
     assert x.tolist() == [1.5, 0, 3]
-    assert common.correct(x, r[:0]) == 0
+    assert common.correct(x, r[:0], r[:0]) == 0
     assert x.tolist() == [1.5, 0, 3]
     for bad in (np.inf, -np.inf, np.nan, 3.5e38 if dtype == np.float64 else np.inf):
-        assert common.correct(np.array([1, bad, 1], dtype), r) != 0
-        assert common.correct(np.array([1, bad, 1], dtype), r[:0]) != 0
+        assert common.correct(np.array([1, bad, 1], dtype), r, r[:0]) != 0
+        assert common.correct(np.array([1, bad, 1], dtype), r[:0], r[:0]) != 0
 
 
 def test_margin_covers_what_is_asked_for():

@@ -68,7 +68,7 @@ def test_nothing_is_finite() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_gradient_to_be_kept_is_copied(dtype: torch.dtype) -> None:
+def test_a_gradient_to_be_kept_is_not_written_to(dtype: torch.dtype) -> None:
     gradient = torch.arange(6.0).view(2, 3).to(dtype)
     staged = stage(gradient, name="w", keep=True)
     staged.flat.fill_(7.0)
@@ -82,19 +82,31 @@ def test_a_gradient_to_be_kept_is_copied(dtype: torch.dtype) -> None:
 def test_strides_of_a_gradient_to_be_kept_are_those_of_its_result() -> None:
     gradient = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     staged = stage(gradient, name="w", keep=True)
+    assert staged.source is None
     assert staged.flat.tolist() == gradient.flatten().tolist()
     assert staged.restore(staged.flat).stride() == gradient.stride()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gradient_to_be_kept_is_read_where_it_lies(dtype: torch.dtype) -> None:
+    gradient = torch.arange(6.0).view(2, 3).to(dtype)
+    staged = stage(gradient, name="w", keep=True)
+    assert staged.source is not None
+    assert staged.source.data_ptr() == gradient.data_ptr() != staged.flat.data_ptr()
+    assert stage(gradient, name="w").source is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_memory_is_used_for_a_copy_where_it_fits(dtype: torch.dtype) -> None:
+def test_memory_is_used_where_it_fits(dtype: torch.dtype) -> None:
     gradient = torch.arange(6.0).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     memory = torch.empty(6, dtype=wide)
     fits = stage(gradient, name="w", keep=True, memory=memory)
     assert fits.flat.data_ptr() == memory.data_ptr()
     for other in (torch.empty(5, dtype=wide), torch.empty(6, dtype=torch.int8)):
-        assert stage(gradient, name="w", keep=True, memory=other).flat.tolist() == gradient.tolist()
+        staged = stage(gradient, name="w", keep=True, memory=other)
+        assert staged.flat.data_ptr() != other.data_ptr()
+        assert (staged.flat if staged.source is None else staged.source).tolist() == gradient.tolist()
 
 
 def test_memory_of_a_step_becomes_a_tensor_again_without_another_wrapper() -> None:
