@@ -124,8 +124,13 @@ class Lane(Transfer):
         return any(r.any() for r in self._debts())
 
     def inherit(self, other: Lane) -> None:
-        """Take over the residuals, counters and step of a lane of the same tensor with another compressor or plan."""
+        """Take over counters and step of a lane of the same tensor with another compressor or plan, and the residuals.
+
+        Not these where this one keeps none: what was owed is a debt then (`Ledger.inherit`), and would count twice.
+        """
         self.counters, self.step = other.counters, other.step
+        if not self.keeps_residual:
+            return
         if other.residual is not None or other.pending is not None:
             self.take_residual(other.whole_residual())
         if other.owner_residual is not None and other.owned is not None:

@@ -13,6 +13,7 @@ from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Policy, TopK
 from hvd_compress.engine import Bucket, Ledger, Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Hosts, Parcel
+from hvd_compress.exchange.raw import CheckedRaw
 from hvd_compress.policy import Assigned
 
 TENSORS = [Tensor("a", (40, 50)), Tensor("small", (30,)), Tensor("b", (33, 61)), Tensor("c", (1500,))]
@@ -247,6 +248,28 @@ def test_who_pays_no_debts_makes_none() -> None:
         with pytest.raises(StateError, match=r"residual of '[abc]'"):
             new.load_state_dict(state)
         assert owed(old)["c"].tobytes() == before["c"].tobytes()
+
+
+@pytest.mark.parametrize("owes", [True, False])
+@pytest.mark.parametrize("after", [QSGD(8, norm="max"), CheckedRaw()], ids=repr)
+def test_a_lane_that_keeps_no_residual_inherits_none(after: Any, owes: bool) -> None:
+    """It would send it beside the debt, or what lies in the memory that comes with a source."""
+    old, new = ledgers(routing(TopK(0.1))), ledgers(routing(after))
+    step(old, 0, keep=owes)  # one that is taken back leaves zeros
+    for one, other in zip(new, old, strict=True):
+        assert other.lanes["a"].residual is not None
+        assert other.lanes["a"].is_owing() == owes
+        one.inherit(other)
+        assert all(lane.residual is lane.pending is lane.owner_residual is None for lane in one.lanes.values())
+        assert ("a" in one.debts) == owes
+    lane = new[0].lanes["a"]
+    source = np.ones(lane.plan.numel, np.float32)
+    slots = [np.zeros(lane.plan.slots[chunk], np.uint8) for chunk, _ in lane.sent_chunks]
+    lane.encode(np.full_like(source, np.nan), slots, source)
+    for (_, part), slot in zip(lane.sent_chunks, slots, strict=True):
+        out = np.empty(part.stop - part.start, np.float32)
+        assert after.decode_into(slot, out)
+        np.testing.assert_array_equal(out, source[part])
 
 
 def test_debts_are_not_handed_to_a_compressor_that_keeps_none() -> None:
