@@ -26,7 +26,7 @@ FEW_BYTES = [name for name in NAMES if name not in ("percentile 90", "QSGD 4 bit
 # (hosts, rates, largest size, candidates)
 LONG = [(2, RATES, 16384, NAMES), (4, RATES, 8192, NAMES), (8, RATES, 4096, NAMES)]
 SHORT = [(4, ["100mbit"], 4096, FEW_BYTES), (4, ["1gbit"], 4096, NAMES)]
-SHORT_SIZES = [64, 1024, 4096]
+SHORT_SIZES = [256, 4096]
 SPARE = 1000  # start positions of matrices that share their memory
 RANK_BYTES = 1.2e9  # of a process that has loaded all
 
@@ -127,7 +127,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--sizes", type=int, nargs="+")
     parser.add_argument("--candidates", nargs="+", choices=NAMES)
-    return parsed(parser, given, seconds=(4.0, 30.0), least=(3, 5), sizes=(SHORT_SIZES, SIZES))
+    return parsed(parser, given, seconds=(2.0, 30.0), least=(3, 5), sizes=(SHORT_SIZES, SIZES))
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -44,7 +44,7 @@ NAMES = [ALONE, *FIXED, AGAIN, AUTO]
 BATCH = 10
 MNIST_FEATURES = 784  # where MNIST is not to be had, digits of fewer pixels are learnt
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
-SHORT_RATES = ("1gbit", UNLIMITED)
+SHORT_RATES = ("1gbit",)
 WIDTHS = (256, 1024, 4096)
 MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
@@ -196,7 +196,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="2 hosts, one network, fewer rounds", each="network")
+    parser = parser_of(__doc__, short="2 hosts, one link and network, fewer rounds", each="network")
     parser.add_argument("--hosts", type=int, nargs="+")
     parser.add_argument("--rates", nargs="+")
     parser.add_argument("--widths", type=int, nargs="+")

@@ -303,8 +303,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     )
     return parsed(
         parser, given, seeds=([0], [0, 1, 2]), nodes=([2], [2, 4]), epochs=(1, 2), steps=(120, 500),
-        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(4.0, 120.0), least=(3, 5), largest_b=(8, 32),
-        schedule_width=(512, 1024),
+        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(4.0, 120.0), least=(3, 5), largest_b=(4, 32),
+        schedule_width=(256, 1024),
     )  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--candidates", nargs="+", default=NAMES)
-    return parsed(parser, given, width=(1024, 2048), steps=(30, 400))
+    return parsed(parser, given, width=(1024, 2048), steps=(20, 400))
 
 
 def main(given: Sequence[str] | None = None) -> None:

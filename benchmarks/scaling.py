@@ -30,7 +30,7 @@ LONG = {
     8: [("mlp", 1024, BATCH), RESNET],
 }  # fmt: skip
 SHORT = {
-    2: [("mlp", 256, BATCH), ("mlp", 1024, BATCH), ("mlp", 4096, BATCH), RESNET],
+    2: [("mlp", 256, BATCH), ("mlp", 4096, BATCH), RESNET],
     4: [("mlp", 1024, BATCH)],
 }
 
@@ -117,7 +117,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resnet", action="store_true", help="the convolutional network too")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--candidates", nargs="+", default=NAMES)
-    return parsed(parser, given, seconds=(8.0, 60.0), least=(4, 8))
+    return parsed(parser, given, seconds=(4.0, 60.0), least=(3, 8))
 
 
 def main(given: Sequence[str] | None = None) -> None:
