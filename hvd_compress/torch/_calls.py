@@ -67,6 +67,7 @@ class HorovodCalls:
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self._process_set = process_set
 
+    @torch.inference_mode(False)  # Horovod's thread, which is in no such mode, sizes the results made here
     def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
         """See `Calls`."""
         # named by tensor and stage: ranks may issue them in any order

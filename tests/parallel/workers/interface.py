@@ -182,6 +182,15 @@ def an_unnamed_allreduce_keeps_nothing() -> None:
 
 
 @cases.add
+def an_allreduce_may_be_made_in_inference_mode() -> None:
+    loopback = Loopback(horovod.size(), OneBit())
+    for step, is_inference in enumerate((True, False, True)):
+        with torch.inference_mode(is_inference):
+            result = hvd.allreduce(mine("i", step), name="inference", compression=OneBit())
+            assert to_numpy(result).tobytes() == loopback.allreduce(of_all("i", step), name="inference")[0].tobytes()
+
+
+@cases.add
 def one_name_may_serve_several_shapes() -> None:
     for shape in (SHAPE, (70, 200), SHAPE):
         hvd.allreduce(mine("s", 0, shape), name="shapes", compression=OneBit())
