@@ -25,7 +25,7 @@ RATES = ["100mbit", "1gbit", "10gbit", "unlimited"]
 FEW_BYTES = [name for name in NAMES if name not in ("percentile 90", "QSGD 4 bits", "threshold", *BASELINES)]
 # (hosts, rates, largest size, candidates)
 LONG = [(2, RATES, 16384, NAMES), (4, RATES, 8192, NAMES), (8, RATES, 4096, NAMES)]
-SHORT = [(4, ["100mbit"], 4096, FEW_BYTES), (4, ["1gbit"], 4096, NAMES)]
+SHORT = [(4, ["100mbit"], 4096, FEW_BYTES), (4, ["1gbit"], 4096, [*FEW_BYTES, "torch, one-bit"])]
 SHORT_SIZES = [256, 4096]
 SPARE = 1000  # start positions of matrices that share their memory
 RANK_BYTES = 1.2e9  # of a process that has loaded all

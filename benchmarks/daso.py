@@ -288,7 +288,7 @@ def _measure_grid(options: argparse.Namespace, pairs: list[tuple[int, int]], res
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = parser_of(__doc__, short="few pairs of B and S, one seed, one link", each="link")
+    parser = parser_of(__doc__, short="few pairs of B and S, one seed, one link, no times of pairs", each="link")
     parser.add_argument("--seeds", nargs="+", type=int)
     parser.add_argument("--nodes", nargs="+", type=int, help="of the grid, each of two ranks")
     parser.add_argument("--epochs", type=int, help="of the grid")
@@ -298,13 +298,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024, help="of the network that is timed")
     parser.add_argument("--largest-b", type=int, help="that is timed; the mean of as many steps is taken")
     parser.add_argument("--schedule-width", type=int)
-    parser.add_argument(
-        "--only", nargs="+", choices=("grid", "times", "schedule"), default=("grid", "times", "schedule")
-    )
+    parser.add_argument("--only", nargs="+", choices=("grid", "times", "schedule"))
     return parsed(
         parser, given, seeds=([0], [0, 1, 2]), nodes=([2], [2, 4]), epochs=(1, 2), steps=(120, 500),
-        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(4.0, 120.0), least=(3, 5), largest_b=(4, 32),
-        schedule_width=(256, 1024),
+        rates=(["1gbit"], ["100mbit", "1gbit"]), seconds=(4.0, 120.0), least=(3, 5), largest_b=(8, 32),
+        schedule_width=(256, 1024), only=(("grid", "schedule"), ("grid", "times", "schedule")),
     )  # fmt: skip
 
 

@@ -210,8 +210,8 @@ def _all_runs(model: str, seed: int, short: bool) -> Iterator[Run]:
     yield Run(model, D_PSGD, seed)
     yield Run(model, ADAPTIVE, seed, traced=seed == 0)
     yield Run(model, TOPK, seed)
+    yield Run(model, ONEBIT, seed)
     if not short:
-        yield Run(model, ONEBIT, seed)
         yield Run(model, ADAPTIVE, seed, transport="one_sided")
         yield Run(model, KEEPING, seed)
         yield Run(model, ADAPTIVE_29, seed)

@@ -21,11 +21,11 @@ from measure import ALONE, FP16, FP32, Aim, Spread, picture, table
 from places import Progress, local, parsed, parser_of, start
 
 PEAK_NAMES = [FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits"]
-SHORT_PEAK_NAMES = [FP32, "one-bit", "adaptive(64)"]
+SHORT_PEAK_NAMES = [FP32, "one-bit"]
 COST_NAMES = [ALONE, FP32, "one-bit", "adaptive(64)"]
 WIDTH, SMALL_WIDTH = 4096, 64
-ELEMENTS = [10**5, 10**6, 10**7, 10**8]
-TOTAL, TENSORS = 2**24, [1, 4, 16, 64, 256, 1024]
+ELEMENTS, SHORT_ELEMENTS = [10**5, 10**6, 10**7, 10**8], [10**5, 10**6, 10**7]
+TOTAL, TENSORS, SHORT_TENSORS = 2**24, [1, 4, 16, 64, 256, 1024], [1, 32, 1024]
 KB = 1024
 
 
@@ -117,7 +117,8 @@ def _step(name: str, elements: int, tensors: int) -> Any:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     names = SHORT_PEAK_NAMES if options.short else PEAK_NAMES
-    points = [(n, 1) for n in ELEMENTS] + [(TOTAL, n) for n in TENSORS]
+    elements, tensors = (SHORT_ELEMENTS, SHORT_TENSORS) if options.short else (ELEMENTS, TENSORS)
+    points = [(n, 1) for n in elements] + [(TOTAL, n) for n in tensors]
     result: dict[str, Any] = {"ranks": options.ranks, "peaks": {name: {"small": [], "large": []} for name in names}}
     result["residual_bytes"] = {}
     with Progress("memory", options.repeats * len(names) * 2 + len(points)) as progress:

@@ -31,7 +31,6 @@ LONG = {
 }  # fmt: skip
 SHORT = {
     2: [("mlp", 256, BATCH), ("mlp", 4096, BATCH), RESNET],
-    4: [("mlp", 1024, BATCH)],
 }
 
 
