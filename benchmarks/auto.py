@@ -211,7 +211,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         widths=([1024], WIDTHS),
         seconds=(8.0, 60.0),
         least=(3, 6),
-        undecided=(0.0, 400.0),
+        undecided=(20.0, 400.0),
         # training makes no pauses, and a turn's first steps are slower than others
         turn=(0.25, 0.5),
     )

@@ -269,11 +269,12 @@ def machine() -> dict[str, object]:
 def plot(rows: list[dict], path: Path) -> None:
     """GB/s over the number of elements, a panel for each call and number of threads."""
     threads = sorted({row["threads"] for row in rows})
+    shown = dict.fromkeys(row["case"] for row in rows)
     figure, panels = plt.subplots(len(threads), 2, figsize=(12, 4.5 * len(threads)), squeeze=False, sharex=True)
     for line, count in enumerate(threads):
         for panel, call in zip(panels[line], SHOWN, strict=True):
             panel.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-            for name in CASES:
+            for name in shown:
                 mine = [row for row in rows if row["threads"] == count and row["case"] == name]
                 values = [row[call]["gb_per_s"] for row in mine]
                 (curve,) = panel.plot(
@@ -306,11 +307,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--short", action="store_true", help="two sizes, one thread, three repeats")
+    parser.add_argument("--short", action="store_true", help="two sizes, one thread, six cases, three repeats")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.short:
-        options.numel, options.threads, options.repeats = SHORT_SIZES, [1], 3
+        options.numel, options.threads, options.repeats, options.cases = SHORT_SIZES, [1], 3, list(BASELINES)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(1)
     rows: list[dict] = []
