@@ -104,12 +104,11 @@ class Bucket(Generic[AnyTransfer]):
         A gradient that must stay as it is is given as `source`, with memory for as many elements in `flat`.
         """
         transfer = self.transfers[name]
-        batch = self._batch_of.get(name)
-        is_held = batch is not None and flat.dtype == np.float32
-        if source is not None and (is_held or self.hosts is not None):
+        batch = self._batch_of.get(name) if flat.dtype == np.float32 else None
+        if source is not None and (batch is not None or self.hosts is not None):
             # it is encoded later, when it may have changed
             np.copyto(flat, source)
-        if batch is not None and is_held:
+        if batch is not None:
             batch.hold(name, flat)
         elif self.hosts is None:
             self._used[name] = transfer.encode(flat, self._slots_of(name), source)

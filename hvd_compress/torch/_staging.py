@@ -24,16 +24,19 @@ class Staged(NamedTuple):
 
     `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64, not a part of a larger
     buffer, seen by nobody else, and not to be kept as it is); else it is a copy: through host memory for another
-    device, widened to float32 for 16-bit types. `is_result`: what lies in its memory in the end can be handed out
-    without a copy.
+    device, widened to float32 for 16-bit types.
     `source`: where kernels read a gradient that is to be kept and need not be copied; `flat` is only memory then.
     """
 
     flat: torch.Tensor
     gradient: torch.Tensor
     shared: bool
-    is_result: bool
     source: torch.Tensor | None = None
+
+    @property
+    def is_result(self) -> bool:
+        """Whether what lies in the memory of `flat` in the end can be handed out without a copy."""
+        return self.shared or self.source is not None
 
     def is_seen_elsewhere(self) -> bool:
         """Whether anything but the parameter's `.grad` and what an exchange holds still refers to the shared memory."""
@@ -127,13 +130,13 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
         )
     in_place = gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE
     if in_place and not keep and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
-        return Staged(gradient.view(-1), gradient, shared=True, is_result=True)
+        return Staged(gradient.view(-1), gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = _room(gradient.numel(), dtype, memory)
     if in_place and keep:
-        return Staged(flat, gradient, shared=False, is_result=True, source=gradient.view(-1))
+        return Staged(flat, gradient, shared=False, source=gradient.view(-1))
     flat.view(gradient.shape).copy_(gradient)
-    return Staged(flat, gradient, shared=False, is_result=False)
+    return Staged(flat, gradient, shared=False)
 
 
 def _room(numel: int, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:
