@@ -98,7 +98,7 @@ class Batch:
         r_of = r_at[sent.owner]
         residuals_at = np.where(r_of, r_of + starts, 0)
         self._many.encode(
-            x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, _address(send) + sent.offset, used
+            x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, kernels.address_of(send) + sent.offset, used
         )
         seconds = (time.perf_counter() - begin) / len(names)
         bytes_of: dict[str, list[int]] = {name: [] for name in names}
@@ -127,7 +127,7 @@ class Batch:
         if self._many.decode(at, flags, sums_at[rows.owner], rows.numel, np.float32(1), rows.adds) >= 0:
             return {}
         used = np.empty(len(transfers), np.int64)
-        self._many.encode(sums_at, r_at, made.numel, made.group, _address(result) + made.offset, used)
+        self._many.encode(sums_at, r_at, made.numel, made.group, kernels.address_of(result) + made.offset, used)
         seconds = (time.perf_counter() - begin) / len(transfers)
         for transfer, slot in zip(transfers, made.slot.tolist(), strict=True):
             transfer.note_reduced(transfer.plan.ranks, slot, seconds)
@@ -175,7 +175,7 @@ class Batch:
 
     def _checked(self, received: Bytes, rows: _Rows) -> tuple[Numbers, npt.NDArray[np.uint8] | None]:
         """Addresses of payloads, and what they say of themselves; None if one is damaged."""
-        at = _address(received) + rows.offset
+        at = kernels.address_of(received) + rows.offset
         flags = np.empty(at.size, np.uint8)
         bad = kernels.check(at, rows.slot, wire.VERSION, self._many.codec, rows.numel, flags)
         return at, flags if bad < 0 else None
@@ -229,7 +229,7 @@ class _Table:
     def of_owned(cls, transfers: Mapping[str, Transfer], layout: Layout) -> tuple[_Table, _Table]:
         """Those that the owner of a chunk gets, and those that it makes of them."""
         first = next(iter(transfers.values()))
-        parts = layout.sent[first.chunk] if first.plan.exchange != "allgather" else []
+        parts = layout.owned if first.plan.exchange != "allgather" else []
         offsets = np.cumsum([0, *(slot for _, _, slot in parts)]).tolist()
         got, made = [], []
         names = [name for name, _, _ in parts if name in transfers]
@@ -276,10 +276,4 @@ def _columns(values: Numbers) -> _Rows:
 
 def _addresses(arrays: Sequence[Array | None]) -> Numbers:
     """0 for None."""
-    return np.array([0 if array is None else _address(array) for array in arrays], np.int64)
-
-
-def _address(array: Array) -> int:
-    # a fraction of what `array.ctypes.data` takes
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return np.array([0 if array is None else kernels.address_of(array) for array in arrays], np.int64)

