@@ -97,9 +97,8 @@ class Batch:
         starts = 4 * sent.start
         r_of = r_at[sent.owner]
         residuals_at = np.where(r_of, r_of + starts, 0)
-        self._many.encode(
-            x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, kernels.address_of(send) + sent.offset, used
-        )
+        slots_at = kernels.address_of(send) + sent.offset
+        self._many.encode(x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, slots_at, used)
         seconds = (time.perf_counter() - begin) / len(names)
         bytes_of: dict[str, list[int]] = {name: [] for name in names}
         for owner, nbytes in zip(sent.owner.tolist(), used.tolist(), strict=True):

@@ -60,10 +60,9 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
     would hold on to the wrappers of all steps before.
     """
     source: object = array.base
-    if isinstance(source, torch.Tensor) and _is_of_use(source):
-        # a flat part of a flat tensor that has as many elements is all of it
-        if source.shape == array.shape:
-            return source.detach()
+    # a flat part of a flat tensor that has as many elements is all of it
+    if isinstance(source, torch.Tensor) and source.shape == array.shape and _is_of_use(source):
+        return source.detach()
     return torch.from_numpy(array)
 
 
