@@ -3,8 +3,8 @@
     python benchmarks/allreduce.py [--short] [--hosts 2 4 8] [--rates 100mbit 1gbit] [--sizes 64 4096] [--seconds 30]
 
 Entries are uniform in [-4, 4] and new in each call, as in the paper; error feedback is on. All candidates take turns
-in the same ranks. "torch ..." is the same arithmetic in torch expressions, exchanged by Horovod's allgather
-(baselines.py), which is how the libraries of the field do it.
+in the same ranks, short ones several times in a turn, as in a training. "torch ..." is the same arithmetic in torch
+expressions, exchanged by Horovod's allgather (baselines.py), which is how the libraries of the field do it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FEW_BYTES = [name for name in NAMES if name not in ("percentile 90", "QSGD 4 bit
 LONG = [(2, RATES, 16384, NAMES), (4, RATES, 8192, NAMES), (8, RATES, 4096, NAMES)]
 SHORT = [(4, ["100mbit"], 4096, FEW_BYTES), (4, ["1gbit"], 4096, [*FEW_BYTES, "torch, one-bit"])]
 SHORT_SIZES = [256, 4096]
+TURN = 0.25  # seconds of a candidate's turn in a round
 SPARE = 1000  # start positions of matrices that share their memory
 RANK_BYTES = 1.2e9  # of a process that has loaded all
 
@@ -56,7 +57,7 @@ def ranks(task: dict[str, Any]) -> None:
             return values[number % SPARE :][: size * size].view(size, size)
 
         actions = {name: _action(name, size, matrix) for name in task["candidates"]}
-        cells.append({"size": size, "rows": r.rounds(actions, task["seconds"], task["least"])})
+        cells.append({"size": size, "rows": r.rounds(actions, task["seconds"], task["least"], turn=TURN)})
         forget_residuals()
         r.done(f"{task['label']}, {size}x{size}")
     r.deliver(task, cells)

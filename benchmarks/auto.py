@@ -49,9 +49,6 @@ WIDTHS = (256, 1024, 4096)
 MOST_LOSS = 1.05  # of Auto, times the fastest
 WITHIN = 0.25  # of what was measured, a prediction is to be
 MOST_STEPS, LOOKED_AT = 6000, 10  # until Auto has chosen; after so many of them it is asked
-MOST_TURN_STEPS = 100
-LONG_STEP = 2.0  # seconds, to which what caches hold makes no difference
-TRIALS = 5  # steps, to know how many make a turn
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------
@@ -73,9 +70,8 @@ def ranks(task: dict[str, Any]) -> None:
             for n in NAMES
         }
         steps = _until_chosen(trainings[AUTO])
-        repeats = {name: _turn_steps(training, task["turn"]) for name, training in trainings.items()}
         samples = r.rounds(
-            {n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], repeats=repeats,
+            {n: t.step for n, t in trainings.items()}, task["seconds"], task["least"], turn=task["turn"],
             undecided=lambda rows: is_undecided({"rows": rows}), more_seconds=task["undecided"],
         )  # fmt: skip
         alone = median(samples[ALONE]["seconds"])
@@ -103,21 +99,6 @@ def _until_chosen(training: Any) -> int:
         if number % LOOKED_AT == 0 and training.optimizer.compression_stats()["auto"]["committed"]:
             return number + 1
     raise RuntimeError(f"Auto has not chosen after {MOST_STEPS} steps")
-
-
-def _turn_steps(training: Any, seconds: float) -> int:
-    """How many steps a turn of so many seconds takes, the same on all ranks.
-
-    Where a step takes longer, two of them: a turn of one has no steps before it that do not count, so it would be timed
-    with the caches as another candidate's left them, which in a training is none. Only very long steps go alone.
-    """
-    import ranks as r
-
-    taken: list[float] = []
-    while len(taken) < TRIALS and sum(taken) < TRIALS * seconds:
-        taken.append(r.slowest(r.sample(training.step, len(taken))[0]))
-    least = 1 if min(taken) > LONG_STEP else 2
-    return max(least, min(MOST_TURN_STEPS, int(seconds / min(taken))))
 
 
 class _Foreseen:

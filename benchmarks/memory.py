@@ -26,6 +26,7 @@ COST_NAMES = [ALONE, FP32, "one-bit", "adaptive(64)"]
 WIDTH, SMALL_WIDTH = 4096, 64
 ELEMENTS, SHORT_ELEMENTS = [10**5, 10**6, 10**7, 10**8], [10**5, 10**6, 10**7]
 TOTAL, TENSORS, SHORT_TENSORS = 2**24, [1, 4, 16, 64, 256, 1024], [1, 32, 1024]
+TURN = 0.1  # seconds of a candidate's turn in a round
 KB = 1024
 
 
@@ -84,7 +85,7 @@ def _cost(task: dict[str, Any]) -> None:
     points = []
     for elements, tensors in task["points"]:
         actions = {name: _step(name, elements, tensors) for name in task["candidates"]}
-        samples = r.rounds(actions, task["seconds"], task["least"])
+        samples = r.rounds(actions, task["seconds"], task["least"], turn=TURN)
         points.append({"elements": elements, "tensors": tensors, "rows": samples})
         r.done(f"{elements} elements, {tensors} tensors")
     r.deliver(task, points)

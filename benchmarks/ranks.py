@@ -21,6 +21,9 @@ __all__ = ["WARM_UP", "Samples", "counted_operations", "deliver", "done", "round
 Samples = dict[str, dict[str, list[float]]]
 
 WARM_UP = 2
+TRIALS = 5  # runs, to know how many make a turn
+MOST_REPEATS = 100
+LONG = 2.0  # seconds, to which what caches hold makes no difference
 LOOK = 6  # rounds from one look at what is measured to the next
 
 
@@ -29,22 +32,23 @@ def rounds(
     seconds: float,
     least: int = 3,
     most: int = 100,
-    repeats: Mapping[str, int] | None = None,
+    turn: float | None = None,
     undecided: Callable[[Samples], bool] | None = None,
     more_seconds: float = 0.0,
 ) -> Samples:
     """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
 
     Each round has an order of its own, the same on all ranks, so that nobody always comes after the same other one. The
-    first round is left out: it compiles kernels and fills caches.
+    first round is left out: it compiles kernels, fills caches, and tells how long actions take.
 
     Args:
         actions: what to run, given the number of the round; equal on all ranks.
         seconds: that all rounds may take, the one before them included.
         least: number of rounds, whatever they take.
         most: number of rounds.
-        repeats: how often an action runs in each of its turns, once where none is given. If that is more than once, it
-            runs WARM_UP times before: short actions are faster when the others have not just filled the caches.
+        turn: seconds for which an action is repeated in each of its turns. Where it takes less than LONG it runs twice at
+            least, and WARM_UP times before that do not count: it is slower when another one has just filled the caches,
+            which in a training none does. None runs each just once.
         undecided: whether rounds go on when `seconds` are over, by what has been measured; asked every LOOK rounds.
         more_seconds: for as long at most.
 
@@ -56,6 +60,7 @@ def rounds(
     names = list(actions)
     mine: list[list[list[float]]] = []  # round, action, (seconds, bytes)
     number = 0
+    repeats: dict[str, int] = {}
 
     def go_on() -> bool:
         spent = time.perf_counter() - begin
@@ -68,11 +73,25 @@ def rounds(
 
     while go_on():
         order = random.Random(number).sample(names, len(names))
-        samples = {name: sample(actions[name], number, (repeats or {}).get(name, 1)) for name in order}
-        if number:
+        if number == 0:
+            repeats = {name: _repeats(actions[name], turn) for name in order}
+        else:
+            samples = {name: sample(actions[name], number, repeats[name]) for name in order}
             mine.append([samples[name] for name in names])
         number += 1
     return _samples(names, mine)
+
+
+def _repeats(action: Callable[[int], object], turn: float | None) -> int:
+    """Try an action; how often it is to run in a turn, the same on all ranks: twice at least, unless it takes long."""
+    if turn is None:
+        sample(action, 0)
+        return 1
+    taken: list[float] = []
+    while len(taken) < TRIALS and sum(taken) < TRIALS * turn:
+        taken.append(slowest(sample(action, len(taken))[0]))
+    least = 1 if min(taken) > LONG else 2
+    return max(least, min(MOST_REPEATS, int(turn / min(taken))))
 
 
 def _samples(names: list[str], mine: list[list[list[float]]]) -> Samples:
