@@ -46,9 +46,9 @@ def rounds(
         seconds: that all rounds may take, the one before them included.
         least: number of rounds, whatever they take.
         most: number of rounds.
-        turn: seconds for which an action is repeated in each of its turns. Where it takes less than LONG it runs twice at
-            least, and WARM_UP times before that do not count: it is slower when another one has just filled the caches,
-            which in a training none does. None runs each just once.
+        turn: seconds for which an action is repeated in each of its turns. Where it takes less than LONG it runs twice
+            at least, and WARM_UP times before that do not count: it is slower when another one has just filled the
+            caches, which in a training none does. None runs each just once.
         undecided: whether rounds go on when `seconds` are over, by what has been measured; asked every LOOK rounds.
         more_seconds: for as long at most.
 
