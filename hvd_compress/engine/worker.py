@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 __all__ = ["Worker", "has_cores"]
 
@@ -56,12 +57,12 @@ class Worker:
         self._threaded = threaded
         self._given: deque[Future[None]] = deque()
 
-    def run(self, call: Callable[[], None]) -> None:
+    def run(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run a call now, or as soon as those before it have ended; what it raises then, `drain` will."""
         if self._threaded:
-            self._given.append(_thread().submit(call))
+            self._given.append(_thread().submit(call, *arguments))
         else:
-            call()
+            call(*arguments)
 
     def drain(self) -> None:
         """Wait until all calls have ended, and raise what the first of those that failed has raised."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
+import numpy.typing as npt
 import torch
 
 from hvd_compress.cost import HorovodCollectives
@@ -41,6 +41,9 @@ def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
         for entry in state.get(kind, {}).values():
             entry["values"] = torch.from_numpy(entry["values"])
     return state
+
+
+Array = npt.NDArray[Any]
 
 
 class Engine(Ledger[Bucket]):
@@ -91,8 +94,11 @@ class Engine(Ledger[Bucket]):
         bucket = self.bucket_of(name)
         # taken here: whoever made a gradient on a stream of another device is on this thread
         taken = (None, None) if gradient is None else bucket.take(name, self.with_debt(name, gradient, keep), keep)
-        self.progress()
-        self._worker.run(partial(bucket.start, name, *taken))
+        self._worker.run(self._start, bucket, name, *taken)
+
+    def _start(self, bucket: Bucket, name: str, flat: Array | None, source: Array | None) -> None:
+        self._progress()
+        bucket.start(name, flat, source)
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""

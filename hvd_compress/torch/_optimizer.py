@@ -100,7 +100,7 @@ class _Overrides:
         if self._engine.exchanges(name):
             if not is_sparse or self.sparse_as_dense:
                 self._engine.start(name, p.grad.to_dense() if is_sparse else p.grad)
-                return _InExchange(), None
+                return _IN_EXCHANGE
             self._engine.start(name, None)
         else:
             self._engine.progress()
@@ -179,14 +179,14 @@ class _Overrides:
             self._ungroup()
             self._submit_missing()
             self._complete()
-        try:
-            HorovodOptimizer.synchronize(self)
-        except HorovodInternalError:
-            if not self._completes_dense():
+        else:
+            try:
+                HorovodOptimizer.synchronize(self)
+            except HorovodInternalError:
                 # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
                 self._handles.clear()
                 self._sparse_now.clear()
-            raise
+                raise
         if self._alone is not None:
             self._precondition_alone(self._alone)
         if self._is_plain:
@@ -319,7 +319,7 @@ class _Overrides:
             with suppress(HorovodInternalError):
                 if callable(handle):
                     handle()
-                elif handle is not None and not isinstance(handle, _InExchange):
+                elif handle is not None and handle is not _EXCHANGED:
                     hvd.synchronize(handle)
 
     # -- the parts of synchronize --------------------------------------------------------------------------------
@@ -339,11 +339,14 @@ class _Overrides:
                 self._handles[p] = self._allreduce_grad_async(p)
 
     def _complete(self: Any) -> None:
-        """Wait for everything, then decide the whole step: one value that is not finite takes all residuals back."""
+        """Wait for everything, then decide the whole step: one value that is not finite takes all residuals back.
+
+        In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
+        """
         finite = self._engine.wait()
         waited = {}
         for p, (handle, ctx) in self._handles.items():
-            if isinstance(handle, _InExchange):
+            if handle is _EXCHANGED:
                 continue
             output = handle() if callable(handle) else hvd.synchronize(handle)
             # where nothing is owed, nothing depends on it
@@ -356,12 +359,17 @@ class _Overrides:
             waited[p] = output
         results = self._engine.combine(keep=finite)
         self._engine.settle(keep=finite)
-        # decompressed already; of what was exchanged, Horovod's fp16 could not tell which type to go back to
-        self._compression = hvd.Compression.none
         for p in self._handles:
-            # Horovod's synchronize calls what is callable (l. 284) and assigns what it returns
             output = waited[p] if p in waited else results[self._parameter_names[p]]
-            self._handles[p] = partial(_identity, output), None
+            self._allreduce_delay[p] = self.backward_passes_per_step
+            gradient = p.grad
+            if gradient.is_sparse:
+                # sparse tensors have no `set_`
+                gradient.zero_().add_(output if output.is_sparse else output.to_sparse())
+            else:
+                gradient.set_(output)
+        self._handles.clear()
+        self._synchronized = True
 
     def _precondition_alone(self: Any, ledger: Ledger[Bucket]) -> None:
         """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
@@ -384,12 +392,10 @@ def _on_gradient(optimizer: weakref.ref[Any], p: torch.Tensor) -> None:
         wrapped._make_hook(p)()
 
 
-class _InExchange:
-    """Stands in `_handles` for a gradient whose exchange `_complete` will finish."""
+_EXCHANGED = object()
+"""Stands in `_handles` for a gradient whose exchange `_complete` will finish."""
 
-
-def _identity(output: torch.Tensor) -> torch.Tensor:
-    return output
+_IN_EXCHANGE = _EXCHANGED, None
 
 
 def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None) -> list[Any]:
