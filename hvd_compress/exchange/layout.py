@@ -150,7 +150,8 @@ class _Slots(Sequence[Bytes]):
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[i] for i in range(len(self))[number]]
-        return self._received[self._ends[number] : self._ends[number + 1]]
+        begin = range(len(self))[number]
+        return self._received[self._ends[begin] : self._ends[begin + 1]]
 
 
 def _ends(messages: Sequence[Sequence[Part]]) -> list[int]:

@@ -13,7 +13,7 @@ from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
 from hvd_compress.torch._calls import Calls
-from hvd_compress.torch._staging import Staged, stage, tensor_of
+from hvd_compress.torch._staging import Staged, flat_of, stage, tensor_of
 
 __all__ = ["Bucket"]
 
@@ -51,7 +51,7 @@ class Bucket(engine.Bucket):
             staged = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
             self._staged[name] = staged
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
-            return staged.flat.numpy(), None if staged.source is None else staged.source.numpy()
+            return flat_of(staged.memory), None if staged.source is None else flat_of(staged.source)
         self._small[name] = gradient.detach().clone() if keep else gradient.detach()
         return self._small[name].reshape(-1).cpu().numpy(), None
 
@@ -115,10 +115,10 @@ class Bucket(engine.Bucket):
         if lane.residual is not None and keep and staged.is_seen_elsewhere():
             # a buffer of the user's that .grad was a view of will be written to again
             lane.residual = lane.residual.copy()
-        flat = tensor_of(result)
-        restored = staged.restore(flat)
+        tensor = tensor_of(result)
+        restored = staged.restore(tensor)
         if not staged.shared:
-            self._spare[lane.name] = flat
+            self._spare[lane.name] = tensor
         lane.counters.decode_seconds += time.perf_counter() - begin
         return restored
 

@@ -17,6 +17,8 @@ from hvd_compress.torch._calls import calls_for
 
 __all__ = ["Engine", "described", "precondition", "with_tensors"]
 
+Array = npt.NDArray[Any]
+
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
     """Named torch tensors as the engine knows them."""
@@ -41,9 +43,6 @@ def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
         for entry in state.get(kind, {}).values():
             entry["values"] = torch.from_numpy(entry["values"])
     return state
-
-
-Array = npt.NDArray[Any]
 
 
 class Engine(Ledger[Bucket]):

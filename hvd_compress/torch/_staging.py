@@ -11,7 +11,7 @@ import torch
 
 from hvd_compress.exchange import aligned_empty
 
-__all__ = ["Staged", "all_finite", "is_ours_alone", "stage", "tensor_of"]
+__all__ = ["Staged", "all_finite", "flat_of", "is_ours_alone", "stage", "tensor_of"]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
@@ -20,31 +20,33 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class Staged(NamedTuple):
-    """A gradient as a flat, contiguous CPU tensor of float32 or float64, and how to bring a result back.
+    """A gradient in contiguous CPU memory as float32 or float64, and how to bring a result back.
 
-    `flat` shares the gradient's memory where that can be (CPU, contiguous, float32 or float64, not a part of a larger
-    buffer, seen by nobody else, and not to be kept as it is); else it is a copy: through host memory for another
+    `memory` is the gradient itself where that can be (CPU, contiguous, float32 or float64, not a part of a larger
+    buffer, seen by nobody else, and not to be kept as it is); else it is a flat copy: through host memory for another
     device, widened to float32 for 16-bit types.
-    `source`: where kernels read a gradient that is to be kept and need not be copied; `flat` is only memory then.
+    `source`: where kernels read a gradient that is to be kept and need not be copied; `memory` is only that then.
     """
 
-    flat: torch.Tensor
+    memory: torch.Tensor
     gradient: torch.Tensor
     shared: bool
     source: torch.Tensor | None = None
 
     @property
     def is_result(self) -> bool:
-        """Whether what lies in the memory of `flat` in the end can be handed out without a copy."""
+        """Whether what lies in `memory` in the end can be handed out without a copy."""
         return self.shared or self.source is not None
 
     def is_seen_elsewhere(self) -> bool:
         """Whether anything but the parameter's `.grad` and what an exchange holds still refers to the shared memory."""
-        # .grad, `gradient`, `flat`, the storage's Python object, and the array of `flat` that the lane works on
-        return self.shared and _references(self.flat) > 4 + _REFERENCES_OF_ARRAY
+        # .grad, `memory`, the storage's Python object, and the array that the lane works on
+        return self.shared and _references(self.memory) > 3 + _REFERENCES_OF_ARRAY
 
     def restore(self, result: torch.Tensor) -> torch.Tensor:
-        """`result` (flat) with shape, dtype, device and strides of the gradient; no copy where `is_result`."""
+        """`result`, of `tensor_of`, with shape, dtype, device and strides of the gradient; no copy where `is_result`."""
+        if self.shared and result.shape == self.gradient.shape:
+            return result
         if self.is_result:
             # a view would hold its base, one more reference to the memory
             return result.view(self.gradient.shape).detach()
@@ -53,16 +55,23 @@ class Staged(NamedTuple):
         return restored
 
 
+def flat_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A contiguous CPU tensor as a flat array of the same memory."""
+    # views of arrays take a third of what those of tensors do
+    return tensor.numpy().reshape(-1)
+
+
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """An array as a tensor, which is the one that the array was made of where there is one.
+    """A flat array as a tensor: the one that `flat_of` has made it of, where there is one.
 
     A gradient's memory becomes a residual, which is an array, and later a gradient again: wrapped anew each time, it
     would hold on to the wrappers of all steps before.
     """
-    source: object = array.base
-    # a flat part of a flat tensor that has as many elements is all of it
-    if isinstance(source, torch.Tensor) and source.shape == array.shape and _is_of_use(source):
-        return source.detach()
+    whole: object = array.base
+    source = whole.base if isinstance(whole, np.ndarray) else whole
+    # a part of a contiguous tensor that has as many elements is all of it
+    if isinstance(source, torch.Tensor) and source.numel() == array.size and _is_of_use(source):
+        return source
     return torch.from_numpy(array)
 
 
@@ -128,12 +137,12 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
             "Give such parameters an optimizer of their own without compression."
         )
     in_place = gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE
-    if in_place and not keep and _is_alone(gradient) and _references(gradient) <= _REFERENCES_OF_ONE:
-        return Staged(gradient.view(-1), gradient, shared=True)
+    if in_place and not keep and _is_alone(gradient):
+        return Staged(gradient, gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = _room(gradient.numel(), dtype, memory)
     if in_place and keep:
-        return Staged(flat, gradient, shared=False, source=gradient.view(-1))
+        return Staged(flat, gradient, shared=False, source=gradient)
     flat.view(gradient.shape).copy_(gradient)
     return Staged(flat, gradient, shared=False)
 
@@ -154,5 +163,9 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def _is_alone(gradient: torch.Tensor) -> bool:
+    """Whether only a parameter's `.grad` and `gradient` refer to the memory, and to all of it."""
+    storage = gradient.untyped_storage()
+    if torch._C._storage_Use_Count(storage._cdata) > _REFERENCES_OF_ONE:
+        return False
     # the memory will hold the residual; who keeps all gradients in one buffer of theirs would zero it with them
-    return gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    return bool(storage.nbytes() == gradient.numel() * gradient.element_size())

@@ -10,7 +10,7 @@ else:
     torch = pytest.importorskip("torch")
 
 _staging = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch")
-all_finite, stage = _staging.all_finite, _staging.stage
+all_finite, flat_of, stage = _staging.all_finite, _staging.flat_of, _staging.stage
 is_ours_alone, tensor_of = _staging.is_ours_alone, _staging.tensor_of
 
 
@@ -24,7 +24,7 @@ def test_a_gradient_that_only_an_exchange_holds_is_not_seen_elsewhere() -> None:
     # else every step would copy the residual
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     staged = stage(gradient_of(parameter), name="w")
-    array = staged.flat.numpy()
+    array = flat_of(staged.memory)
     assert staged.shared
     assert array.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert not staged.is_seen_elsewhere()
@@ -34,7 +34,7 @@ def test_a_view_or_an_array_that_the_user_holds_is_seen() -> None:
     for look in (torch.Tensor.flatten, torch.Tensor.numpy):
         parameter = torch.nn.Parameter(torch.zeros(2, 3))
         staged = stage(gradient_of(parameter), name="w")
-        array = staged.flat.numpy()
+        array = flat_of(staged.memory)
         kept = look(parameter.grad)
         assert staged.is_seen_elsewhere(), look
         del kept, array
@@ -45,7 +45,7 @@ def test_memory_that_another_tensor_shows_too_is_not_written_to() -> None:
     kept = gradient_of(parameter).flatten()
     staged = stage(parameter.grad, name="w")
     assert not staged.shared
-    staged.flat.fill_(7.0)
+    staged.memory.fill_(7.0)
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
@@ -71,9 +71,9 @@ def test_nothing_is_finite() -> None:
 def test_a_gradient_to_be_kept_is_not_written_to(dtype: torch.dtype) -> None:
     gradient = torch.arange(6.0).view(2, 3).to(dtype)
     staged = stage(gradient, name="w", keep=True)
-    staged.flat.fill_(7.0)
+    staged.memory.fill_(7.0)
     assert gradient.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    restored = staged.restore(staged.flat)
+    restored = staged.restore(staged.memory)
     assert restored.shape == gradient.shape
     assert restored.dtype == dtype
     assert gradient.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -83,8 +83,8 @@ def test_strides_of_a_gradient_to_be_kept_are_those_of_its_result() -> None:
     gradient = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     staged = stage(gradient, name="w", keep=True)
     assert staged.source is None
-    assert staged.flat.tolist() == gradient.flatten().tolist()
-    assert staged.restore(staged.flat).stride() == gradient.stride()
+    assert staged.memory.tolist() == gradient.flatten().tolist()
+    assert staged.restore(staged.memory).stride() == gradient.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -92,7 +92,7 @@ def test_a_gradient_to_be_kept_is_read_where_it_lies(dtype: torch.dtype) -> None
     gradient = torch.arange(6.0).view(2, 3).to(dtype)
     staged = stage(gradient, name="w", keep=True)
     assert staged.source is not None
-    assert staged.source.data_ptr() == gradient.data_ptr() != staged.flat.data_ptr()
+    assert staged.source.data_ptr() == gradient.data_ptr() != staged.memory.data_ptr()
     assert stage(gradient, name="w").source is None
 
 
@@ -102,11 +102,11 @@ def test_memory_is_used_where_it_fits(dtype: torch.dtype) -> None:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     memory = torch.empty(6, dtype=wide)
     fits = stage(gradient, name="w", keep=True, memory=memory)
-    assert fits.flat.data_ptr() == memory.data_ptr()
+    assert fits.memory.data_ptr() == memory.data_ptr()
     for other in (torch.empty(5, dtype=wide), torch.empty(6, dtype=torch.int8)):
         staged = stage(gradient, name="w", keep=True, memory=other)
-        assert staged.flat.data_ptr() != other.data_ptr()
-        assert (staged.flat if staged.source is None else staged.source).tolist() == gradient.tolist()
+        assert staged.memory.data_ptr() != other.data_ptr()
+        assert (staged.memory if staged.source is None else staged.source).tolist() == gradient.tolist()
 
 
 def test_memory_of_a_step_becomes_a_tensor_again_without_another_wrapper() -> None:
@@ -145,10 +145,10 @@ def test_whoever_looks_at_memory_is_noticed(look: str) -> None:
 
 def test_memory_made_in_inference_mode_is_not_used_outside() -> None:
     with torch.inference_mode():
-        made_there = stage(torch.ones(6), name="w", keep=True).flat
+        made_there = stage(torch.ones(6), name="w", keep=True).memory
         assert tensor_of(made_there.numpy()).data_ptr() == made_there.data_ptr()
-        assert stage(torch.ones(6), name="w", keep=True, memory=made_there).flat is made_there
-    outside = stage(torch.ones(6), name="w", keep=True, memory=made_there).flat
+        assert stage(torch.ones(6), name="w", keep=True, memory=made_there).memory is made_there
+    outside = stage(torch.ones(6), name="w", keep=True, memory=made_there).memory
     assert not outside.is_inference()
     result = tensor_of(made_there.numpy())
     (torch.ones(6, requires_grad=True) * result).sum().backward()
