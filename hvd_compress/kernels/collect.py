@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.llvm import at_least_64, count_ones, fetch, outside_64, trailing_zeros
+from hvd_compress.kernels.llvm import at_least_64, count_ones, fetch_to_read, outside_64, trailing_zeros
 
 TILE = 4096  # elements that loops over more take at once: they stay in the first-level cache
 AHEAD = 64  # entries whose places are fetched before they are reached: scattered ones wait for memory otherwise
@@ -45,8 +45,8 @@ def collect(y, above, below, first, found, count, ahead=None, also=None, followi
     for i in range(0, whole, 64):
         if ahead is not None:
             for line in range(0, 64, _LINE):
-                fetch(ahead, following + i + line)
-                fetch(also, following + i + line)
+                fetch_to_read(ahead, following + i + line)
+                fetch_to_read(also, following + i + line)
         count = _append(outside_64(y, i, above, below), first + i, found, count)
         if count > room:
             return -1

@@ -20,6 +20,7 @@ __all__ = [
     "common_bits_64",
     "count_ones",
     "fetch",
+    "fetch_to_read",
     "leading_zeros",
     "outside_64",
     "put_chosen_64",
@@ -167,18 +168,27 @@ def leading_zeros(typing: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-@intrinsic
-def fetch(typing: Any, a: Any, index: Any) -> Any:
-    """Ask for the cache line of a[index], to be written soon, without waiting; an index outside of `a` does no harm."""
-
+def _fetching(a: Any, writes: bool) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, place = arguments
         data = context.make_array(signature.args[0])(context, builder, value=array).data
         address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         function_type = ir.FunctionType(ir.VoidType(), [address, number, number, number])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        write, keep, of_data = (ir.Constant(number, n) for n in (1, 3, 1))
-        builder.call(function, [builder.bitcast(builder.gep(data, [place]), address), write, keep, of_data])
+        kind, keep, of_data = (ir.Constant(number, n) for n in (int(writes), 3, 1))
+        builder.call(function, [builder.bitcast(builder.gep(data, [place]), address), kind, keep, of_data])
         return context.get_dummy_value()
 
     return types.void(a, types.intp), generate
+
+
+@intrinsic
+def fetch(typing: Any, a: Any, index: Any) -> Any:
+    """Ask for the cache line of a[index], to be written soon, without waiting; an index outside of `a` does no harm."""
+    return _fetching(a, writes=True)
+
+
+@intrinsic
+def fetch_to_read(typing: Any, a: Any, index: Any) -> Any:
+    """The same of a line that is read first; what was fetched to be written costs more, and may be written back."""
+    return _fetching(a, writes=False)

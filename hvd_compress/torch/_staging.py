@@ -44,7 +44,7 @@ class Staged(NamedTuple):
         return self.shared and _references(self.memory) > 3 + _REFERENCES_OF_ARRAY
 
     def restore(self, result: torch.Tensor) -> torch.Tensor:
-        """`result`, of `tensor_of`, with shape, dtype, device and strides of the gradient; no copy where `is_result`."""
+        """What `tensor_of` returned with shape, dtype, device and strides of the gradient; no copy if `is_result`."""
         if self.shared and result.shape == self.gradient.shape:
             return result
         if self.is_result:
