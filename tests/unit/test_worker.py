@@ -16,14 +16,14 @@ from hvd_compress.engine import Worker, has_cores
 def test_calls_run_in_their_order(threaded: bool) -> None:
     worker, seen = Worker(threaded), []
     for number in range(200):
-        worker.run(partial(seen.append, number))
+        worker.run(seen.append, number)
     worker.drain()
     assert seen == list(range(200))
 
 
 def test_a_thread_runs_while_others_go_on() -> None:
     worker, go_on, seen = Worker(threaded=True), threading.Event(), []
-    worker.run(go_on.wait)  # type: ignore[arg-type]
+    worker.run(go_on.wait)
     worker.run(lambda: seen.append(threading.current_thread().name))
     assert not seen
     go_on.set()
