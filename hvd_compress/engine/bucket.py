@@ -30,6 +30,8 @@ class Bucket(exchange.Bucket[Lane]):
         super().__init__({**lanes, **({} if pack is None else {pack.name: pack})})
         numel = sum(t.plan.numel for t in self.transfers.values()) or 1
         self._shares = [(t, t.plan.numel / numel) for t in self.transfers.values()]
+        self._seconds: dict[str, float] = {}
+        """Of all tensors together, by field of their counters."""
 
     @property
     def tensors(self) -> list[str]:
@@ -53,12 +55,23 @@ class Bucket(exchange.Bucket[Lane]):
             return self.encode(self.pack.name, self.pack.buffer)
         return False
 
-    def count_start(self, seconds: float) -> None:
-        """Time that it took to start a collective, shared among the tensors by their size."""
-        for transfer, share in self._shares:
-            transfer.counters.start_seconds += seconds * share
+    def waits(self, name: str) -> bool:
+        return (self.pack is not None and name in self.pack.shapes) or super().waits(name)
 
-    def count_wait(self, seconds: float) -> None:
-        """Time waited for collectives, shared in the same way."""
-        for transfer, share in self._shares:
-            transfer.counters.exchange_seconds += seconds * share
+    def give_together(self, flats: Mapping[str, Array]) -> bool:
+        """As `give`, for float32 gradients of tensors that wait."""
+        large = {name: flat for name, flat in flats.items() if name in self.lanes}
+        small = [self.give(name, flat) for name, flat in flats.items() if name not in large]
+        return (self.encode_together(large) if large else False) or any(small)
+
+    def count(self, field: str, seconds: float) -> None:
+        """Add to a field of the counters of all tensors, shared by their size."""
+        self._seconds[field] = self._seconds.get(field, 0.0) + seconds
+
+    def settle_counts(self) -> None:
+        """Bring the counters of the tensors up to date."""
+        super().settle_counts()
+        seconds_of, self._seconds = self._seconds, {}
+        for field, seconds in seconds_of.items():
+            for transfer, share in self._shares:
+                setattr(transfer.counters, field, getattr(transfer.counters, field) + seconds * share)

@@ -55,7 +55,8 @@ class Lane(Transfer):
     def encode(self, x: Array, slots: Sequence[Bytes], source: Array | None = None) -> list[int]:
         begin = time.perf_counter()
         used = super().encode(x, slots, source)
-        self.note_encoded(used, time.perf_counter() - begin)
+        self._count_sent(used)
+        self.counters.encode_seconds += time.perf_counter() - begin
         return used
 
     def skip(self, slots: Sequence[Bytes]) -> list[int]:
@@ -76,7 +77,7 @@ class Lane(Transfer):
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
         if self.hosts is None and self.plan.fixed_answers:
-            self.note_arrived()
+            self.note("arrive", 1, 0.0)
         elif self.plan.exchange == "allgather":
             self._count_received(payloads)
         else:
@@ -97,25 +98,24 @@ class Lane(Transfer):
         except WireError as error:
             raise self._named(error) from error
         if result is not None:
-            self.note_finished(time.perf_counter() - begin)
+            self.note("finish", 1, time.perf_counter() - begin)
         return result
 
-    def note_encoded(self, used: Sequence[int], seconds: float) -> None:
-        self._count_sent(used)
-        self.counters.encode_seconds += seconds
-
-    def note_reduced(self, senders: int, slot: int, seconds: float) -> None:
-        self.counters.bytes_received += (senders - 1) * slot
-        self.counters.bytes_sent += (senders - 1) * slot
-        self.counters.encode_seconds += seconds
-
-    def note_arrived(self) -> None:
-        self.counters.bytes_received += self._full_answers
-
-    def note_finished(self, seconds: float) -> None:
-        self.counters.steps += 1
-        self.counters.dense_bytes += self._dense_bytes
-        self.counters.decode_seconds += seconds
+    def note(self, stage: str, times: int, seconds: float) -> None:
+        counters = self.counters
+        if stage == "encode":
+            counters.bytes_sent += times * self._full_hop
+            counters.encode_seconds += seconds
+        elif stage == "reduce":
+            counters.bytes_received += times * self._full_sums
+            counters.bytes_sent += times * self._full_sums
+            counters.encode_seconds += seconds
+        elif stage == "arrive":
+            counters.bytes_received += times * self._full_answers
+        else:
+            counters.steps += times
+            counters.dense_bytes += times * self._dense_bytes
+            counters.decode_seconds += seconds
 
     # -- what is owed --------------------------------------------------------------------------------------------
 
@@ -124,11 +124,11 @@ class Lane(Transfer):
         return any(r.any() for r in self._debts())
 
     def inherit(self, other: Lane) -> None:
-        """Take over counters and step of a lane of the same tensor with another compressor or plan, and the residuals.
+        """Take over the step of a lane of the same tensor with another compressor or plan, and the residuals.
 
         Not these where this one keeps none: what was owed is a debt then (`Ledger.inherit`), and would count twice.
         """
-        self.counters, self.step = other.counters, other.step
+        self.step = other.step
         if not self.keeps_residual:
             return
         if other.residual is not None or other.pending is not None:
@@ -203,6 +203,11 @@ class Lane(Transfer):
     def _full_hop(self) -> int:
         """The same where every payload fills its slot."""
         return self._hop([self.plan.slots[chunk] for chunk, _ in self.sent_chunks])
+
+    @cached_property
+    def _full_sums(self) -> int:
+        """Bytes that the owner of a chunk gets, and as many that it sends, where every payload fills its slot."""
+        return 0 if self.owned is None else (self.plan.ranks - 1) * self.plan.slots[self.chunk]
 
     @cached_property
     def _full_answers(self) -> int:

@@ -193,10 +193,10 @@ class Ledger(Generic[AnyBucket]):
             else:
                 self.debts[name] = debt
         for name, lane in self.lanes.items():
+            lane.counters = other.counters_of(name)
             if name in other.lanes:
                 lane.inherit(other.lanes[name])
             else:
-                lane.counters = other.counters_of(name)
                 # the randomness of its first steps has been used
                 lane.step = other._steps
         # a pack's counters stand for all its members: what these have cost before is kept beside them
@@ -251,7 +251,7 @@ class Ledger(Generic[AnyBucket]):
         for name, lane in self.lanes.items():
             norm = lane.residual_norm()
             squares += norm**2
-            tensors[name] = lane.counters.report(norm) | {"exchange": lane.plan.exchange}
+            tensors[name] = self.counters_of(name).report(norm) | {"exchange": lane.plan.exchange}
         for name in (*self.packs, *self.dense):
             norm = float(np.linalg.norm(self.debts[name])) if name in self.debts else 0.0
             squares += norm**2
@@ -263,6 +263,8 @@ class Ledger(Generic[AnyBucket]):
 
     def counters_of(self, name: str) -> Counters:
         """The counters of a tensor; of a small one, its share of the pack's."""
+        if name in self._bucket_of:
+            self._bucket_of[name].settle_counts()
         if name in self.lanes:
             return self.lanes[name].counters
         if name not in self.packs:

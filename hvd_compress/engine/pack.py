@@ -99,7 +99,7 @@ class Pack(Lane):
         if accumulator is not None:
             accumulator.settle(keep)
         self.abandon()
-        self.note_finished(time.perf_counter() - begin)
+        self.note("finish", 1, time.perf_counter() - begin)
         return self.buffer
 
     def abandon(self) -> None:

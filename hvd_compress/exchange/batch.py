@@ -5,7 +5,8 @@ its work, where tensors are small.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,10 @@ class Batch:
         self._to_owner, self._of_owner = _Table.of_owned(transfers, layout)
         self._last = _Table.of_last(transfers, layout)
         self._received = np.empty(0, np.uint8)
+        self._x_at = self._r_at = np.empty(0, np.int64)
+        """Where what is held lies, and its residuals; 0 for those that keep none."""
         self._arrived: tuple[_Rows, Numbers, npt.NDArray[np.uint8]] | None = None
+        self._tallies = {stage: _Tally() for stage in ("encode", "reduce", "arrive", "finish")}
 
     @property
     def has_arrived(self) -> bool:
@@ -84,53 +88,47 @@ class Batch:
         self.transfers[name].prepare(flat)
         self.held[name] = flat
 
-    def encode(self, send: Bytes) -> dict[str, list[int]]:
-        """Write the payloads of what is held into the bucket's buffer; their bytes by tensor."""
+    def encode(self, send: Bytes) -> None:
+        """Write the payloads of what is held into the bucket's buffer."""
         if not self.held:
-            return {}
+            return
         begin = time.perf_counter()
-        sent = self._sent.of(self.held)
-        names = [name for name in self.transfers if name in self.held]
-        x_at = _addresses([self.held[name] for name in names])
-        r_at = _addresses([self.transfers[name].residual for name in names])
+        sent, transfers = self._sent.of(self.held), self._of_held()
+        self._x_at = _addresses([self.held[transfer.name] for transfer in transfers])
+        self._r_at = _addresses([transfer.residual for transfer in transfers])
         used = np.empty(sent.owner.size, np.int64)
         starts = 4 * sent.start
-        r_of = r_at[sent.owner]
+        r_of = self._r_at[sent.owner]
         residuals_at = np.where(r_of, r_of + starts, 0)
         slots_at = kernels.address_of(send) + sent.offset
-        self._many.encode(x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, slots_at, used)
-        seconds = (time.perf_counter() - begin) / len(names)
-        bytes_of: dict[str, list[int]] = {name: [] for name in names}
-        for owner, nbytes in zip(sent.owner.tolist(), used.tolist(), strict=True):
-            bytes_of[names[owner]].append(nbytes)
-        for name in names:
-            self.transfers[name].note_encoded(bytes_of[name], seconds)
-        return bytes_of
+        self._many.encode(self._x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, slots_at, used)
+        kernels.clear_rest(slots_at, used, sent.slot)
+        self._note("encode", time.perf_counter() - begin)
 
-    def reduce(self, received: Bytes, result: Bytes) -> dict[str, int]:
-        """The owner's part: write the payloads of the sums into `result`; their bytes by tensor.
+    def reduce(self, received: Bytes, result: Bytes) -> set[str]:
+        """The owner's part: write the payloads of the sums into `result`; of which tensors.
 
         Nothing of it is done if a payload is damaged.
         """
-        owned = {name: gradient for name, gradient in self.held.items() if self.transfers[name].owned is not None}
-        if not owned:
-            return {}
+        transfers = [transfer for transfer in self._of_held() if transfer.owned is not None]
+        if not transfers:
+            return set()
         begin = time.perf_counter()
+        owned = {transfer.name for transfer in transfers}
         rows, made = self._to_owner.of(owned), self._of_owner.of(owned)
         at, flags = self._checked(received, rows)
         if flags is None:
-            return {}
-        transfers = [transfer for name, transfer in self.transfers.items() if name in owned]
+            return set()
         sums_at = _addresses([transfer.prepare_sum() for transfer in transfers])
         r_at = _addresses([transfer.owner_residual for transfer in transfers])
         if self._many.decode(at, flags, sums_at[rows.owner], rows.numel, np.float32(1), rows.adds) >= 0:
-            return {}
+            return set()
         used = np.empty(len(transfers), np.int64)
-        self._many.encode(sums_at, r_at, made.numel, made.group, kernels.address_of(result) + made.offset, used)
-        seconds = (time.perf_counter() - begin) / len(transfers)
-        for transfer, slot in zip(transfers, made.slot.tolist(), strict=True):
-            transfer.note_reduced(transfer.plan.ranks, slot, seconds)
-        return dict(zip((transfer.name for transfer in transfers), used.tolist(), strict=True))
+        slots_at = kernels.address_of(result) + made.offset
+        self._many.encode(sums_at, r_at, made.numel, made.group, slots_at, used)
+        kernels.clear_rest(slots_at, used, made.slot)
+        self._note("reduce", time.perf_counter() - begin)
+        return owned
 
     def arrive(self, received: Bytes) -> bool:
         """Check the last payloads; whether all are finite. Afterwards `has_arrived`, unless one is damaged."""
@@ -138,8 +136,7 @@ class Batch:
         at, flags = self._checked(received, last)
         if flags is None:
             return True
-        for name in self.held:
-            self.transfers[name].note_arrived()
+        self._note("arrive", 0.0)
         self._received, self._arrived = received, (last, at, flags)
         return not (flags == kernels.NONFINITE).any()
 
@@ -153,24 +150,45 @@ class Batch:
             return {}
         begin = time.perf_counter()
         last, at, flags = self._arrived
-        names = [name for name in self.transfers if name in self.held]
-        outs = [self.transfers[name].open_result(keep, self.held[name]) for name in names]
-        outs_at = _addresses(outs)
+        transfers = self._of_held()
+        # where there is a residual the new one lies in the gradient's memory, and the result takes that of the old one
+        outs_at = np.where(self._r_at, self._r_at, self._x_at) if keep else self._x_at
         bad = self._many.decode(
             at, flags, outs_at[last.owner] + 4 * last.start, last.numel, np.float32(scale), last.adds
         )
         if bad >= 0:
-            name = names[last.owner[bad]]
-            position = self.transfers[name].position
+            name, position = transfers[last.owner[bad]].name, transfers[0].position
             raise WireError(
                 f"exchange of {name!r}, received by rank {position}: an index or count lies outside of its group"
             )
-        seconds = (time.perf_counter() - begin) / len(names)
-        for name in names:
-            self.transfers[name].note_finished(seconds)
-            self.transfers[name].close(keep)
+        results = {}
+        for transfer in transfers:
+            results[transfer.name] = transfer.open_result(keep, self.held[transfer.name])
+            transfer.close(keep)
+        self._note("finish", time.perf_counter() - begin)
         self.forget()
-        return dict(zip(names, outs, strict=True))
+        return results
+
+    def settle_counts(self) -> None:
+        """Let the transfers know what their stages have cost."""
+        for stage, tally in self._tallies.items():
+            if tally.times:
+                self._tallies[stage] = _Tally()
+                for transfer in self.transfers.values():
+                    transfer.note(stage, tally.times, tally.seconds / len(self.transfers))
+
+    def _note(self, stage: str, seconds: float) -> None:
+        """What is held has gone through a stage; told at once only where that is not all, as it is in most steps."""
+        if len(self.held) == len(self.transfers):
+            self._tallies[stage].times += 1
+            self._tallies[stage].seconds += seconds
+            return
+        for name in self.held:
+            self.transfers[name].note(stage, 1, seconds / len(self.held))
+
+    def _of_held(self) -> list[Transfer]:
+        """In the order of the bucket."""
+        return [transfer for name, transfer in self.transfers.items() if name in self.held]
 
     def _checked(self, received: Bytes, rows: _Rows) -> tuple[Numbers, npt.NDArray[np.uint8] | None]:
         """Addresses of payloads, and what they say of themselves; None if one is damaged."""
@@ -182,6 +200,14 @@ class Batch:
     def forget(self) -> None:
         """The step has ended."""
         self.held, self._arrived, self._received = {}, None, np.empty(0, np.uint8)
+
+
+@dataclass
+class _Tally:
+    """Times that all transfers have gone through a stage, and the seconds of all of them."""
+
+    times: int = 0
+    seconds: float = 0.0
 
 
 class _Rows(NamedTuple):
@@ -259,7 +285,7 @@ class _Table:
                 rows.append((i, part.start, numel, offsets[number], slots[number], transfer.plan.group, adds))
         return cls(list(transfers), rows)
 
-    def of(self, held: Mapping[str, Array]) -> _Rows:
+    def of(self, held: Collection[str]) -> _Rows:
         """The rows of the tensors that are held; their owners are numbered among these."""
         if len(held) == len(self._names):
             return self._all

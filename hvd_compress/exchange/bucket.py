@@ -117,6 +117,17 @@ class Bucket(Generic[AnyTransfer]):
         self._given.add(name)
         return self._is_complete()
 
+    def waits(self, name: str) -> bool:
+        """Whether `encode` only holds a float32 gradient of this tensor until all are here."""
+        return name in self._batch_of
+
+    def encode_together(self, flats: Mapping[str, Array]) -> bool:
+        """As `encode`, for float32 gradients of tensors that wait."""
+        for name, flat in flats.items():
+            self._batch_of[name].hold(name, flat)
+        self._given.update(flats)
+        return self._is_complete()
+
     def skip(self, name: str) -> bool:
         """Leave a tensor out of this step, on all ranks; as `encode`, but nothing is to be sent if all are left out."""
         self._skipped.append(name)
@@ -131,7 +142,7 @@ class Bucket(Generic[AnyTransfer]):
         for name in skipped:
             self._used[name] = self.transfers[name].skip(self._slots_of(name))
         for batch in self._batches:
-            self._used |= batch.encode(self._buffer())
+            batch.encode(self._buffer())
         return True
 
     def parcel(self) -> Parcel:
@@ -139,26 +150,34 @@ class Bucket(Generic[AnyTransfer]):
         return self._payloads() if self.hosts is None else self._parts_inside(self.hosts)
 
     def _payloads(self) -> Parcel:
+        sizes = self._filled() if self._layout.fixed_size else self._moved_together()
+        if self.exchange == "allgather":
+            return Parcel(self._send[: sizes[0]])
+        # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
+        return Parcel(self._send, self._layout.by_rank(sizes))
+
+    def _filled(self) -> Mapping[int, int]:
+        """Bytes for each owner of a chunk, or all that an allgather sends, where payloads stay in their slots."""
+        for name, of_chunks in self._used.items():
+            for slot, used in zip(self._slots[name], of_chunks, strict=True):
+                # what a payload leaves of its slot travels too: it must not be what this memory held before
+                if used < slot.size:
+                    slot[used:] = 0
+        return self._layout.slots_of_chunks
+
+    def _moved_together(self) -> Mapping[int, int]:
+        """The same where payloads follow one another."""
         sizes: dict[int, int] = {}
         at = start = 0
         for chunk, contents in self._layout.sent.items():
             begin = at
             for name, index, slot in contents:
                 used = self._used[name][index]
-                if self._layout.fixed_size:
-                    # what a payload leaves of its slot travels too: it must not be what this memory held before
-                    if used < slot:
-                        self._send[at + used : at + slot] = 0
-                    at += slot
-                else:
-                    self._send[at : at + used] = self._send[start : start + used]
-                    at += used
+                self._send[at : at + used] = self._send[start : start + used]
+                at += used
                 start += slot
             sizes[chunk] = at - begin
-        if self.exchange == "allgather":
-            return Parcel(self._send[:at])
-        # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
-        return Parcel(self._send, self._layout.by_rank(sizes))
+        return sizes
 
     # -- the stages between collectives ------------------------------------------------------------------------------
 
@@ -184,15 +203,17 @@ class Bucket(Generic[AnyTransfer]):
         contents = self._layout.owned
         payloads = self._layout.cut_sent(received)
         self._prepare_result(chunk)
-        together: dict[str, int] = {}
+        together: set[str] = set()
         for batch in self._batches:
             together |= batch.reduce(received, self._result)
         at = 0
-        for i, (name, _, _) in enumerate(contents):
+        for i, (name, _, slot) in enumerate(contents):
+            if name in together:
+                # its compressor is that of the answer, and fills the same slot
+                at += slot
+                continue
             slot = self.transfers[name].plan.answer_slots[chunk]
-            used = together.get(name, 0)
-            if not used:
-                used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
+            used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
             end = at + (slot if self._layout.fixed_answers else used)
             if at + used < end:
                 self._result[at + used : end] = 0
@@ -221,10 +242,11 @@ class Bucket(Generic[AnyTransfer]):
         """
         payloads = self._layout.cut_last(received)
         together = [batch.arrive(received) for batch in self._batches if batch.held]
+        checked = {name for batch in self._batches if batch.has_arrived for name in batch.held}
         finite = [
             transfer.arrive([payloads[i] for i in self._layout.arriving[name]])
             for name, transfer in self.transfers.items()
-            if not self._is_batched(name)
+            if name not in checked
         ]
         return all(finite) and all(together)
 
@@ -237,9 +259,16 @@ class Bucket(Generic[AnyTransfer]):
         results: dict[str, Array | None] = {}
         for batch in self._batches:
             results |= batch.finish(keep, scale)
-        results |= {name: transfer.finish(keep, scale) for name, transfer in self.transfers.items() if transfer.busy}
+        for name, transfer in self.transfers.items():
+            if name not in results and transfer.busy:
+                results[name] = transfer.finish(keep, scale)
         self._used, self._given = {}, set()
         return results
+
+    def settle_counts(self) -> None:
+        """Let all transfers know what they have cost; see `Transfer.note`."""
+        for batch in self._batches:
+            batch.settle_counts()
 
     def abandon(self) -> None:
         """Forget a step in flight; residuals stay as before it."""
@@ -290,11 +319,6 @@ class Bucket(Generic[AnyTransfer]):
         return Parcel(np.tile(message, len(receivers)), sizes)
 
     # -- parts ---------------------------------------------------------------------------------------------------
-
-    def _is_batched(self, name: str) -> bool:
-        """Whether a batch has checked the payloads of a tensor, and will decode them."""
-        batch = self._batch_of.get(name)
-        return batch is not None and batch.has_arrived and name in batch.held
 
     def _slots_of(self, name: str) -> list[Bytes]:
         self._buffer()

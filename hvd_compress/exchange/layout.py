@@ -71,6 +71,11 @@ class Layout:
         return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
     @cached_property
+    def slots_of_chunks(self) -> Mapping[int, int]:
+        """{chunk: bytes of all its slots} in the first message."""
+        return {chunk: sum(slot for _, _, slot in parts) for chunk, parts in self.sent.items()}
+
+    @cached_property
     def answer_bytes(self) -> int:
         """The most bytes that the last collective brings."""
         return sum(slot for _, parts in self.last for _, _, slot in parts)

@@ -268,17 +268,8 @@ class Transfer:
             self.owner_residual = self.owner_residual.astype(dtype)
         return self._sum
 
-    def note_encoded(self, used: Sequence[int], seconds: float) -> None:
-        """The gradient has become payloads of `used` bytes, in so many seconds."""
-
-    def note_reduced(self, senders: int, slot: int, seconds: float) -> None:
-        """The payloads of all senders, in full slots, have become that of their sum."""
-
-    def note_arrived(self) -> None:
-        """The last payloads are here, in full slots."""
-
-    def note_finished(self, seconds: float) -> None:
-        """The result was decoded in so many seconds."""
+    def note(self, stage: str, times: int, seconds: float) -> None:
+        """A stage, named as its method, was run so many times, with full slots, in so many seconds."""
 
     def abandon(self) -> None:
         """Forget a step in flight; residuals and accumulator stay what they were before it."""

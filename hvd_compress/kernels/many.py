@@ -98,6 +98,13 @@ def check(at, sizes, version, codec, numels, flags):
 
 
 @kernel
+def clear_rest(slots_at, used, slots):
+    """Zero what payloads leave of their slots, which travels too: it must not be what this memory held before."""
+    for i in range(used.size):
+        _array(slots_at[i] + used[i], slots[i] - used[i], np.uint8)[:] = 0
+
+
+@kernel
 def _blank(out, flag, add):
     """What a payload without a body stands for."""
     if flag == NONFINITE:

@@ -154,12 +154,12 @@ class Bucket(engine.Bucket):
         return aligned_empty(gradient.size, gradient.dtype), gradient.reshape(-1)
 
     def _advance(self, collective: str, received: Array) -> Any:
-        self.count_wait(time.perf_counter() - self._left_at)
+        self.count("exchange_seconds", time.perf_counter() - self._left_at)
         following = self.collectives[self.collectives.index(collective) + 1]
         return self._handed_on(self.advance(collective, received), following)
 
     def _arrive(self, gathered: Array) -> np.bool_:
-        self.count_wait(time.perf_counter() - self._left_at)
+        self.count("exchange_seconds", time.perf_counter() - self._left_at)
         return np.bool_(self.arrive(gathered))
 
     def _name_of(self, collective: str) -> str:

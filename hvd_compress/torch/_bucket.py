@@ -13,7 +13,7 @@ from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
 from hvd_compress.torch._calls import Calls
-from hvd_compress.torch._staging import Staged, flat_of, stage, tensor_of
+from hvd_compress.torch._staging import Staged, flat_of, is_seen_elsewhere, own_memory, shaped, stage, tensor_of
 
 __all__ = ["Bucket"]
 
@@ -32,9 +32,15 @@ class Bucket(engine.Bucket):
     def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, calls: Calls) -> None:
         super().__init__(lanes, pack)
         self._calls = calls
+        self._count = len(self.tensors)
+        self._waiting = frozenset(name for name in self.tensors if self.waits(name))
+        # tensors, not records of them: a step with many would make Python look for cycles more often
+        self._own: dict[str, torch.Tensor] = {}
         self._staged: dict[str, Staged] = {}
         self._spare: dict[str, torch.Tensor] = {}
         self._small: dict[str, torch.Tensor] = {}
+        self._put_off: dict[str, torch.Tensor] = {}
+        self._started = 0
         self._handle: Any = None
         self._waiting_for = ""
 
@@ -46,14 +52,34 @@ class Bucket(engine.Bucket):
         With `keep` its own memory stays as it is, and must until the step has ended; else it is where the result will
         be, or is lost.
         """
+        begin = time.perf_counter()
+        taken = self._take(name, gradient, keep)
         if name in self.lanes:
-            begin = time.perf_counter()
-            staged = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
-            self._staged[name] = staged
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
-            return flat_of(staged.memory), None if staged.source is None else flat_of(staged.source)
-        self._small[name] = gradient.detach().clone() if keep else gradient.detach()
-        return self._small[name].reshape(-1).cpu().numpy(), None
+        return taken
+
+    def put_off(self, name: str, gradient: torch.Tensor) -> bool:
+        """`take` it when all of the bucket are here, if it would wait for them anyway; whether that is so.
+
+        Several are taken in half the time.
+        """
+        if name not in self._waiting or gradient.dtype is not torch.float32 or not gradient.is_cpu:
+            return False
+        self._put_off[name] = gradient
+        return True
+
+    def is_due(self) -> bool:
+        """Count one more tensor that was put off, or given to `start`; whether all are, and some were put off."""
+        self._started += 1
+        return self._started == self._count and bool(self._put_off)
+
+    def take_together(self) -> dict[str, Array]:
+        """`take` what was put off; what `start_together` wants of it."""
+        begin = time.perf_counter()
+        put_off, self._put_off = self._put_off, {}
+        taken = {name: self._take(name, gradient, keep=False)[0] for name, gradient in put_off.items()}
+        self.count("encode_seconds", time.perf_counter() - begin)
+        return taken
 
     def start(self, name: str, flat: Array | None, source: Array | None = None) -> None:
         """Encode what was taken, on the CPU and flat; start the first collective when all are here.
@@ -64,16 +90,26 @@ class Bucket(engine.Bucket):
         if self.give(name, flat, source):
             self._issue(self.collectives[0], self.parcel())
 
+    def start_together(self, flats: dict[str, Array]) -> None:
+        """`start` what `take_together` has returned."""
+        if self.give_together(flats):
+            self._issue(self.collectives[0], self.parcel())
+
+    @property
+    def is_between(self) -> bool:
+        """Whether a collective is in flight that is not the last one."""
+        return self._waiting_for not in ("", self.collectives[-1])
+
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self._is_between() and self._calls.is_done(self._handle):
+        if self.is_between and self._calls.is_done(self._handle):
             self.wait_next()
 
     # -- when backward has ended ---------------------------------------------------------------------------------
 
     def wait_next(self) -> bool:
         """Wait for a collective that is not the last one, and start the next; whether there was one."""
-        if not self._is_between():
+        if not self.is_between:
             return False
         collective = self._waiting_for
         following = self.collectives[self.collectives.index(collective) + 1]
@@ -88,14 +124,18 @@ class Bucket(engine.Bucket):
 
     def combine(self, keep: bool, scale: float) -> dict[str, torch.Tensor]:
         """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`."""
-        results = {}
-        for name, result in self.finish(keep, scale).items():
-            if name in self.lanes and result is not None:
-                results[name] = self._restored(self.lanes[name], self._staged[name], result, keep)
+        finished = self.finish(keep, scale)
+        begin = time.perf_counter()
+        results = {
+            name: self._restored(name, result, keep)
+            for name, result in finished.items()
+            if name in self.lanes and result is not None
+        }
+        self.count("decode_seconds", time.perf_counter() - begin)
         for name, gradient in self._small.items():
             assert self.pack is not None
             results[name] = gradient.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
-        self._staged, self._small = {}, {}
+        self._own, self._staged, self._small, self._started = {}, {}, {}, 0
         return results
 
     def abandon(self) -> None:
@@ -105,36 +145,43 @@ class Bucket(engine.Bucket):
             pass
         if self._handle is not None:
             self._calls.wait(self._handle)
-        self._handle, self._waiting_for, self._staged, self._small = None, "", {}, {}
+        self._handle, self._waiting_for, self._started = None, "", 0
+        self._own, self._staged, self._small, self._put_off = {}, {}, {}, {}
         super().abandon()
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _restored(self, lane: Lane, staged: Staged, result: np.ndarray[Any, Any], keep: bool) -> torch.Tensor:
-        begin = time.perf_counter()
-        if lane.residual is not None and keep and staged.is_seen_elsewhere():
+    def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> tuple[Array, Array | None]:
+        if name not in self.lanes:
+            self._small[name] = gradient.detach().clone() if keep else gradient.detach()
+            return self._small[name].reshape(-1).cpu().numpy(), None
+        own = None if keep else own_memory(gradient)
+        if own is not None:
+            self._own[name] = own
+            return flat_of(own), None
+        staged = self._staged[name] = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
+        return flat_of(staged.memory), None if staged.source is None else flat_of(staged.source)
+
+    def _restored(self, name: str, result: Array, keep: bool) -> torch.Tensor:
+        tensor, own = tensor_of(result), self._own.get(name)
+        if own is None:
+            self._spare[name] = tensor
+            return self._staged[name].restore(tensor)
+        lane = self.lanes[name]
+        if keep and lane.residual is not None and is_seen_elsewhere(own):
             # a buffer of the user's that .grad was a view of will be written to again
             lane.residual = lane.residual.copy()
-        tensor = tensor_of(result)
-        restored = staged.restore(tensor)
-        if not staged.shared:
-            self._spare[lane.name] = tensor
-        lane.counters.decode_seconds += time.perf_counter() - begin
-        return restored
-
-    def _is_between(self) -> bool:
-        """Whether a collective is in flight that is not the last one."""
-        return self._waiting_for not in ("", self.collectives[-1])
+        return shaped(tensor, own.shape)
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
         self._handle = self._calls.start(collective, self, parcel)
         self._waiting_for = collective
-        self.count_start(time.perf_counter() - begin)
+        self.count("start_seconds", time.perf_counter() - begin)
 
-    def _receive(self) -> np.ndarray[Any, Any]:
+    def _receive(self) -> Array:
         begin = time.perf_counter()
         array = self._calls.wait(self._handle)
         self._handle, self._waiting_for = None, ""
-        self.count_wait(time.perf_counter() - begin)
+        self.count("exchange_seconds", time.perf_counter() - begin)
         return array

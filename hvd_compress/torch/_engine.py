@@ -91,17 +91,30 @@ class Engine(Ledger[Bucket]):
         of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
-        # taken here: whoever made a gradient on a stream of another device is on this thread
-        taken = (None, None) if gradient is None else bucket.take(name, self.with_debt(name, gradient, keep), keep)
-        self._worker.run(self._start, bucket, name, *taken)
+        if gradient is not None and self.debts:
+            gradient = self.with_debt(name, gradient, keep)
+        if gradient is not None and not keep and bucket.put_off(name, gradient):
+            # a bucket that is being filled has nothing in flight
+            if len(self.buckets) > 1:
+                self.progress()
+        else:
+            # taken here: whoever made a gradient on a stream of another device is on this thread
+            taken = (None, None) if gradient is None else bucket.take(name, gradient, keep)
+            self._worker.run(self._start, bucket, name, *taken)
+        if bucket.is_due():
+            self._worker.run(self._start_together, bucket, bucket.take_together())
 
     def _start(self, bucket: Bucket, name: str, flat: Array | None, source: Array | None) -> None:
         self._progress()
         bucket.start(name, flat, source)
 
+    def _start_together(self, bucket: Bucket, flats: dict[str, Array]) -> None:
+        self._progress()
+        bucket.start_together(flats)
+
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
-        if self.buckets:
+        if any([bucket.is_between for bucket in self.buckets]):  # noqa: C419 - a generator takes twice as long
             self._worker.run(self._progress)
 
     def _progress(self) -> None:

@@ -83,6 +83,14 @@ class _Overrides:
             # parameters may outlive their optimizer, and be given to another one
             weakref.finalize(self, handle.remove).atexit = False
 
+    def _take_gradient(self: Any, p: torch.Tensor) -> None:
+        """What Horovod's hook (l. 226-251) does, in half the time where it has nothing to accumulate or to group."""
+        if self._groups is None and self._allreduce_delay[p] == 1 and p not in self._handles:
+            self._allreduce_delay[p] = 0
+            self._handles[p] = self._allreduce_grad_async(p)
+        else:
+            self._make_hook(p)()
+
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         if self._steering is not None:
             self._steering.begin()
@@ -334,6 +342,9 @@ class _Overrides:
 
     def _submit_missing(self: Any) -> None:
         """Start what no hook has started, in the order of the parameters."""
+        started = [None for handle, _ in self._handles.values() if handle is not None]
+        if len(started) == len(self._requires_update):
+            return
         for p in self._by_name.values():
             if p in self._requires_update and self._handles.get(p, (None, None))[0] is None:
                 self._handles[p] = self._allreduce_grad_async(p)
@@ -345,9 +356,8 @@ class _Overrides:
         """
         finite = self._engine.wait()
         waited = {}
-        for p, (handle, ctx) in self._handles.items():
-            if handle is _EXCHANGED:
-                continue
+        others = [(p, *entry) for p, entry in self._handles.items() if entry[0] is not _EXCHANGED]
+        for p, handle, ctx in others:
             output = handle() if callable(handle) else hvd.synchronize(handle)
             # where nothing is owed, nothing depends on it
             finite = finite and (not self._engine.owes or all_finite(output))
@@ -356,18 +366,18 @@ class _Overrides:
                 output = self._dense_compression(self._parameter_names[p]).decompress(output, ctx)
             if self._adagrad is not None:
                 finite = precondition(self._engine, self._parameter_names[p], output) and finite
-            waited[p] = output
-        results = self._engine.combine(keep=finite)
+            waited[self._parameter_names[p]] = output
+        results = self._engine.combine(keep=finite) | waited
         self._engine.settle(keep=finite)
-        for p in self._handles:
-            output = waited[p] if p in waited else results[self._parameter_names[p]]
-            self._allreduce_delay[p] = self.backward_passes_per_step
-            gradient = p.grad
+        for name, output in results.items():
+            gradient = self._by_name[name].grad
             if gradient.is_sparse:
                 # sparse tensors have no `set_`
                 gradient.zero_().add_(output if output.is_sparse else output.to_sparse())
             else:
                 gradient.set_(output)
+        # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
+        self._allreduce_delay.update(dict.fromkeys(self._handles, self.backward_passes_per_step))
         self._handles.clear()
         self._synchronized = True
 
@@ -389,7 +399,7 @@ class _Overrides:
 def _on_gradient(optimizer: weakref.ref[Any], p: torch.Tensor) -> None:
     wrapped = optimizer()
     if wrapped is not None:
-        wrapped._make_hook(p)()
+        wrapped._take_gradient(p)
 
 
 _EXCHANGED = object()

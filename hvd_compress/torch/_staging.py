@@ -11,7 +11,17 @@ import torch
 
 from hvd_compress.exchange import aligned_empty
 
-__all__ = ["Staged", "all_finite", "flat_of", "is_ours_alone", "stage", "tensor_of"]
+__all__ = [
+    "Staged",
+    "all_finite",
+    "flat_of",
+    "is_ours_alone",
+    "is_seen_elsewhere",
+    "own_memory",
+    "shaped",
+    "stage",
+    "tensor_of",
+]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
@@ -20,39 +30,49 @@ _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 class Staged(NamedTuple):
-    """A gradient in contiguous CPU memory as float32 or float64, and how to bring a result back.
+    """A gradient beside contiguous CPU memory, float32 or float64, and how to bring a result back.
 
-    `memory` is the gradient itself where that can be (CPU, contiguous, float32 or float64, not a part of a larger
-    buffer, seen by nobody else, and not to be kept as it is); else it is a flat copy: through host memory for another
-    device, widened to float32 for 16-bit types.
+    `memory` is a flat copy: through host memory for another device, widened to float32 for 16-bit types.
     `source`: where kernels read a gradient that is to be kept and need not be copied; `memory` is only that then.
     """
 
     memory: torch.Tensor
     gradient: torch.Tensor
-    shared: bool
     source: torch.Tensor | None = None
 
-    @property
-    def is_result(self) -> bool:
-        """Whether what lies in `memory` in the end can be handed out without a copy."""
-        return self.shared or self.source is not None
-
-    def is_seen_elsewhere(self) -> bool:
-        """Whether anything but the parameter's `.grad` and what an exchange holds still refers to the shared memory."""
-        # .grad, `memory`, the storage's Python object, and the array that the lane works on
-        return self.shared and _references(self.memory) > 3 + _REFERENCES_OF_ARRAY
-
     def restore(self, result: torch.Tensor) -> torch.Tensor:
-        """What `tensor_of` returned with shape, dtype, device and strides of the gradient; no copy if `is_result`."""
-        if self.shared and result.shape == self.gradient.shape:
-            return result
-        if self.is_result:
-            # a view would hold its base, one more reference to the memory
-            return result.view(self.gradient.shape).detach()
+        """What `tensor_of` returned with shape, dtype, device and strides of the gradient; no copy if of a `source`."""
+        if self.source is not None:
+            return shaped(result, self.gradient.shape)
         restored = torch.empty_like(self.gradient)
         restored.copy_(result.view(self.gradient.shape))
         return restored
+
+
+def own_memory(gradient: torch.Tensor) -> torch.Tensor | None:
+    """A dense gradient as a tensor of its own, if kernels can overwrite its memory and nobody else would see it.
+
+    Where that can be: on the CPU, contiguous, float32 or float64, and not a part of a larger buffer.
+    """
+    if not (gradient.is_cpu and gradient.dtype in _IN_PLACE and gradient.is_contiguous()):
+        return None
+    memory = gradient.detach()
+    return memory if _is_alone(memory) else None
+
+
+def is_seen_elsewhere(memory: torch.Tensor) -> bool:
+    """Whether anything but the parameter's `.grad` and what an exchange holds still refers to what `own_memory` gave.
+
+    The exchange holds that and an array made by `flat_of`.
+    """
+    # .grad, `memory`, the storage's Python object, and the array that the lane works on
+    return _references(memory) > 3 + _REFERENCES_OF_ARRAY
+
+
+def shaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """What `tensor_of` returned in another shape, without a copy."""
+    # a view would hold its base, one more reference to the memory
+    return result if result.shape == shape else result.view(shape).detach()
 
 
 def flat_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -119,12 +139,12 @@ _REFERENCES_OF_ARRAY = _references_of_array()
 
 
 def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torch.Tensor | None = None) -> Staged:
-    """Prepare a dense gradient for the kernels, which will overwrite it, unless it is to `keep` its values.
+    """Prepare a dense gradient for the kernels, which will not overwrite it.
 
     Args:
         gradient: of any device and strides.
         name: for errors.
-        keep: leave the gradient's own memory as it is; nobody must write to it either, until kernels have read it.
+        keep: nobody will write to the gradient until kernels have read it.
         memory: flat, on the CPU, to be used if it is needed, it fits and nothing else refers to it.
 
     Raises:
@@ -136,15 +156,12 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
             f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
             "Give such parameters an optimizer of their own without compression."
         )
-    in_place = gradient.is_cpu and gradient.is_contiguous() and gradient.dtype in _IN_PLACE
-    if in_place and not keep and _is_alone(gradient):
-        return Staged(gradient, gradient, shared=True)
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = _room(gradient.numel(), dtype, memory)
-    if in_place and keep:
-        return Staged(flat, gradient, shared=False, source=gradient)
+    if keep and gradient.is_cpu and gradient.dtype in _IN_PLACE and gradient.is_contiguous():
+        return Staged(flat, gradient, source=gradient)
     flat.view(gradient.shape).copy_(gradient)
-    return Staged(flat, gradient, shared=False)
+    return Staged(flat, gradient)
 
 
 def _room(numel: int, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:

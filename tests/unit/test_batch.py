@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import Adaptive, OneBit, Threshold, TopK, wire
+from hvd_compress import Adaptive, OneBit, Threshold, TopK, engine, wire
 from hvd_compress.compressors import Compressor
+from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import AdaGrad, Bucket, Hosts, Transfer, bucket, plan_together
 from hvd_compress.exchange.adagrad import Accumulator
@@ -87,6 +88,42 @@ def test_all_at_once_is_one_by_one(
     together = run(compressor, ranks, exchange)
     monkeypatch.setattr(bucket, "batches_of", lambda *_: [])
     assert together == run(compressor, ranks, exchange)
+
+
+def costs(exchange: str, left_out: str) -> list[dict[str, Any]]:
+    """What the tensors of a bucket have cost each rank in some steps, without times."""
+    tensors = [Tensor(name, (64, 512)) for name in "abc"]
+    routing = Routing(OneBit(), exchange, min_numel=100)
+    ledgers = [Ledger(routing, 2, rank, tensors, engine.Bucket) for rank in range(2)]
+    of_ranks = [ledger.buckets[0] for ledger in ledgers]
+    for step in range(4):
+        parcels = []
+        for b in of_ranks:
+            for name in "abc":
+                b.give(name, None if step == 1 and name in left_out else np.ones(64 * 512, np.float32))
+            parcels.append(b.parcel())
+        message = last_message(of_ranks, parcels)
+        for b in of_ranks:
+            b.arrive(message)
+            b.finish(step != 2, 0.5)
+    reports = [ledger.stats()["tensors"] for ledger in ledgers]
+    assert reports == [ledger.stats()["tensors"] for ledger in ledgers]
+    for report in reports:
+        for of_tensor in report.values():
+            assert of_tensor.pop("encode_seconds") > 0
+            assert of_tensor.pop("decode_seconds") > 0
+    return reports
+
+
+@pytest.mark.parametrize("left_out", ["", "b", "ac"])
+@pytest.mark.parametrize("exchange", ["allgather", "two_phase"])
+def test_costs_of_all_at_once_are_those_of_one_by_one(
+    exchange: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = costs(exchange, left_out)
+    assert all(of_tensor["bytes_sent"] > 0 for report in together for of_tensor in report.values())
+    monkeypatch.setattr(bucket, "batches_of", lambda *_: [])
+    assert together == costs(exchange, left_out)
 
 
 def test_which_tensors_go_together() -> None:

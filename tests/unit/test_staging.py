@@ -11,7 +11,8 @@ else:
 
 _staging = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch")
 all_finite, flat_of, stage = _staging.all_finite, _staging.flat_of, _staging.stage
-is_ours_alone, tensor_of = _staging.is_ours_alone, _staging.tensor_of
+is_ours_alone, is_seen_elsewhere = _staging.is_ours_alone, _staging.is_seen_elsewhere
+own_memory, tensor_of = _staging.own_memory, _staging.tensor_of
 
 
 def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -23,28 +24,29 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 def test_a_gradient_that_only_an_exchange_holds_is_not_seen_elsewhere() -> None:
     # else every step would copy the residual
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    staged = stage(gradient_of(parameter), name="w")
-    array = flat_of(staged.memory)
-    assert staged.shared
+    own = own_memory(gradient_of(parameter))
+    assert own is not None
+    array = flat_of(own)
     assert array.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert not staged.is_seen_elsewhere()
+    assert not is_seen_elsewhere(own)
 
 
 def test_a_view_or_an_array_that_the_user_holds_is_seen() -> None:
     for look in (torch.Tensor.flatten, torch.Tensor.numpy):
         parameter = torch.nn.Parameter(torch.zeros(2, 3))
-        staged = stage(gradient_of(parameter), name="w")
-        array = flat_of(staged.memory)
+        own = own_memory(gradient_of(parameter))
+        assert own is not None
+        array = flat_of(own)
         kept = look(parameter.grad)
-        assert staged.is_seen_elsewhere(), look
+        assert is_seen_elsewhere(own), look
         del kept, array
 
 
 def test_memory_that_another_tensor_shows_too_is_not_written_to() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     kept = gradient_of(parameter).flatten()
+    assert own_memory(parameter.grad) is None
     staged = stage(parameter.grad, name="w")
-    assert not staged.shared
     staged.memory.fill_(7.0)
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 

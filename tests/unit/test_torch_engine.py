@@ -107,9 +107,55 @@ def test_a_debt_of_a_small_tensor_travels_in_its_pack() -> None:
     assert it.packs.keys() == {"w"}
     gradient = torch.ones(SHAPE)
     it.start("w", gradient)  # the bucket waits for "large", so nothing is sent yet
-    np.testing.assert_array_equal(it.packs["w"].part("w"), DEBT + 1)
+    taken = it.bucket_of("w").take_together()
+    np.testing.assert_array_equal(taken["w"], DEBT + 1)
     it.settle(keep=True)
     assert not it.debts
+
+
+def gradients(dtype: Any = torch.float32) -> dict[str, Any]:
+    return {
+        name: torch.randn(64, 70, generator=torch.Generator().manual_seed(i)).to(dtype) for i, name in enumerate("abc")
+    }
+
+
+def started(given: dict[str, Any], order: str) -> tuple[Any, list[bytes]]:
+    """An engine of rank 0 of 2 after all gradients but the last have been given, and what it sends after the last."""
+    ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    it = engine.Engine(Routing(OneBit(), "two_phase", 100), 1.0, ranks, given.items())
+    sent: list[bytes] = []
+    (bucket,) = it.buckets
+    bucket._issue = lambda _, parcel: sent.append(parcel.buffer.tobytes())
+    for name in order:
+        assert not sent
+        it.start(name, given[name])
+    return it, sent
+
+
+def test_gradients_that_wait_are_taken_together_in_any_order() -> None:
+    it, sent = started(gradients(), "abc")
+    assert it.buckets[0]._own.keys() == gradients().keys()
+    for order in ("cba", "bac"):
+        assert started(gradients(), order)[1] == sent
+    assert len(sent) == 1
+
+
+def test_gradients_of_other_types_are_taken_as_they_come() -> None:
+    wide = {name: gradient.double() if name == "b" else gradient for name, gradient in gradients().items()}
+    it, sent = started(wide, "abc")
+    assert it.lanes["b"].residual.dtype == np.float64
+    for order in ("cba", "bac", "acb"):
+        assert started({n: g.double() if n == "b" else g for n, g in gradients().items()}, order)[1] == sent
+    assert len(sent) == 1
+
+
+def test_what_waits_is_forgotten_with_the_step() -> None:
+    given = gradients()
+    it, sent = started(given, "ab")
+    it.abandon()
+    for name, gradient in gradients().items():
+        it.start(name, gradient)
+    assert sent == started(gradients(), "abc")[1]
 
 
 def test_what_goes_dense_leaves_no_work_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
