@@ -71,7 +71,11 @@ class Bucket(engine.Bucket):
     def is_due(self) -> bool:
         """Count one more tensor that was put off, or given to `start`; whether all are, and some were put off."""
         self._started += 1
-        return self._started == self._count and bool(self._put_off)
+        if self._started < self._count:
+            return False
+        # not when the step has ended: a bucket of which all are left out has no part in that
+        self._started = 0
+        return bool(self._put_off)
 
     def take_together(self) -> dict[str, Array]:
         """`take` what was put off; what `start_together` wants of it."""
@@ -135,7 +139,7 @@ class Bucket(engine.Bucket):
         for name, gradient in self._small.items():
             assert self.pack is not None
             results[name] = gradient.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
-        self._own, self._staged, self._small, self._started = {}, {}, {}, 0
+        self._own, self._staged, self._small = {}, {}, {}
         return results
 
     def abandon(self) -> None:

@@ -85,7 +85,8 @@ class _Overrides:
 
     def _take_gradient(self: Any, p: torch.Tensor) -> None:
         """What Horovod's hook (l. 226-251) does, in half the time where it has nothing to accumulate or to group."""
-        if self._groups is None and self._allreduce_delay[p] == 1 and p not in self._handles:
+        is_usual = self._groups is None and self._allreduce_delay[p] == 1 and p not in self._handles
+        if is_usual and p.grad is not None and not p.grad.requires_grad:
             self._allreduce_delay[p] = 0
             self._handles[p] = self._allreduce_grad_async(p)
         else:
@@ -368,6 +369,7 @@ class _Overrides:
                 finite = precondition(self._engine, self._parameter_names[p], output) and finite
             waited[self._parameter_names[p]] = output
         results = self._engine.combine(keep=finite) | waited
+        assert len(results) == len(self._handles)
         self._engine.settle(keep=finite)
         for name, output in results.items():
             gradient = self._by_name[name].grad

@@ -158,6 +158,17 @@ def test_what_waits_is_forgotten_with_the_step() -> None:
     assert sent == started(gradients(), "abc")[1]
 
 
+def test_what_waits_is_taken_after_a_step_in_which_all_were_left_out() -> None:
+    it, sent = started(gradients(), "")
+    for _ in range(2):
+        for name in "abc":
+            it.start(name, None)
+    assert it.combine(it.wait()) == {}
+    for name, gradient in gradients().items():
+        it.start(name, gradient)
+    assert sent == started(gradients(), "abc")[1]
+
+
 def test_what_goes_dense_leaves_no_work_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     # nothing would ever drain it
     monkeypatch.setenv("HVD_COMPRESS_WORKER", "1")

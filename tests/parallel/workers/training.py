@@ -195,6 +195,18 @@ def one_backward_pass_too_many_is_refused() -> None:
     oracle.check_step(model, 5)
 
 
+@cases.add
+def gradients_with_a_graph_of_their_own_are_refused() -> None:
+    # as Horovod refuses them: an update would have to be differentiable
+    model = Net()
+    optimizer = wrap(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph", UserWarning)
+        raises(AssertionError, lambda: (model.first.weight**2).sum().backward(create_graph=True))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
 # -- groups ----------------------------------------------------------------------------------------------------------
 
 
