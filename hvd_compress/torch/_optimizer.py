@@ -142,7 +142,7 @@ class _Overrides:
         if not self._chooses:
             self._is_plain = not self._engine.owes
             return
-        # of a group in which a tensor got no gradient, Horovod's own methods would wait for ever
+        # of groups that Horovod sends, `_steering` would not see when the first one starts
         way = self._engine.only_way if self._groups is None else None
         self._is_plain = way is not None
         if way is not None:
@@ -190,6 +190,7 @@ class _Overrides:
             self._complete()
         else:
             try:
+                self._submit_missing_groups()
                 HorovodOptimizer.synchronize(self)
             except HorovodInternalError:
                 # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
@@ -349,6 +350,22 @@ class _Overrides:
         for p in self._by_name.values():
             if p in self._requires_update and self._handles.get(p, (None, None))[0] is None:
                 self._handles[p] = self._allreduce_grad_async(p)
+
+    def _submit_missing_groups(self: Any) -> None:
+        """Start the groups in which a tensor got no gradient, where all is Horovod's own.
+
+        Its `synchronize` (l. 259-271) would send their tensors one by one, and ranks that have all gradients the group:
+        each would wait for the other for ever.
+        """
+        for group in self._group_counts:
+            if group in self._handles or any(p.grad is not None and p.grad.is_sparse for p in group):
+                continue
+            for p in group:
+                self._handles.pop(p, None)
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            self._handles[group] = HorovodOptimizer._grouped_allreduce_grad_async(self, group)
+            self._group_counts[group] = 0
 
     def _complete(self: Any) -> None:
         """Wait for everything, then decide the whole step: one value that is not finite takes all residuals back.

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -72,7 +71,7 @@ def a_measured_link_is_the_same_on_all_ranks() -> None:
 
 @cases.add
 def advise_measures_and_speaks_once() -> None:
-    code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "3")
+    code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "1")
     assert code == 0
     if launched("rank"):
         assert output == ""
@@ -83,25 +82,25 @@ def advise_measures_and_speaks_once() -> None:
     assert "measured just now" in link
     assert float(re.findall(r"([\d.]+) ms", dense)[0]) > 0
     assert len(rows) == 11
-    # each takes more than a second
-    hows = Counter(row.split()[-1] for row in (dense, *rows))
-    assert set(hows) == {"tried", "predicted"}
-    assert 1 <= hows["tried"] <= 3
+    # a trial has hundreds of steps, which take a millisecond at least (Horovod looks that often): twelve take longer
+    assert {row.split()[-1] for row in (dense, *rows)} == {"tried", "predicted"}
     assert sentence.startswith(("Use compression=", "Don't compress"))
 
 
 @cases.add
 def a_trial_is_a_step_with_its_exchange() -> None:
-    from hvd_compress.cli.rehearse import Rehearsal  # of torch, which `cli_tensorflow` does without
+    from hvd_compress.cli import rehearse  # of torch, which `cli_tensorflow` does without
 
     ranks = Ranks("torch")
     shapes = [(300, 200), (300,), ()]
-    rehearsal = Rehearsal(ranks, shapes, step=0.02)
-    for compressor, exchange in ((NoCompression(), "dense"), (FP16(), "dense"), (Adaptive(), "two_phase")):
-        seconds = rehearsal.seconds(compressor, exchange)
-        # of its step, and of one collective at least, each of which Horovod looks for once in a millisecond
-        assert 0.02 <= seconds < 1.0
-        assert ranks.maximum([seconds, -seconds]) == [seconds, -seconds]
+    # more blocks would tell the same
+    with mock.patch.multiple(rehearse, _LEAST_BLOCKS=1, _MOST_BLOCKS=1):
+        rehearsal = rehearse.Rehearsal(ranks, shapes, step=0.02)
+        for compressor, exchange in ((NoCompression(), "dense"), (FP16(), "dense"), (Adaptive(), "two_phase")):
+            seconds = rehearsal.seconds(compressor, exchange)
+            # of its step, and of one collective at least, each of which Horovod looks for once in a millisecond
+            assert 0.02 <= seconds < 1.0
+            assert ranks.maximum([seconds, -seconds]) == [seconds, -seconds]
 
 
 @cases.add

@@ -254,6 +254,33 @@ def groups_with_backward_passes_and_a_gradient_on_some_ranks_only() -> None:
     check_equal_on_all_ranks(model)
 
 
+@cases.each(
+    {
+        "none": {"compression": NoCompression()},
+        "fp16": {"compression": FP16()},
+        "small": {"compression": ONEBIT, "min_numel": 2**20},
+    }
+)
+def groups_that_horovod_sends_wait_for_nobody(settings: dict[str, Any]) -> None:
+    def only(rank: int, step: int) -> list[str]:
+        return [name for name in SHAPES if (rank + step) % 2 or not name.startswith("second")]
+
+    for groups in (1, 2, 9):
+        ours, theirs = Net(), Net()
+        optimizer = wrap(ours, groups=groups, **settings)
+        expected = horovod.DistributedOptimizer(
+            torch.optim.SGD(theirs.parameters(), lr=0.125), theirs.named_parameters()
+        )
+        for step in range(4):
+            for model, opt in ((ours, optimizer), (theirs, expected)):
+                loss_of(model, step, only(horovod.rank(), step)).backward()
+                opt.step()
+                opt.zero_grad()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            np.testing.assert_allclose(to_numpy(p), to_numpy(q), rtol=2e-3, atol=2e-3)
+        check_equal_on_all_ranks(ours)
+
+
 # -- gradients that are sparse, missing or not wanted ----------------------------------------------------------------
 
 
