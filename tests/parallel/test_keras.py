@@ -38,21 +38,16 @@ def check_all(topic: str, ranks: int, launcher: str, flavour: str) -> None:
         outcome.check(case)
 
 
+# most of a start is the import of a framework and of Keras
 @pytest.mark.parametrize(("ranks", "launcher", "flavour"), FIT)
-def test_fit(ranks: int, launcher: str, flavour: str) -> None:
-    check_all("keras_fit", ranks, launcher, flavour)
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_daso(flavour: str) -> None:
+def test_fit_and_daso(ranks: int, launcher: str, flavour: str) -> None:
     # two nodes of two ranks; in the main environment Keras 2 has two of one
-    ranks, launcher = (2, "gloo") if flavour == "tf_keras" else (4, "mpi")
-    check_all("keras_daso", ranks, launcher, flavour)
+    with_daso = flavour == "tf_keras" or ranks == 4
+    check_all("keras_fit+keras_daso" if with_daso else "keras_fit", ranks, launcher, flavour)
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_corners_and_adagrad(flavour: str) -> None:
-    # most of a start is the import of a framework and of Keras
     check_all("keras_corners+keras_adagrad", 2, "mpi", flavour)
 
 
