@@ -139,7 +139,15 @@ class Compressor(ABC):
             shape: to be stated in the payload; flat by default.
             source: like `x`, whose values are encoded in the place of those of `x` and stay as they are; `x` is only
                 memory then.
+
+        Raises:
+            TypeError: an array is of another dtype than stated above.
+            ValueError: an array is not flat, not contiguous, or of another size.
         """
+        _check_flat("x", x, x)
+        for name, array in (("r", r), ("source", source)):
+            if array is not None:
+                _check_flat(name, array, x)
         if source is not None and r is None:
             x, source = source, None
         none = _NONE[x.dtype]
@@ -200,7 +208,8 @@ class Compressor(ABC):
 
         Raises:
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
-            ValueError: `out` is not contiguous.
+            TypeError: `out` is neither float32 nor float64.
+            ValueError: `out` is not flat, or not contiguous.
         """
         return self.decode_opened(*wire.open_payload(payload), out, scale, add)
 
@@ -212,9 +221,7 @@ class Compressor(ABC):
             raise WireError(f"payload of codec {header.codec} given to {self!r} (codec {self.codec})")
         if header.numel != out.size:
             raise WireError(f"payload of {header.numel} elements, expected {out.size}")
-        if not out.flags.c_contiguous:
-            # kernels address elements by their number
-            raise ValueError(f"out has strides {out.strides} for elements of {out.itemsize} bytes: must be contiguous")
+        _check_flat("out", out, out)
         if header.nonfinite:
             body.finish()
             out[...] = np.nan
@@ -349,6 +356,18 @@ def _checked_residual(residual: Array | None, flat: Array) -> Array | None:
             "contiguous"
         )
     return residual.reshape(-1)
+
+
+def _check_flat(name: str, array: Array, like: Array) -> None:
+    """Refuse what kernels, which address elements by their number, would read or write beyond its end."""
+    if array.dtype not in _NONE or array.dtype != like.dtype:
+        allowed = "float32 or float64" if array is like else f"{like.dtype}, as x is"
+        raise TypeError(f"{name} is {array.dtype}: must be {allowed}")
+    if array.ndim != 1 or not array.flags.c_contiguous or array.size != like.size:
+        raise ValueError(
+            f"{name} has shape {array.shape} and strides {array.strides}: must be flat and contiguous, of {like.size} "
+            "elements"
+        )
 
 
 def framework_of(tensor: Any) -> Any:

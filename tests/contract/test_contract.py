@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -273,6 +274,43 @@ def test_an_array_with_strides_is_not_decoded_into(row):
     with pytest.raises(ValueError, match="contiguous"):
         row.compressor.decode_into(payload, memory[::2])
     assert (memory == 7).all()
+
+
+@every_row
+@pytest.mark.parametrize(
+    ("bad", "error", "said"),
+    [
+        (np.zeros((500, 1), np.float32), ValueError, "shape (500, 1)"),
+        (np.zeros((10, 50), np.float32), ValueError, "flat"),
+        (np.zeros(1000, np.float32)[::2], ValueError, "contiguous"),
+        (np.zeros(500, np.float16), TypeError, "float16"),
+        (np.zeros(500, np.int32), TypeError, "int32"),
+    ],
+    ids=["column", "matrix", "strides", "float16", "int32"],
+)
+def test_kernels_get_flat_arrays_of_their_types_only(row, bad, error, said):
+    compressor, x = row.compressor, make("normal", (500,), "float32")
+    payload = np.zeros(compressor.capacity(500, 50), np.uint8)
+    arguments = {"x": x.copy(), "r": np.zeros_like(x), "source": x.copy()}
+    for name in arguments:
+        with pytest.raises(error, match=re.escape(said)):
+            compressor.encode_into(**{**arguments, name: bad}, payload=payload, group=50, key=KEY)
+    assert not payload.any()
+    with pytest.raises(error, match=re.escape(said)):
+        compressor.decode_into(compressor.encode(x, key=KEY), bad)
+    assert not bad.any()
+
+
+@every_row
+def test_arrays_of_different_sizes_are_refused(row):
+    compressor, x = row.compressor, make("normal", (500,), "float32")
+    payload = np.zeros(compressor.capacity(500, 50), np.uint8)
+    for r, source in ((np.zeros(499, np.float32), None), (np.zeros(500, np.float32), np.zeros(501, np.float32))):
+        with pytest.raises(ValueError, match="of 500 elements"):
+            compressor.encode_into(x.copy(), r, payload, 50, KEY, source=source)
+    with pytest.raises(TypeError, match="r is float64: must be float32, as x is"):
+        compressor.encode_into(x.copy(), np.zeros(500), payload, 50, KEY)
+    assert not payload.any()
 
 
 @feedback_row
