@@ -11,6 +11,9 @@ divided by the time of the call: encoding reads the gradient and the residual an
 writes the cache lines that change, and both pass the payload once.
 
 At 4096 x 4096 elements and one thread the same arithmetic in torch expressions (baselines.py) runs in the same repeats.
+Their intermediate arrays are so large that the C library asks the system for each and gives it back: most of what they
+take is the system's work on fresh pages, as in a training. `MALLOC_MMAP_THRESHOLD_=2000000000
+MALLOC_TRIM_THRESHOLD_=8000000000` in the environment of this command keeps the pages, and tells what is left.
 DIR gets kernels.json, with all repeats and plain decoding too, and kernels.png.
 """
 

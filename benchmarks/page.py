@@ -141,7 +141,10 @@ def _kernels(result: dict[str, Any]) -> str:
             "## Kernels",
             "",
             f"{rows[0]['numel']:,} float32 on one thread, encoding with error feedback, against a memcpy of the "
-            "gradient in the same repeat, and the same arithmetic in torch expressions against ours.",
+            "gradient in the same repeat, and the same arithmetic in torch expressions against ours. Most of what "
+            "torch takes is the system's work on fresh memory for intermediate arrays, as in a training; without "
+            "that (the head of `benchmarks/kernels.py` tells how) it takes several times as long as ours to encode, "
+            "and a few times as long to decode, where memory alone is the limit.",
             "",
             "![kernels](kernels.png)",
             "",
