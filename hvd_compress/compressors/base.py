@@ -30,7 +30,8 @@ class Many(NamedTuple):
 
     Args:
         codec: that their payloads state.
-        encode: (x_at, r_at, numels, groups, slots_at, used).
+        encode: (x_at, r_at, source_at, numels, groups, slots_at, used), with 0 for what is not given; see
+            `Compressor._encode`.
         decode: (at, flags, outs_at, numels, scale, adds); the number of the first payload that is damaged, or -1.
     """
 

@@ -58,11 +58,10 @@ class Bucket(exchange.Bucket[Lane]):
     def waits(self, name: str) -> bool:
         return (self.pack is not None and name in self.pack.shapes) or super().waits(name)
 
-    def give_together(self, flats: Mapping[str, Array]) -> bool:
-        """As `give`, for float32 gradients of tensors that wait."""
-        large = {name: flat for name, flat in flats.items() if name in self.lanes}
-        small = [self.give(name, flat) for name, flat in flats.items() if name not in large]
-        return (self.encode_together(large) if large else False) or any(small)
+    def give_together(self, addresses: Mapping[str, int], flats: Mapping[str, Array]) -> bool:
+        """As `give`, for tensors that wait: by address, see `encode_at`, or flat."""
+        small = [self.give(name, flat) for name, flat in flats.items()]
+        return (self.encode_at(addresses) if addresses else False) or any(small)
 
     def count(self, field: str, seconds: float) -> None:
         """Add to a field of the counters of all tensors, shared by their size."""

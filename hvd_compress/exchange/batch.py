@@ -17,6 +17,7 @@ from hvd_compress.compressors import Compressor, Many
 from hvd_compress.errors import WireError
 from hvd_compress.exchange.layout import Layout
 from hvd_compress.exchange.transfer import Transfer
+from hvd_compress.exchange.turns import Turns
 from hvd_compress.kernels import many as kernels
 
 __all__ = ["Batch", "batches_of"]
@@ -58,6 +59,10 @@ def batches_of(transfers: Mapping[str, Transfer], layout: Layout) -> list[Batch]
 class Batch:
     """Encodes and decodes several transfers in one call each; one that fails is left to its own methods to explain.
 
+    Gradients are read where they are, and not touched before the results of the step are written there. Residuals lie
+    side by side, twice: with the memory for the new ones a step is taken back by doing nothing, whatever became of the
+    gradients meanwhile. (A single transfer has the gradient's memory for that, and so hands one over in each step.)
+
     Args:
         transfers: by name, in the order of the bucket.
         many: kernels of their compressor.
@@ -66,15 +71,20 @@ class Batch:
 
     def __init__(self, transfers: dict[str, Transfer], many: Many, layout: Layout) -> None:
         self.transfers = transfers
-        self.held: dict[str, Array] = {}
-        """The gradients of this step, float32."""
+        self.held: dict[str, int] = {}
+        """Where the gradients of this step lie, and their results will."""
+        self._flats: dict[str, Array] = {}
         self._many = many
         self._sent = _Table.of_sent(transfers, layout)
         self._to_owner, self._of_owner = _Table.of_owned(transfers, layout)
         self._last = _Table.of_last(transfers, layout)
+        self._numbers = {name: i for i, name in enumerate(transfers)}
+        owned = [transfer.owned or slice(0, 0) for transfer in transfers.values()]
+        self._residuals = Turns([transfer.plan.numel for transfer in transfers.values()])
+        self._sums = Turns([part.stop - part.start for part in owned])
+        # the same for all, which have one compressor
+        self._keeps = next(iter(transfers.values())).keeps_residual
         self._received = np.empty(0, np.uint8)
-        self._x_at = self._r_at = np.empty(0, np.int64)
-        """Where what is held lies, and its residuals; 0 for those that keep none."""
         self._arrived: tuple[_Rows, Numbers, npt.NDArray[np.uint8]] | None = None
         self._tallies = {stage: _Tally() for stage in ("encode", "reduce", "arrive", "finish")}
 
@@ -84,25 +94,33 @@ class Batch:
         return self._arrived is not None
 
     def hold(self, name: str, flat: Array) -> None:
-        """Take a gradient, which will be encoded with the others."""
-        self.transfers[name].prepare(flat)
-        self.held[name] = flat
+        """Take a gradient, flat and float32, which will be encoded with the others; the result will lie there."""
+        self._flats[name] = flat
+        self.hold_at({name: kernels.address_of(flat)})
+
+    def hold_at(self, addresses: Mapping[str, int]) -> None:
+        """The same with gradients that the caller keeps in their places, contiguous."""
+        for name in addresses:
+            self.transfers[name].begin()
+        self.held.update(addresses)
+
+    def move(self, name: str, flat: Array) -> None:
+        """The result of what is held is wanted elsewhere."""
+        self._flats[name] = flat
+        self.held[name] = kernels.address_of(flat)
 
     def encode(self, send: Bytes) -> None:
         """Write the payloads of what is held into the bucket's buffer."""
         if not self.held:
             return
         begin = time.perf_counter()
-        sent, transfers = self._sent.of(self.held), self._of_held()
-        self._x_at = _addresses([self.held[transfer.name] for transfer in transfers])
-        self._r_at = _addresses([transfer.residual for transfer in transfers])
-        used = np.empty(sent.owner.size, np.int64)
-        starts = 4 * sent.start
-        r_of = self._r_at[sent.owner]
-        residuals_at = np.where(r_of, r_of + starts, 0)
-        slots_at = kernels.address_of(send) + sent.offset
-        self._many.encode(self._x_at[sent.owner] + starts, residuals_at, sent.numel, sent.group, slots_at, used)
-        kernels.clear_rest(slots_at, used, sent.slot)
+        rows, gradients_at, send_at = self._sent.of(self.held), self._held_at(), kernels.address_of(send)
+        if self._keeps:
+            chosen = self._ready_residuals()
+            now_at, next_at = self._residuals.now_at[chosen], self._residuals.next_at[chosen]
+            self._encode(next_at, now_at, gradients_at, rows, send_at)
+        else:
+            self._encode(gradients_at, None, None, rows, send_at)
         self._note("encode", time.perf_counter() - begin)
 
     def reduce(self, received: Bytes, result: Bytes) -> set[str]:
@@ -110,25 +128,33 @@ class Batch:
 
         Nothing of it is done if a payload is damaged.
         """
-        transfers = [transfer for transfer in self._of_held() if transfer.owned is not None]
-        if not transfers:
+        owned = {name for name in self.held if self.transfers[name].owned is not None}
+        if not owned:
             return set()
         begin = time.perf_counter()
-        owned = {transfer.name for transfer in transfers}
-        rows, made = self._to_owner.of(owned), self._of_owner.of(owned)
+        rows, made, numbers = self._to_owner.of(owned), self._of_owner.of(owned), self._numbers_of(owned)
         at, flags = self._checked(received, rows)
         if flags is None:
             return set()
-        sums_at = _addresses([transfer.prepare_sum() for transfer in transfers])
-        r_at = _addresses([transfer.owner_residual for transfer in transfers])
+        self._sums.make()
+        sums_at = self._sums.next_at[list(numbers.values())]
         if self._many.decode(at, flags, sums_at[rows.owner], rows.numel, np.float32(1), rows.adds) >= 0:
             return set()
-        used = np.empty(len(transfers), np.int64)
-        slots_at = kernels.address_of(result) + made.offset
-        self._many.encode(sums_at, r_at, made.numel, made.group, slots_at, used)
-        kernels.clear_rest(slots_at, used, made.slot)
+        residuals_at = self._ready_owner_residuals(numbers) if self._keeps else None
+        self._encode(sums_at, residuals_at, None, made, kernels.address_of(result))
         self._note("reduce", time.perf_counter() - begin)
         return owned
+
+    def _encode(
+        self, x_at: Numbers, r_at: Numbers | None, source_at: Numbers | None, rows: _Rows, buffer_at: int
+    ) -> None:
+        """Encode tensors that lie there: see `Many`; None for what is not given."""
+        starts, none = 4 * rows.start, np.zeros(rows.owner.size, np.int64)
+        args = [none if at is None else at[rows.owner] + starts for at in (x_at, r_at, source_at)]
+        used = np.empty(rows.owner.size, np.int64)
+        slots_at = buffer_at + rows.offset
+        self._many.encode(*args, rows.numel, rows.group, slots_at, used)
+        kernels.clear_rest(slots_at, used, rows.slot)
 
     def arrive(self, received: Bytes) -> bool:
         """Check the last payloads; whether all are finite. Afterwards `has_arrived`, unless one is damaged."""
@@ -141,7 +167,7 @@ class Batch:
         return not (flags == kernels.NONFINITE).any()
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array]:
-        """Decode what has arrived; see `Transfer.finish`.
+        """Decode what has arrived: the results of what `hold` has taken; see `Transfer.finish`.
 
         Raises:
             WireError: a payload is corrupted.
@@ -150,24 +176,54 @@ class Batch:
             return {}
         begin = time.perf_counter()
         last, at, flags = self._arrived
-        transfers = self._of_held()
-        # where there is a residual the new one lies in the gradient's memory, and the result takes that of the old one
-        outs_at = np.where(self._r_at, self._r_at, self._x_at) if keep else self._x_at
-        bad = self._many.decode(
-            at, flags, outs_at[last.owner] + 4 * last.start, last.numel, np.float32(scale), last.adds
-        )
+        outs_at = self._held_at()[last.owner] + 4 * last.start
+        bad = self._many.decode(at, flags, outs_at, last.numel, np.float32(scale), last.adds)
         if bad >= 0:
-            name, position = transfers[last.owner[bad]].name, transfers[0].position
+            name = list(self._numbers_of(self.held))[last.owner[bad]]
             raise WireError(
-                f"exchange of {name!r}, received by rank {position}: an index or count lies outside of its group"
+                f"exchange of {name!r}, received by rank {self.transfers[name].position}: an index or count lies "
+                "outside of its group"
             )
-        results = {}
-        for transfer in transfers:
-            results[transfer.name] = transfer.open_result(keep, self.held[transfer.name])
-            transfer.close(keep)
+        if keep and self._keeps:
+            self._turn()
+        for name in self.held:
+            self.transfers[name].end(keep)
         self._note("finish", time.perf_counter() - begin)
+        results = self._flats
         self.forget()
         return results
+
+    def _turn(self) -> None:
+        """The new residuals are final."""
+        numbers = self._numbers_of(self.held)
+        which = None if len(numbers) == len(self.transfers) else list(numbers.values())
+        self._residuals.turn(which)
+        for name, i in numbers.items():
+            self.transfers[name].residual = self._residuals.now[i]
+        if not self._of_owner.is_empty:
+            self._sums.turn(which)
+            for name, i in numbers.items():
+                transfer = self.transfers[name]
+                if transfer.owned is not None:
+                    transfer.owner_residual = self._sums.now[i]
+
+    def _ready_residuals(self) -> list[int]:
+        """See to it that the residuals of what is held lie here, wherever they come from; their numbers."""
+        self._residuals.make()
+        numbers = self._numbers_of(self.held)
+        for name, i in numbers.items():
+            transfer = self.transfers[name]
+            if transfer.residual is not self._residuals.now[i]:
+                transfer.residual = self._residuals.take_over(i, transfer.residual)
+        return list(numbers.values())
+
+    def _ready_owner_residuals(self, numbers: Mapping[str, int]) -> Numbers:
+        """The same of what this rank owes of its sums; their addresses."""
+        for name, i in numbers.items():
+            transfer = self.transfers[name]
+            if transfer.owner_residual is not self._sums.now[i]:
+                transfer.owner_residual = self._sums.take_over(i, transfer.owner_residual)
+        return self._sums.now_at[list(numbers.values())]
 
     def settle_counts(self) -> None:
         """Let the transfers know what their stages have cost."""
@@ -186,9 +242,14 @@ class Batch:
         for name in self.held:
             self.transfers[name].note(stage, 1, seconds / len(self.held))
 
-    def _of_held(self) -> list[Transfer]:
-        """In the order of the bucket."""
-        return [transfer for name, transfer in self.transfers.items() if name in self.held]
+    def _numbers_of(self, names: Collection[str]) -> dict[str, int]:
+        """These tensors, with their numbers, in the order of the bucket."""
+        if len(names) == len(self.transfers):
+            return self._numbers
+        return {name: i for name, i in self._numbers.items() if name in names}
+
+    def _held_at(self) -> Numbers:
+        return np.array([self.held[name] for name in self._numbers_of(self.held)], np.int64)
 
     def _checked(self, received: Bytes, rows: _Rows) -> tuple[Numbers, npt.NDArray[np.uint8] | None]:
         """Addresses of payloads, and what they say of themselves; None if one is damaged."""
@@ -199,7 +260,7 @@ class Batch:
 
     def forget(self) -> None:
         """The step has ended."""
-        self.held, self._arrived, self._received = {}, None, np.empty(0, np.uint8)
+        self.held, self._flats, self._arrived, self._received = {}, {}, None, np.empty(0, np.uint8)
 
 
 @dataclass
@@ -285,6 +346,10 @@ class _Table:
                 rows.append((i, part.start, numel, offsets[number], slots[number], transfer.plan.group, adds))
         return cls(list(transfers), rows)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._values.size
+
     def of(self, held: Collection[str]) -> _Rows:
         """The rows of the tensors that are held; their owners are numbered among these."""
         if len(held) == len(self._names):
@@ -297,8 +362,3 @@ class _Table:
 
 def _columns(values: Numbers) -> _Rows:
     return _Rows(*(np.ascontiguousarray(column) for column in values.T))
-
-
-def _addresses(arrays: Sequence[Array | None]) -> Numbers:
-    """0 for None."""
-    return np.array([0 if array is None else kernels.address_of(array) for array in arrays], np.int64)

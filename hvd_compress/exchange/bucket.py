@@ -121,12 +121,19 @@ class Bucket(Generic[AnyTransfer]):
         """Whether `encode` only holds a float32 gradient of this tensor until all are here."""
         return name in self._batch_of
 
-    def encode_together(self, flats: Mapping[str, Array]) -> bool:
-        """As `encode`, for float32 gradients of tensors that wait."""
-        for name, flat in flats.items():
-            self._batch_of[name].hold(name, flat)
-        self._given.update(flats)
+    def encode_at(self, addresses: Mapping[str, int]) -> bool:
+        """As `encode`, for contiguous float32 gradients of tensors that wait, which the caller keeps where they are.
+
+        They are read until all are here, and their results written there by `finish`.
+        """
+        for batch in self._batches:
+            batch.hold_at({name: addresses[name] for name in batch.transfers if name in addresses})
+        self._given.update(addresses)
         return self._is_complete()
+
+    def move(self, name: str, flat: Array) -> None:
+        """Write the result of a gradient that was given by its address here, instead."""
+        self._batch_of[name].move(name, flat)
 
     def skip(self, name: str) -> bool:
         """Leave a tensor out of this step, on all ranks; as `encode`, but nothing is to be sent if all are left out."""
@@ -214,6 +221,7 @@ class Bucket(Generic[AnyTransfer]):
                 continue
             slot = self.transfers[name].plan.answer_slots[chunk]
             used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
+            self._refuse_alone(name)
             end = at + (slot if self._layout.fixed_answers else used)
             if at + used < end:
                 self._result[at + used : end] = 0
@@ -243,15 +251,21 @@ class Bucket(Generic[AnyTransfer]):
         payloads = self._layout.cut_last(received)
         together = [batch.arrive(received) for batch in self._batches if batch.held]
         checked = {name for batch in self._batches if batch.has_arrived for name in batch.held}
-        finite = [
-            transfer.arrive([payloads[i] for i in self._layout.arriving[name]])
-            for name, transfer in self.transfers.items()
-            if name not in checked
-        ]
-        return all(finite) and all(together)
+        finite = True
+        for name, transfer in self.transfers.items():
+            if name not in checked:
+                finite = transfer.arrive([payloads[i] for i in self._layout.arriving[name]]) and finite
+                self._refuse_alone(name)
+        return finite and all(together)
+
+    def _refuse_alone(self, name: str) -> None:
+        """A stage of a tensor by itself, although others have its gradient, is to say what is wrong with a payload."""
+        batch = self._batch_of.get(name)
+        if batch is not None and name in batch.held:
+            raise WireError(f"exchange of {name!r}, received by rank {self.position}: a payload is damaged")
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
-        """Decode all tensors; see `Transfer.finish`.
+        """Decode all tensors, those of `encode_at` in their places, the others as results; see `Transfer.finish`.
 
         Raises:
             WireError: a payload is corrupted.

@@ -28,6 +28,9 @@ __all__ = ["Transfer"]
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
+_NOT_HERE = np.empty(0, np.float32)
+"""Stands for a gradient that others encode."""
+
 
 class Transfer:
     """The stages of one tensor's exchange on one rank.
@@ -121,18 +124,6 @@ class Transfer:
             shard += sent.view(shard.dtype)
         return self._gradient
 
-    def prepare(self, x: Array) -> None:
-        """Take a gradient, see `encode`, and see to it that there is a residual for it."""
-        if self.keeps_residual and self.residual is None:
-            residual = aligned_empty(self.shard.stop - self.shard.start, x.dtype)
-            residual[...] = 0
-            # complete: statistics may be asked for on another thread
-            self.residual = residual
-        if self.residual is not None and self.residual.dtype != x.dtype:
-            # of a model that was converted since
-            self.residual = self.residual.astype(x.dtype)
-        self._gradient = x
-
     def encode(self, x: Array, slots: Sequence[Bytes], source: Array | None = None) -> list[int]:
         """Stage 1, every rank: a gradient becomes the payloads of its chunks.
 
@@ -144,7 +135,7 @@ class Transfer:
         Returns:
             The bytes of each payload.
         """
-        self.prepare(x)
+        self._prepare(x)
         plan, r, start = self.plan, self.residual, self.shard.start
         return [
             plan.chunk_compressors[chunk].encode_into(
@@ -183,7 +174,7 @@ class Transfer:
         numel = part.stop - part.start
         if self._skipped:
             return answers.say_absent(slot, numel, plan.group)
-        self.prepare_sum()
+        self._prepare_sum()
         for sender, payload in enumerate(payloads):
             plan.chunk_compressors[self.chunk].decode_into(payload, self._sum, add=sender > 0)
         if self.accumulator is not None and not self.accumulator.precondition(self._sum):
@@ -229,44 +220,43 @@ class Transfer:
             raise RuntimeError(f"finish() of {self.name!r} without encode()")
         out = self._gradient
         if out is not None:
-            out = self.open_result(keep, out)
+            out = self._open_result(keep, out)
             self._decode(out, scale if self.accumulator is None else self.accumulator.loss_scale)
-        self.close(keep)
+        self._close(keep)
         return out
 
-    # -- parts of stages, for who calls the kernels of several transfers at once -----------------------------------
+    # -- for who runs the stages of several transfers at once ------------------------------------------------------
 
-    def open_result(self, keep: bool, gradient: Array) -> Array:
-        """Memory for the result of the step; with `keep` the new residual, in the gradient's memory, is final."""
-        if not keep or self.residual is None:
-            return gradient
-        return self._moved_on(gradient, self.residual)
+    def begin(self) -> None:
+        """A float32 gradient is there, but not here."""
+        self._gradient = _NOT_HERE
 
-    def close(self, keep: bool) -> None:
-        """The result is decoded: settle what the owner keeps, and be ready for the next step."""
-        if self._gradient is not None:
-            if keep:
-                self.pending = None
-            if keep and self.owner_residual is not None:
-                self.owner_residual, self._sum = self._sum, self.owner_residual
-            if self.accumulator is not None:
-                self.accumulator.settle(keep)
-        self.abandon()
-        self.step += 1
+    def fit_residual(self, dtype: npt.DTypeLike) -> Array | None:
+        """The residual, of this type; zeros if there is none yet, None where none is kept."""
+        if self.keeps_residual and self.residual is None:
+            residual = aligned_empty(self.shard.stop - self.shard.start, dtype)
+            residual[...] = 0
+            # complete: statistics may be asked for on another thread
+            self.residual = residual
+        if self.residual is not None and self.residual.dtype != dtype:
+            # of a model that was converted since
+            self.residual = self.residual.astype(dtype)
+        return self.residual
 
-    def prepare_sum(self) -> Array:
-        """Memory for the sum of what this rank owns, and a residual for it where one is kept."""
-        if self.owned is None:
-            raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
-        numel = self.owned.stop - self.owned.start
-        dtype = np.float32 if self._gradient is None else self._gradient.dtype
-        if self._sum.size != numel or self._sum.dtype != dtype:
-            self._sum = aligned_empty(numel, dtype)
-        if self._owner_keeps_residual and self.owner_residual is None:
-            self.owner_residual = np.zeros(numel, dtype)
+    def fit_owner_residual(self, dtype: npt.DTypeLike) -> Array | None:
+        """The same of what is owed of the sums of `owned`."""
+        if self._owner_keeps_residual and self.owner_residual is None and self.owned is not None:
+            self.owner_residual = np.zeros(self.owned.stop - self.owned.start, dtype)
         if self.owner_residual is not None and self.owner_residual.dtype != dtype:
             self.owner_residual = self.owner_residual.astype(dtype)
-        return self._sum
+        return self.owner_residual
+
+    def end(self, keep: bool) -> None:
+        """The step has ended, and the residuals are what they are to be."""
+        if keep:
+            self.pending = None
+        self._gradient = None
+        self.step += 1
 
     def note(self, stage: str, times: int, seconds: float) -> None:
         """A stage, named as its method, was run so many times, with full slots, in so many seconds."""
@@ -279,13 +269,45 @@ class Transfer:
         self._skipped = False
         self._arrived = ()
 
-    def _moved_on(self, gradient: Array, residual: Array) -> Array:
-        """Make the new residual, which lies in the gradient's memory, final; returns memory for the result."""
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, x: Array) -> None:
+        """Take a gradient, see `encode`, and see to it that there is a residual for it."""
+        self.fit_residual(x.dtype)
+        self._gradient = x
+
+    def _prepare_sum(self) -> None:
+        """Memory for the sum of what this rank owns, and a residual for it where one is kept."""
+        if self.owned is None:
+            raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
+        numel = self.owned.stop - self.owned.start
+        dtype = np.float32 if self._gradient is None else self._gradient.dtype
+        if self._sum.size != numel or self._sum.dtype != dtype:
+            self._sum = aligned_empty(numel, dtype)
+        self.fit_owner_residual(dtype)
+
+    def _open_result(self, keep: bool, gradient: Array) -> Array:
+        """Memory for the result of the step; with `keep` the new residual, in the gradient's memory, is final."""
+        residual = self.residual
+        if not keep or residual is None:
+            return gradient
         if residual.size == gradient.size:
             self.residual = gradient
             return residual
         residual[:] = gradient[self.shard]
         return gradient
+
+    def _close(self, keep: bool) -> None:
+        """The result is decoded: settle what the owner keeps, and be ready for the next step."""
+        if self._gradient is not None:
+            if keep:
+                self.pending = None
+            if keep and self.owner_residual is not None:
+                self.owner_residual, self._sum = self._sum, self.owner_residual
+            if self.accumulator is not None:
+                self.accumulator.settle(keep)
+        self.abandon()
+        self.step += 1
 
     @cached_property
     def _senders(self) -> list[tuple[Compressor, int]]:

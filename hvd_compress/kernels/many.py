@@ -117,18 +117,19 @@ def _blank(out, flag, add):
 
 
 @kernel
-def encode_onebit(version, codec, x_at, r_at, numels, groups, slots_at, used):
-    """used[payloads]: bytes of each; r_at is 0 where nothing is kept."""
+def encode_onebit(version, codec, x_at, r_at, source_at, numels, groups, slots_at, used):
+    """used[payloads]: bytes of each; r_at is 0 where nothing is kept, source_at where x itself is to be encoded."""
     zero = np.uint32(0)
     for i in range(x_at.size):
         x = _array(x_at[i], numels[i], np.float32)
         r = _array(r_at[i], numels[i] if r_at[i] else 0, np.float32)
+        source = _array(source_at[i], numels[i] if source_at[i] else 0, np.float32)
         count = _groups(numels[i], groups[i])
         means = _array(slots_at[i] + HEADER, 2 * count, np.float32)
         size = (numels[i] + 7) >> 3
         bits = _array(slots_at[i] + HEADER + 8 * count, size, np.uint8)
         bits[:] = 0
-        is_finite = onebit.encode(x, r, r[:0], groups[i], 0, zero, zero, means, bits)
+        is_finite = onebit.encode(x, r, source, groups[i], 0, zero, zero, means, bits)
         body, entries = (8 * count + size, numels[i]) if is_finite else (0, 0)
         used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], 0, entries, body, is_finite)
 
@@ -156,11 +157,12 @@ def decode_onebit(at, flags, outs_at, numels, scale, adds):
 
 
 @kernel
-def encode_adaptive(version, codec, pi, sample, x_at, r_at, numels, groups, slots_at, used):
+def encode_adaptive(version, codec, pi, sample, x_at, r_at, source_at, numels, groups, slots_at, used):
     """As `encode_onebit`, for groups whose entries fit into 16 bits."""
     for i in range(x_at.size):
         x = _array(x_at[i], numels[i], np.float32)
         r = _array(r_at[i], numels[i] if r_at[i] else 0, np.float32)
+        source = _array(source_at[i], numels[i] if source_at[i] else 0, np.float32)
         count = _groups(numels[i], groups[i])
         table = _padded(2 * count)
         counts = _array(slots_at[i] + HEADER, count, np.uint16)
@@ -168,7 +170,7 @@ def encode_adaptive(version, codec, pi, sample, x_at, r_at, numels, groups, slot
         recon = _array(slots_at[i] + HEADER + table, 2 * count, np.float32)
         entries = _array(slots_at[i] + HEADER + table + 8 * count, numels[i], np.uint16)
         drawn = min(sample, groups[i])
-        found = signs.encode_adaptive(x, r, r[:0], groups[i], pi, drawn, counts, recon, entries)
+        found = signs.encode_adaptive(x, r, source, groups[i], pi, drawn, counts, recon, entries)
         body, number, width = (table + 8 * count + 2 * found, found, 2) if found >= 0 else (0, 0, 0)
         used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], width, number, body, found >= 0)
 

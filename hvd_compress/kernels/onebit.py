@@ -6,7 +6,17 @@ import numpy as np
 
 from hvd_compress.kernels.common import correct, draw
 from hvd_compress.kernels.jit import kernel
-from hvd_compress.kernels.llvm import add_chosen_64, at_least_64, count_ones, put_chosen_64, put_word
+from hvd_compress.kernels.llvm import (
+    add_chosen_64,
+    at_least_64,
+    count_ones,
+    fetch_to_read,
+    put_chosen_64,
+    put_word,
+)
+
+_FETCHED = 1024  # elements of a group that can be fetched while the one before is in the first-level cache
+_LINE = 16  # float32 of a cache line
 
 
 @kernel
@@ -36,8 +46,11 @@ def _sampled_means(y, sample, key_low, key_high):
 
 
 @kernel
-def _pack(y, first_bit, bits):
-    """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones."""
+def _pack(y, first_bit, bits, ahead=None, also=None, following=0):
+    """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones.
+
+    Meanwhile, as many elements of the arrays `ahead` and `also` as `y` has, from `following` on, are fetched.
+    """
     zero = y.dtype.type(0)
     head = min((8 - first_bit) & 7, y.size)
     count = 0
@@ -48,6 +61,10 @@ def _pack(y, first_bit, bits):
     out = bits[(first_bit + head) >> 3 :]
     words = (y.size - head) >> 6
     for w in range(words):
+        if ahead is not None:
+            for line in range(0, 64, _LINE):
+                fetch_to_read(ahead, following + 64 * w + line)
+                fetch_to_read(also, following + 64 * w + line)
         word = at_least_64(y, head + 64 * w, zero)
         count += count_ones(word)
         put_word(out, 8 * w, word)
@@ -72,13 +89,18 @@ def encode(x, r, source, group, sample, key_low, key_high, means, bits):
     `sample` entries per group estimate the means; 0 takes all.
     """
     feedback = r.size > 0
+    # what is only read is not fetched ahead by the processor while signs are packed; much of it finds no room in cache
+    fetches = source.size > 0 and group <= _FETCHED
     bad = np.float32(0)
     for g in range(means.size // 2):
         start = g * group
         stop = min(start + group, x.size)
         y = x[start:stop]
         bad += correct(y, r[start:stop], source[start:stop])
-        count = _pack(y, start, bits)
+        if fetches:
+            count = _pack(y, start, bits, source, r, stop)
+        else:
+            count = _pack(y, start, bits)
         if 0 < sample < y.size:
             positive, negative = _sampled_means(y, sample, np.uint32(key_low + np.uint32(g)), key_high)
         else:

@@ -11,9 +11,18 @@ import torch
 
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
-from hvd_compress.exchange import Parcel
+from hvd_compress.exchange import Parcel, aligned_empty
 from hvd_compress.torch._calls import Calls
-from hvd_compress.torch._staging import Staged, flat_of, is_seen_elsewhere, own_memory, shaped, stage, tensor_of
+from hvd_compress.torch._staging import (
+    Staged,
+    flat_of,
+    is_seen_elsewhere,
+    memory_of,
+    own_memory,
+    shaped,
+    stage,
+    tensor_of,
+)
 
 __all__ = ["Bucket"]
 
@@ -32,15 +41,22 @@ class Bucket(engine.Bucket):
     def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, calls: Calls) -> None:
         super().__init__(lanes, pack)
         self._calls = calls
-        self._count = len(self.tensors)
-        self._waiting = frozenset(name for name in self.tensors if self.waits(name))
+        self.waiting = frozenset(name for name in self.tensors if self.waits(name))
+        """Names of the tensors that are encoded together, when all of them are here."""
+        self._count = len(self.waiting)
+        self.came: dict[str, torch.Tensor | None] = {}
+        """Which of these are here in this step; with the gradient of each that was put off."""
+        self.is_between = False
+        """Whether a collective is in flight that is not the last one."""
         # tensors, not records of them: a step with many would make Python look for cycles more often
         self._own: dict[str, torch.Tensor] = {}
+        self._memories: dict[str, Any] = {}
+        self._places: dict[str, int] = {}
+        self._placed: dict[str, torch.Tensor] = {}
+        """Gradients that are given by their addresses, in `_places`; `_memories` keeps these from being used anew."""
         self._staged: dict[str, Staged] = {}
         self._spare: dict[str, torch.Tensor] = {}
         self._small: dict[str, torch.Tensor] = {}
-        self._put_off: dict[str, torch.Tensor] = {}
-        self._started = 0
         self._handle: Any = None
         self._waiting_for = ""
 
@@ -58,32 +74,43 @@ class Bucket(engine.Bucket):
             self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
         return taken
 
-    def put_off(self, name: str, gradient: torch.Tensor) -> bool:
-        """`take` it when all of the bucket are here, if it would wait for them anyway; whether that is so.
+    def put_off(self, name: str, gradient: torch.Tensor | None) -> int | None:
+        """`take` the gradient of a tensor in `waiting` when all of them are here: how many are not; None if it cannot.
 
-        Several are taken in half the time.
+        Several are taken in half the time. It cannot be where one has come already, either.
         """
-        if name not in self._waiting or gradient.dtype is not torch.float32 or not gradient.is_cpu:
-            return False
-        self._put_off[name] = gradient
-        return True
+        came = self.came
+        if (
+            name in came
+            or gradient is None
+            or gradient.dtype is not torch.float32
+            or not gradient.is_cpu
+            or gradient.is_sparse
+            or gradient.requires_grad
+        ):
+            return None
+        came[name] = gradient
+        return self._count - len(came)
 
-    def is_due(self) -> bool:
-        """Count one more tensor that was put off, or given to `start`; whether all are, and some were put off."""
-        self._started += 1
-        if self._started < self._count:
-            return False
-        # not when the step has ended: a bucket of which all are left out has no part in that
-        self._started = 0
-        return bool(self._put_off)
+    def let_pass(self, name: str) -> int:
+        """A tensor in `waiting` was given to `start`; how many of them are not here yet."""
+        self.came[name] = None
+        return self._count - len(self.came)
 
-    def take_together(self) -> dict[str, Array]:
+    def take_together(self) -> tuple[dict[str, int], dict[str, Array]]:
         """`take` what was put off; what `start_together` wants of it."""
         begin = time.perf_counter()
-        put_off, self._put_off = self._put_off, {}
-        taken = {name: self._take(name, gradient, keep=False)[0] for name, gradient in put_off.items()}
+        flats = {}
+        for name, gradient in self.came.items():
+            if gradient is None:
+                continue
+            memory = memory_of(gradient) if name in self.lanes else None
+            if memory is None:
+                flats[name], _ = self._take(name, gradient, keep=False)
+            else:
+                self._memories[name], self._places[name], self._placed[name] = memory, gradient.data_ptr(), gradient
         self.count("encode_seconds", time.perf_counter() - begin)
-        return taken
+        return self._places, flats
 
     def start(self, name: str, flat: Array | None, source: Array | None = None) -> None:
         """Encode what was taken, on the CPU and flat; start the first collective when all are here.
@@ -94,15 +121,10 @@ class Bucket(engine.Bucket):
         if self.give(name, flat, source):
             self._issue(self.collectives[0], self.parcel())
 
-    def start_together(self, flats: dict[str, Array]) -> None:
+    def start_together(self, places: dict[str, int], flats: dict[str, Array]) -> None:
         """`start` what `take_together` has returned."""
-        if self.give_together(flats):
+        if self.give_together(places, flats):
             self._issue(self.collectives[0], self.parcel())
-
-    @property
-    def is_between(self) -> bool:
-        """Whether a collective is in flight that is not the last one."""
-        return self._waiting_for not in ("", self.collectives[-1])
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
@@ -128,18 +150,19 @@ class Bucket(engine.Bucket):
 
     def combine(self, keep: bool, scale: float) -> dict[str, torch.Tensor]:
         """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`."""
+        results = self._still_in_place()
         finished = self.finish(keep, scale)
         begin = time.perf_counter()
-        results = {
-            name: self._restored(name, result, keep)
-            for name, result in finished.items()
-            if name in self.lanes and result is not None
-        }
+        for name, result in finished.items():
+            if result is not None and name in self._places:
+                results[name] = shaped(tensor_of(result), torch.Size(self.lanes[name].plan.shape))
+            elif name in self.lanes and result is not None:
+                results[name] = self._restored(name, result, keep)
         self.count("decode_seconds", time.perf_counter() - begin)
         for name, gradient in self._small.items():
             assert self.pack is not None
             results[name] = gradient.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
-        self._own, self._staged, self._small = {}, {}, {}
+        self._forget()
         return results
 
     def abandon(self) -> None:
@@ -149,8 +172,8 @@ class Bucket(engine.Bucket):
             pass
         if self._handle is not None:
             self._calls.wait(self._handle)
-        self._handle, self._waiting_for, self._started = None, "", 0
-        self._own, self._staged, self._small, self._put_off = {}, {}, {}, {}
+        self._ended()
+        self._forget()
         super().abandon()
 
     # -- parts ---------------------------------------------------------------------------------------------------
@@ -166,6 +189,15 @@ class Bucket(engine.Bucket):
         staged = self._staged[name] = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
         return flat_of(staged.memory), None if staged.source is None else flat_of(staged.source)
 
+    def _still_in_place(self) -> dict[str, torch.Tensor]:
+        """The gradients in which their results will be written; those of the others will be results of `finish`."""
+        moved = [name for name, gradient in self._placed.items() if gradient.data_ptr() != self._places[name]]
+        for name in moved:
+            # its memory, which may have any size now, is the user's
+            del self._placed[name]
+            self.move(name, aligned_empty(self.lanes[name].plan.numel, np.float32))
+        return dict(self._placed)
+
     def _restored(self, name: str, result: Array, keep: bool) -> torch.Tensor:
         tensor, own = tensor_of(result), self._own.get(name)
         if own is None:
@@ -180,12 +212,20 @@ class Bucket(engine.Bucket):
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
         self._handle = self._calls.start(collective, self, parcel)
-        self._waiting_for = collective
+        self._waiting_for, self.is_between = collective, collective != self.collectives[-1]
         self.count("start_seconds", time.perf_counter() - begin)
 
     def _receive(self) -> Array:
         begin = time.perf_counter()
         array = self._calls.wait(self._handle)
-        self._handle, self._waiting_for = None, ""
+        self._ended()
         self.count("exchange_seconds", time.perf_counter() - begin)
         return array
+
+    def _ended(self) -> None:
+        """Nothing is in flight."""
+        self._handle, self._waiting_for, self.is_between = None, "", False
+
+    def _forget(self) -> None:
+        self._own, self._staged, self._small, self.came = {}, {}, {}, {}
+        self._memories, self._places, self._placed = {}, {}, {}

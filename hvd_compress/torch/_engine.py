@@ -84,6 +84,20 @@ class Engine(Ledger[Bucket]):
         self._worker = Worker(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
         self._paid: set[str] = set()
 
+    def waiting(self) -> dict[str, Bucket]:
+        """The bucket of each tensor of which `Bucket.put_off` takes the gradient."""
+        return {name: bucket for bucket in self.buckets for name in bucket.waiting}
+
+    @property
+    def put_off(self) -> list[str]:
+        """Names of the tensors that `Bucket.put_off` has taken in this step."""
+        return [name for bucket in self.buckets for name, gradient in bucket.came.items() if gradient is not None]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether tensors that wait have come in this step."""
+        return any(bucket.came for bucket in self.buckets)
+
     def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
         """Encode a gradient, start what it completes, and move others on that are ready.
 
@@ -91,26 +105,39 @@ class Engine(Ledger[Bucket]):
         of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
-        if gradient is not None and self.debts:
-            gradient = self.with_debt(name, gradient, keep)
-        if gradient is not None and not keep and bucket.put_off(name, gradient):
+        waits = name in bucket.waiting
+        left = bucket.put_off(name, gradient) if waits and not keep else None
+        if left is not None:
             # a bucket that is being filled has nothing in flight
             if len(self.buckets) > 1:
                 self.progress()
         else:
+            if gradient is not None and self.debts:
+                gradient = self.with_debt(name, gradient, keep)
             # taken here: whoever made a gradient on a stream of another device is on this thread
             taken = (None, None) if gradient is None else bucket.take(name, gradient, keep)
             self._worker.run(self._start, bucket, name, *taken)
-        if bucket.is_due():
-            self._worker.run(self._start_together, bucket, bucket.take_together())
+            left = bucket.let_pass(name) if waits else None
+        if left == 0:
+            self.start_together(bucket)
+
+    def start_together(self, bucket: Bucket) -> None:
+        """The last of the tensors that wait has come: take and encode all that were put off."""
+        if self.debts:
+            for name, gradient in bucket.came.items():
+                if gradient is not None:
+                    self.with_debt(name, gradient)
+        places, flats = bucket.take_together()
+        if places or flats:
+            self._worker.run(self._start_together, bucket, places, flats)
 
     def _start(self, bucket: Bucket, name: str, flat: Array | None, source: Array | None) -> None:
         self._progress()
         bucket.start(name, flat, source)
 
-    def _start_together(self, bucket: Bucket, flats: dict[str, Array]) -> None:
+    def _start_together(self, bucket: Bucket, places: dict[str, int], flats: dict[str, Array]) -> None:
         self._progress()
-        bucket.start_together(flats)
+        bucket.start_together(places, flats)
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
@@ -166,6 +193,9 @@ class Engine(Ledger[Bucket]):
         for bucket in self.buckets:
             if bucket.busy:
                 results |= bucket.combine(keep, self.scale)
+            else:
+                # all of it was left out
+                bucket.came = {}
         return results
 
     def state_dict(self) -> dict[str, Any]:

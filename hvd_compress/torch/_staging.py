@@ -17,12 +17,14 @@ __all__ = [
     "flat_of",
     "is_ours_alone",
     "is_seen_elsewhere",
+    "memory_of",
     "own_memory",
     "shaped",
     "stage",
     "tensor_of",
 ]
 
+_uses = torch._C._storage_Use_Count  # torch has no public name for it
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
 _KNOWN = _IN_PLACE + _WIDENED
@@ -57,7 +59,25 @@ def own_memory(gradient: torch.Tensor) -> torch.Tensor | None:
     if not (gradient.is_cpu and gradient.dtype in _IN_PLACE and gradient.is_contiguous()):
         return None
     memory = gradient.detach()
-    return memory if _is_alone(memory) else None
+    # A backward pass may hand out a view of what it still needs, or one memory as the gradients of two parameters:
+    # x + b.view(...) does both
+    storage = memory.untyped_storage()
+    if _uses(storage._cdata) > _REFERENCES_OF_ONE:
+        return None
+    # the memory will hold the residual; who keeps all gradients in one buffer of theirs would zero it with them
+    return memory if storage.nbytes() == memory.nbytes else None
+
+
+def memory_of(gradient: torch.Tensor) -> Any:
+    """What keeps the memory of a float32 gradient on the CPU, if results can be written there at the end of the step.
+
+    Where that can be: contiguous, and nobody would see it but through the same tensor. None where not.
+    """
+    if not gradient.is_contiguous():
+        return None
+    # .grad, and the storage's Python object. A backward pass may hand out one memory as the gradients of two parameters
+    storage = gradient.untyped_storage()
+    return storage if _uses(storage._cdata) <= _REFERENCES_OF_OURS else None
 
 
 def is_seen_elsewhere(memory: torch.Tensor) -> bool:
@@ -105,12 +125,12 @@ def is_ours_alone(tensor: torch.Tensor) -> bool:
 
 def _is_of_use(tensor: torch.Tensor) -> bool:
     """Whether it may be written to: not if it was made in inference mode, which has ended."""
-    return torch.is_inference_mode_enabled() or not tensor.is_inference()
+    return not tensor.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _references(tensor: torch.Tensor) -> int:
-    # torch has no public name for the count; the Python object of the storage, made here, is one more
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    # the Python object of the storage, made here, is one more
+    return int(_uses(tensor.untyped_storage()._cdata))
 
 
 def _holders_of_storage(tensor: torch.Tensor) -> int:
@@ -124,8 +144,7 @@ def _references_of_array() -> int:
     return _references(tensor) - before if array.size else 0
 
 
-# .grad, what is detached from it, and the storage's Python object. A backward pass may hand out a view of what it still
-# needs, or one memory as the gradients of two parameters: x + b.view(...) does both
+# .grad, what is detached from it, and the storage's Python object
 _REFERENCES_OF_ONE = 3
 
 # the tensor itself, and the storage's Python object
@@ -177,12 +196,3 @@ def all_finite(tensor: torch.Tensor) -> bool:
     values = tensor._values() if tensor.is_sparse else tensor
     # extremes of NaN are NaN; torch.isfinite writes several arrays, and takes ten times as long
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))
-
-
-def _is_alone(gradient: torch.Tensor) -> bool:
-    """Whether only a parameter's `.grad` and `gradient` refer to the memory, and to all of it."""
-    storage = gradient.untyped_storage()
-    if torch._C._storage_Use_Count(storage._cdata) > _REFERENCES_OF_ONE:
-        return False
-    # the memory will hold the residual; who keeps all gradients in one buffer of theirs would zero it with them
-    return bool(storage.nbytes() == gradient.numel() * gradient.element_size())

@@ -107,8 +107,7 @@ def test_a_debt_of_a_small_tensor_travels_in_its_pack() -> None:
     assert it.packs.keys() == {"w"}
     gradient = torch.ones(SHAPE)
     it.start("w", gradient)  # the bucket waits for "large", so nothing is sent yet
-    taken = it.bucket_of("w").take_together()
-    np.testing.assert_array_equal(taken["w"], DEBT + 1)
+    np.testing.assert_array_equal(it.packs["w"].part("w"), DEBT + 1)
     it.settle(keep=True)
     assert not it.debts
 
@@ -134,10 +133,71 @@ def started(given: dict[str, Any], order: str) -> tuple[Any, list[bytes]]:
 
 def test_gradients_that_wait_are_taken_together_in_any_order() -> None:
     it, sent = started(gradients(), "abc")
-    assert it.buckets[0]._own.keys() == gradients().keys()
+    assert it.buckets[0]._placed.keys() == gradients().keys()
     for order in ("cba", "bac"):
         assert started(gradients(), order)[1] == sent
     assert len(sent) == 1
+
+
+def combined(given: dict[str, Any], disturb: Any = None, steps: int = 3, keep: bool = True) -> tuple[Any, Any]:
+    """The results of the last step on rank 0 of 2, both of which give the same, and the engine of rank 0."""
+    ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    it = engine.Engine(Routing(OneBit(), "allgather", 100), 1.0, ranks, given.items())
+    (bucket,) = it.buckets
+    for step in range(steps):
+        sent: list[np.ndarray] = []
+        bucket._issue = lambda _, parcel, sent=sent: sent.append(parcel.buffer.copy())
+        gradients_now = {name: gradient * (step + 1) for name, gradient in given.items()}
+        for name, gradient in gradients_now.items():
+            it.start(name, gradient)
+        if disturb is not None:
+            disturb(gradients_now)
+        assert bucket.arrive(np.concatenate(sent * 2))
+        results = bucket.combine(keep, 0.5)
+    return results, it
+
+
+def owed(it: Any) -> dict[str, np.ndarray]:
+    return {name: lane.residual.copy() for name, lane in it.lanes.items()}
+
+
+def test_results_are_written_where_the_gradients_lie() -> None:
+    seen: dict[str, Any] = {}
+    results, it = combined(gradients(), seen.update)
+    for name, gradient in seen.items():
+        assert results[name] is gradient
+        assert not torch.equal(gradient, gradients()[name] * 3)
+    assert all(residual.any() for residual in owed(it).values())
+
+
+@pytest.mark.parametrize("kind", ["written", "another", "smaller", "none"])
+def test_what_becomes_of_a_gradient_meanwhile_does_not_matter(kind: str) -> None:
+    def disturb(now: dict[str, Any]) -> None:
+        if kind == "written":
+            now["b"].fill_(torch.nan)
+        elif kind != "none":
+            now["b"].data = torch.zeros(64, 70) if kind == "another" else torch.zeros(3)
+
+    expected, undisturbed = combined(gradients())
+    results, it = combined(gradients(), disturb)
+    for name, result in results.items():
+        assert result.shape == (64, 70)
+        assert torch.equal(result, expected[name])
+        np.testing.assert_array_equal(owed(it)[name], owed(undisturbed)[name])
+
+
+def test_what_becomes_of_a_gradient_does_not_spoil_a_step_that_is_taken_back() -> None:
+    _, it = combined(gradients())
+    before = owed(it)
+    for name, gradient in gradients().items():
+        it.start(name, gradient)
+        gradient.fill_(torch.nan)
+    it.abandon()
+    for name, residual in before.items():
+        np.testing.assert_array_equal(it.lanes[name].residual, residual)
+    results, it = combined(gradients(), keep=False)
+    assert all(result.isfinite().all() for result in results.values())
+    assert not any(residual.any() for residual in owed(it).values())
 
 
 def test_gradients_of_other_types_are_taken_as_they_come() -> None:

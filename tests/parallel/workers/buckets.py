@@ -12,7 +12,7 @@ import torch
 from horovod.torch import optimizer as horovods_optimizer
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, OneBit, Threshold, TopK
+from hvd_compress import QSGD, Adaptive, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import MismatchError
@@ -33,6 +33,14 @@ from tests.parallel.workers.common import (
 cases = Cases()
 BUCKET_BYTES = {"alone": 0, "tiny": 1, "some": 100_000, "default": DEFAULT_BUCKET_BYTES}
 TOPK = TopK(ratio=0.05)
+COMPRESSORS = {
+    "topk": TOPK,
+    "qsgd": QSGD(bits=4),
+    "threshold": Threshold(0.5),
+    # tensors of these are encoded together
+    "onebit": OneBit(),
+    "adaptive": Adaptive(pi=16),
+}
 Given = Callable[[str, int], torch.Tensor]
 
 # of every fourth tensor, beside a weight, a scale and a bias of float32: compressed as float64 or from float32 copies,
@@ -172,7 +180,7 @@ def train(model: torch.nn.Module, optimizer: Any, expected: Expected, steps: Seq
 @cases.each(
     {
         f"{name}-{exchange}-{size}": (compressor, exchange, BUCKET_BYTES[size])
-        for name, compressor in {"topk": TOPK, "qsgd": QSGD(bits=4), "threshold": Threshold(0.5)}.items()
+        for name, compressor in COMPRESSORS.items()
         for exchange in ("two_phase", "allgather")
         for size in BUCKET_BYTES
     }
@@ -362,10 +370,10 @@ def several_backward_passes_fill_a_bucket_once() -> None:
         optimizer.zero_grad()
 
 
-@cases.add
-def a_step_that_is_given_up_half_way_leaves_nothing() -> None:
+@cases.each({"topk": TOPK, "onebit": OneBit()})
+def a_step_that_is_given_up_half_way_leaves_nothing(compressor: Compressor) -> None:
     model = Many()
-    optimizer, expected = wrap(model), Expected(model)
+    optimizer, expected = wrap(model, compressor), Expected(model, compressor)
     train(model, optimizer, expected, range(2))
     before = residuals(optimizer)
     names = list(expected.parameters)
@@ -375,6 +383,27 @@ def a_step_that_is_given_up_half_way_leaves_nothing() -> None:
     optimizer.zero_grad()
     assert residuals(optimizer) == before
     train(model, optimizer, expected, range(3, 5))
+
+
+@cases.each(
+    {
+        "written": lambda p: p.grad.fill_(7),
+        "given-other-memory": lambda p: setattr(p.grad, "data", torch.zeros(3)),
+        "replaced": lambda p: setattr(p, "grad", torch.zeros_like(p)),
+    }
+)
+def what_becomes_of_a_gradient_in_flight_does_not_matter(disturb: Callable[[torch.nn.Parameter], Any]) -> None:
+    # of tensors that are encoded together; what is written into the gradient of a larger one, or of a small one, counts
+    model = Plain(6)
+    optimizer, expected = wrap(model, OneBit()), Expected(model, OneBit())
+    for step in range(4):
+        loss_of(model, step).backward()
+        if (step + horovod.rank()) % 2:
+            disturb(model.layer1.weight)
+        optimizer.step()
+        expected.check_step(step)
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def gradients_of_layers_are_encoded_where_they_lie() -> None:
     optimizer = wrap(model, min_numel=1)
     for _ in range(3):
         model(torch.randn(4, 3, 8, 8)).sum().backward()
-        own = {name for bucket in optimizer._engine.buckets for name in bucket._own}
+        own = {name for bucket in optimizer._engine.buckets for name in (*bucket._own, *bucket._placed)}
         assert own == {name for name, _ in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
