@@ -15,20 +15,20 @@ from hvd_compress.kernels.llvm import (
     put_word,
 )
 
-_FETCHED = 1024  # elements of a group that can be fetched while the one before is in the first-level cache
+_BLOCK = 256  # elements whose signs and sums are taken while memory brings the next ones; 128 and 512 take a tenth more
 _LINE = 16  # float32 of a cache line
 
 
 @kernel
-def _means(y, count):
-    """Means of the `count` non-negative entries and of the others."""
+def _sums(y):
+    """Of the non-negative entries, and of the others."""
     positive = 0.0
     negative = 0.0
     for i in range(y.size):
         v = np.float64(y[i])
         positive += max(v, 0.0)
         negative += min(v, 0.0)
-    return np.float32(positive / max(count, 1)), np.float32(negative / max(y.size - count, 1))
+    return positive, negative
 
 
 @kernel
@@ -46,10 +46,10 @@ def _sampled_means(y, sample, key_low, key_high):
 
 
 @kernel
-def _pack(y, first_bit, bits, ahead=None, also=None, following=0):
+def _pack(y, first_bit, bits, ahead=None, following=0):
     """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones.
 
-    Meanwhile, as many elements of the arrays `ahead` and `also` as `y` has, from `following` on, are fetched.
+    Meanwhile, as many elements of the array `ahead` as `y` has, from `following` on, are fetched.
     """
     zero = y.dtype.type(0)
     head = min((8 - first_bit) & 7, y.size)
@@ -64,7 +64,6 @@ def _pack(y, first_bit, bits, ahead=None, also=None, following=0):
         if ahead is not None:
             for line in range(0, 64, _LINE):
                 fetch_to_read(ahead, following + 64 * w + line)
-                fetch_to_read(also, following + 64 * w + line)
         word = at_least_64(y, head + 64 * w, zero)
         count += count_ones(word)
         put_word(out, 8 * w, word)
@@ -89,22 +88,33 @@ def encode(x, r, source, group, sample, key_low, key_high, means, bits):
     `sample` entries per group estimate the means; 0 takes all.
     """
     feedback = r.size > 0
-    # what is only read is not fetched ahead by the processor while signs are packed; much of it finds no room in cache
-    fetches = source.size > 0 and group <= _FETCHED
     bad = np.float32(0)
     for g in range(means.size // 2):
         start = g * group
         stop = min(start + group, x.size)
+        is_sampled = 0 < sample < stop - start
+        upper = 0.0
+        lower = 0.0
+        count = 0
+        for begin in range(start, stop, _BLOCK):
+            end = min(begin + _BLOCK, stop)
+            y = x[begin:end]
+            bad += correct(y, r[begin:end], source[begin:end])
+            if source.size > 0:
+                # with three streams the processor fetches too little ahead by itself
+                count += _pack(y, begin, bits, r, end)
+            else:
+                count += _pack(y, begin, bits)
+            if not is_sampled:
+                of_positive, of_negative = _sums(y)
+                upper += of_positive
+                lower += of_negative
         y = x[start:stop]
-        bad += correct(y, r[start:stop], source[start:stop])
-        if fetches:
-            count = _pack(y, start, bits, source, r, stop)
-        else:
-            count = _pack(y, start, bits)
-        if 0 < sample < y.size:
+        if is_sampled:
             positive, negative = _sampled_means(y, sample, np.uint32(key_low + np.uint32(g)), key_high)
         else:
-            positive, negative = _means(y, count)
+            positive = np.float32(upper / max(count, 1))
+            negative = np.float32(lower / max(y.size - count, 1))
         means[2 * g] = positive
         means[2 * g + 1] = negative
         if feedback:
