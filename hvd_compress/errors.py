@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["HvdCompressError", "MismatchError", "StateError", "UnsupportedError", "WireError"]
+__all__ = ["GradientError", "HvdCompressError", "MismatchError", "StateError", "UnsupportedError", "WireError"]
 
 
 class HvdCompressError(Exception):
@@ -19,6 +19,13 @@ class MismatchError(HvdCompressError, RuntimeError):
 
 class UnsupportedError(HvdCompressError, NotImplementedError):
     """A combination that cannot be honoured; the message names the remedy."""
+
+
+class GradientError(HvdCompressError, AssertionError):
+    """A gradient was computed, changed or cleared when its exchange could not take that; the message says what to do.
+
+    Horovod raises AssertionError there, so this is one.
+    """
 
 
 class StateError(HvdCompressError, ValueError):

@@ -61,6 +61,7 @@ class Ledger(Generic[AnyBucket]):
         adagrad: makes all combined gradients updates: those that are compressed in the exchange, small ones beside
             them where they arrive, and dense ones where the edge calls `precondition`.
         scale: factor on the sum over ranks, of which AdaGrad must know.
+        resting: tensors that take no gradients now, and may do so again: what is owed of them is kept.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Ledger(Generic[AnyBucket]):
         hosts: Hosts | None = None,
         adagrad: AdaGrad | None = None,
         scale: float = 1.0,
+        resting: Iterable[Tensor] = (),
     ) -> None:
         self.routing = routing
         self.buckets: list[AnyBucket] = []
@@ -87,6 +89,8 @@ class Ledger(Generic[AnyBucket]):
         self.debts: dict[str, Array] = {}
         """What is owed of tensors that go dense now; it travels with their next gradient."""
         self._before: dict[str, Counters] = {}
+        self._resting: dict[str, Counters] = {}
+        """The counters of the tensors that take no gradients now."""
         self._bucket_of: dict[str, AnyBucket] = {}
         self._steps = 0
         self._loss_scale = 1.0
@@ -97,6 +101,9 @@ class Ledger(Generic[AnyBucket]):
         self.accumulators = (
             None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.lanes, self.packs)
         )
+        for tensor in resting:
+            self._shapes[tensor.name] = tensor.shape
+            self._resting[tensor.name] = Counters()
         if ranks > 1 and isinstance(routing.exchange, ParameterServer):
             # refused whether a tensor goes there or not
             routing.exchange.of_bucket(0, ranks).root_among(ranks)
@@ -154,7 +161,7 @@ class Ledger(Generic[AnyBucket]):
         """The compressor of all tensors if all of them go dense in the same way, and nothing is owed; else None."""
         if self.owes:
             return None
-        ways = {self.routing.compressor_of(name) for name in self._shapes}
+        ways = {self.routing.compressor_of(name) for name in self._shapes if name not in self._resting}
         return ways.pop() if len(ways) == 1 else None
 
     def exchanges(self, name: str) -> bool:
@@ -180,9 +187,10 @@ class Ledger(Generic[AnyBucket]):
         for name, lane in other.lanes.items():
             if name in self.lanes and self.lanes[name].keeps_residual:
                 continue
-            if lane.is_owing() and not self._pays_debts:
+            is_kept = self._pays_debts or name in self._resting
+            if lane.is_owing() and not is_kept:
                 raise self._unpaid(name, lane.residual_norm())
-            if lane.is_owing() and self._pays_debts:
+            if lane.is_owing() and is_kept:
                 owed = lane.all_owed()
                 self._owe(name, owed.dtype)[:] = owed
         for name, debt in other.debts.items():
@@ -201,8 +209,8 @@ class Ledger(Generic[AnyBucket]):
                 lane.step = other._steps
         # a pack's counters stand for all its members: what these have cost before is kept beside them
         self._before = {name: other.counters_of(name) for name in self.packs}
-        for name in self.dense:
-            self.dense[name] = other.counters_of(name)
+        for counters in (self.dense, self._resting):
+            counters.update((name, other.counters_of(name)) for name in counters)
         self._steps, self._loss_scale = other._steps, other._loss_scale
 
     def set_loss_scale(self, loss_scale: float) -> None:
@@ -257,6 +265,11 @@ class Ledger(Generic[AnyBucket]):
             squares += norm**2
             way = f"{self.packs[name].plan.exchange}, uncompressed" if name in self.packs else "dense"
             tensors[name] = self.counters_of(name).report(norm) | {"exchange": way}
+        for name, counters in self._resting.items():
+            if counters.steps or name in self.debts:
+                norm = float(np.linalg.norm(self.debts[name])) if name in self.debts else 0.0
+                squares += norm**2
+                tensors[name] = counters.report(norm) | {"exchange": "none, takes no gradients"}
         for name in tensors:
             total.add(self.counters_of(name))
         return {"total": total.report(squares**0.5), "tensors": tensors}
@@ -268,7 +281,7 @@ class Ledger(Generic[AnyBucket]):
         if name in self.lanes:
             return self.lanes[name].counters
         if name not in self.packs:
-            return self.dense[name]
+            return self.dense.get(name) or self._resting.get(name) or Counters()
         counters = self.packs[name].counters.scaled(self.packs[name].share(name))
         if name in self._before:
             steps = counters.steps + self._before[name].steps
@@ -364,7 +377,7 @@ class Ledger(Generic[AnyBucket]):
 
     def _check_entry(self, name: str, entry: dict[str, Any]) -> None:
         lane = self.lanes.get(name)
-        is_paid = self._pays_debts and name in self._shapes
+        is_paid = (self._pays_debts and name in self._shapes) or name in self._resting
         if lane is None and not is_paid:
             raise StateError(
                 f"compressor state has a residual of {name!r}, which is not compressed here; known are "

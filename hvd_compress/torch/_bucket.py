@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
+from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Parcel, aligned_empty
 from hvd_compress.torch._calls import Calls
 from hvd_compress.torch._staging import (
@@ -105,6 +107,7 @@ class Bucket(engine.Bucket):
             if gradient is None:
                 continue
             memory = memory_of(gradient) if name in self.lanes else None
+            self._check_size(name, gradient)
             if memory is None:
                 flats[name], _ = self._take(name, gradient, keep=False)
             else:
@@ -148,8 +151,17 @@ class Bucket(engine.Bucket):
             pass
         return self.arrive(self._receive())
 
-    def combine(self, keep: bool, scale: float) -> dict[str, torch.Tensor]:
-        """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`."""
+    @property
+    def staged_places(self) -> list[int]:
+        """Where the gradients lie that kernels got a copy of."""
+        return [staged.gradient.data_ptr() for staged in self._staged.values()]
+
+    def combine(self, keep: bool, scale: float, shared: Collection[int] = ()) -> dict[str, torch.Tensor]:
+        """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`.
+
+        A result is written into its gradient, unless that was to be kept, or lies at a place in `shared`, where several
+        gradients are.
+        """
         results = self._still_in_place()
         finished = self.finish(keep, scale)
         begin = time.perf_counter()
@@ -157,7 +169,7 @@ class Bucket(engine.Bucket):
             if result is not None and name in self._places:
                 results[name] = shaped(tensor_of(result), torch.Size(self.lanes[name].plan.shape))
             elif name in self.lanes and result is not None:
-                results[name] = self._restored(name, result, keep)
+                results[name] = self._restored(name, result, keep, shared)
         self.count("decode_seconds", time.perf_counter() - begin)
         for name, gradient in self._small.items():
             assert self.pack is not None
@@ -179,15 +191,26 @@ class Bucket(engine.Bucket):
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> tuple[Array, Array | None]:
+        self._check_size(name, gradient)
         if name not in self.lanes:
-            self._small[name] = gradient.detach().clone() if keep else gradient.detach()
-            return self._small[name].reshape(-1).cpu().numpy(), None
+            # `data`: a result that is written there does not count as a write of the user's
+            self._small[name] = gradient.detach().clone() if keep else gradient.data
+            return self._small[name].reshape(-1).to("cpu", torch.float32).numpy(), None
         own = None if keep else own_memory(gradient)
         if own is not None:
             self._own[name] = own
             return flat_of(own), None
         staged = self._staged[name] = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
         return flat_of(staged.memory), None if staged.source is None else flat_of(staged.source)
+
+    def _check_size(self, name: str, gradient: torch.Tensor) -> None:
+        """Raise GradientError where kernels would read beyond the end of a gradient."""
+        expected = math.prod(self.shape_of(name))
+        if gradient.numel() != expected:
+            raise GradientError(
+                f"the gradient of {name!r} has {gradient.numel()} elements, and had {expected} when the optimizer was "
+                "wrapped. Wrap it again after a parameter has got another shape"
+            )
 
     def _still_in_place(self) -> dict[str, torch.Tensor]:
         """The gradients in which their results will be written; those of the others will be results of `finish`."""
@@ -198,11 +221,12 @@ class Bucket(engine.Bucket):
             self.move(name, aligned_empty(self.lanes[name].plan.numel, np.float32))
         return dict(self._placed)
 
-    def _restored(self, name: str, result: Array, keep: bool) -> torch.Tensor:
+    def _restored(self, name: str, result: Array, keep: bool, shared: Collection[int]) -> torch.Tensor:
         tensor, own = tensor_of(result), self._own.get(name)
         if own is None:
             self._spare[name] = tensor
-            return self._staged[name].restore(tensor)
+            staged = self._staged[name]
+            return staged.restore(tensor, apart=staged.gradient.data_ptr() in shared)
         lane = self.lanes[name]
         if keep and lane.residual is not None and is_seen_elsewhere(own):
             # a buffer of the user's that .grad was a view of will be written to again

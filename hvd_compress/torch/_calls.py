@@ -8,14 +8,39 @@ from typing import Any, Protocol
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import ParameterServer, Parcel
 from hvd_compress.mpi import Channel
 from hvd_compress.torch._gossip import TorchCollectives
 
-__all__ = ["Calls", "calls_for"]
+__all__ = ["Calls", "awaited", "calls_for", "collective_name"]
 
 Array = np.ndarray[Any, Any]
+
+
+def collective_name(collective: str, name: str, label: str) -> str:
+    """What Horovod knows a collective of a bucket by; `name` is that of the bucket."""
+    return f"hvd_compress.{collective}.{name}{label}"
+
+
+def awaited(handle: int) -> Any:
+    """What an operation of Horovod has brought.
+
+    Raises:
+        MismatchError: other ranks have started another one of the same name, such as one that compares settings anew.
+    """
+    try:
+        return hvd.synchronize(handle)
+    except HorovodInternalError as error:
+        if "Mismatched" not in str(error):
+            raise
+        raise MismatchError(
+            "the ranks are not at the same point of their programs: one exchanges gradients, another one something "
+            f"else. Horovod says: {error} All ranks must freeze, unfreeze and add parameters before the same step, and "
+            "use optimizers wrapped with the same settings."
+        ) from error
 
 
 class _Bucket(Protocol):
@@ -45,8 +70,10 @@ class Calls(Protocol):
         """What it has brought."""
 
 
-def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> Callable[[], Calls]:
+def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet, label: str = "") -> Callable[[], Calls]:
     """Makes what carries the exchanges of a bucket of a process set; a collective call.
+
+    `label` tells the collectives from those of other optimizers with tensors of the same names.
 
     Raises:
         UnsupportedError: messages of MPI are asked for, and cannot be had.
@@ -54,7 +81,7 @@ def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> C
     if isinstance(exchange, ParameterServer) and exchange.transport == "mpi":
         messages = TorchCollectives(process_set).root_messages()
         return lambda: RootCalls(messages.channel())
-    return lambda: HorovodCalls(process_set)
+    return lambda: HorovodCalls(process_set, label)
 
 
 class HorovodCalls:
@@ -62,16 +89,18 @@ class HorovodCalls:
 
     Args:
         process_set: the ranks that take part.
+        label: at the end of the collectives' names.
     """
 
-    def __init__(self, process_set: hvd.ProcessSet) -> None:
+    def __init__(self, process_set: hvd.ProcessSet, label: str = "") -> None:
         self._process_set = process_set
+        self._label = label
 
     @torch.inference_mode(False)  # Horovod's thread, which is in no such mode, sizes the results made here
     def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
         """See `Calls`."""
         # named by tensor and stage: ranks may issue them in any order
-        settings = {"name": f"hvd_compress.{collective}.{bucket.name}", "process_set": self._process_set}
+        settings = {"name": collective_name(collective, bucket.name, self._label), "process_set": self._process_set}
         buffer = torch.from_numpy(parcel.buffer)
         if collective == "allgather":
             return hvd.allgather_async(buffer, **settings)
@@ -87,7 +116,7 @@ class HorovodCalls:
 
     def wait(self, handle: Any) -> Array:
         """See `Calls`."""
-        output = hvd.synchronize(handle)
+        output = awaited(handle)
         tensor = output[0] if isinstance(output, tuple) else output
         array: Array = tensor.numpy()
         return array

@@ -39,7 +39,7 @@ class _Overrides:
         told = {key: vars(self).pop(key) for key in ("grad_scale", "found_inf") if key in vars(self)}
         try:
             if _skips(told):
-                self._synchronized = False
+                self._close()
             else:
                 loss = self._below_step(closure)
         finally:

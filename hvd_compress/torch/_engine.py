@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool
     staged = combined.detach().to(device="cpu", dtype=wide).contiguous()
     finite = ledger.precondition(name, staged.view(-1).numpy())
     if staged.data_ptr() != combined.data_ptr():
-        combined.copy_(staged)
+        combined.data.copy_(staged)
     return finite
 
 
@@ -56,6 +57,8 @@ class Engine(Ledger[Bucket]):
         groups: of names, to go together.
         pays_debts: whether the caller calls `with_debt` for gradients that go dense.
         adagrad: see `Ledger`; the caller calls `precondition` for gradients that went dense.
+        resting: (name, tensor) of those that take no gradients now.
+        label: what tells the collectives from those of other optimizers.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Engine(Ledger[Bucket]):
         groups: list[list[str]] | None = None,
         pays_debts: bool = False,
         adagrad: AdaGrad | None = None,
+        resting: Iterable[tuple[str, torch.Tensor]] = (),
+        label: str = "",
     ) -> None:
-        make_calls = calls_for(routing.exchange, process_set)
+        make_calls = calls_for(routing.exchange, process_set, label)
 
         def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
             return Bucket(lanes, pack, make_calls())
@@ -78,7 +83,7 @@ class Engine(Ledger[Bucket]):
             hosts = Hosts.of_names(HorovodCollectives(hvd, torch.from_numpy, process_set).host_numbers())
         super().__init__(
             routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts,
-            adagrad, scale,
+            adagrad, scale, described(resting),
         )  # fmt: skip
         self.scale = scale
         self._worker = Worker(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
@@ -92,11 +97,6 @@ class Engine(Ledger[Bucket]):
     def put_off(self) -> list[str]:
         """Names of the tensors that `Bucket.put_off` has taken in this step."""
         return [name for bucket in self.buckets for name, gradient in bucket.came.items() if gradient is not None]
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether tensors that wait have come in this step."""
-        return any(bucket.came for bucket in self.buckets)
 
     def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
         """Encode a gradient, start what it completes, and move others on that are ready.
@@ -157,7 +157,11 @@ class Engine(Ledger[Bucket]):
         owed = owed.to(device=gradient.device, dtype=gradient.dtype)
         if gradient.is_sparse:
             return (gradient.to_dense() + owed).to_sparse(gradient.sparse_dim())
-        return gradient + owed if keep else gradient.add_(owed)
+        if keep:
+            return gradient + owed
+        # through `data`, so that it does not count as a write of the user's
+        gradient.data.add_(owed)
+        return gradient
 
     def settle(self, keep: bool) -> None:
         """The step has ended: debts that travelled are forgotten if its gradients were finite."""
@@ -190,9 +194,12 @@ class Engine(Ledger[Bucket]):
         """Decode all that has arrived: {name: result}; see `Bucket.combine`."""
         self.count_step()
         results: dict[str, torch.Tensor] = {}
+        # a backward pass may hand out one memory as the gradients of two parameters, whose results differ
+        places = Counter(place for bucket in self.buckets for place in bucket.staged_places)
+        shared = [place for place, times in places.items() if times > 1]
         for bucket in self.buckets:
             if bucket.busy:
-                results |= bucket.combine(keep, self.scale)
+                results |= bucket.combine(keep, self.scale, shared)
             else:
                 # all of it was left out
                 bucket.came = {}

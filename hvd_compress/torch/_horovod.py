@@ -14,7 +14,16 @@ from horovod.torch.optimizer import _DistributedOptimizer as HorovodOptimizer
 
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["HorovodOptimizer", "form_groups", "known_process_sets", "laid_over", "make_class", "refuse_unfit", "relay"]
+__all__ = [
+    "HorovodOptimizer",
+    "form_groups",
+    "known_process_sets",
+    "laid_over",
+    "make_class",
+    "refuse_unfit",
+    "refuse_wrapped",
+    "relay",
+]
 
 
 def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
@@ -35,9 +44,15 @@ def refuse_unfit(by: str, optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedError(
             f"{by} around LBFGS: it evaluates many points in one step. Use an optimizer with one gradient per step"
         )
+    refuse_wrapped(by, optimizer)
+
+
+def refuse_wrapped(by: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UnsupportedError if an optimizer is distributed already."""
     if type(optimizer).__module__ == HorovodOptimizer.__module__:
         raise UnsupportedError(
-            f"{by} around an optimizer that is distributed already: wrap the torch optimizer inside of it"
+            f"{by} around an optimizer that is distributed already: give a torch optimizer. Where a cell of a notebook "
+            "is run again, make that anew in the same cell"
         )
 
 

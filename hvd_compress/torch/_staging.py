@@ -35,20 +35,25 @@ class Staged(NamedTuple):
     """A gradient beside contiguous CPU memory, float32 or float64, and how to bring a result back.
 
     `memory` is a flat copy: through host memory for another device, widened to float32 for 16-bit types.
+    `keep`: the gradient stays what it is, and results are tensors of their own.
     `source`: where kernels read a gradient that is to be kept and need not be copied; `memory` is only that then.
     """
 
     memory: torch.Tensor
     gradient: torch.Tensor
+    keep: bool = False
     source: torch.Tensor | None = None
 
-    def restore(self, result: torch.Tensor) -> torch.Tensor:
-        """What `tensor_of` returned with shape, dtype, device and strides of the gradient; no copy if of a `source`."""
+    def restore(self, result: torch.Tensor, apart: bool = False) -> torch.Tensor:
+        """What `tensor_of` returned, in the gradient, or with `keep` or `apart` as a tensor like it."""
         if self.source is not None:
             return shaped(result, self.gradient.shape)
-        restored = torch.empty_like(self.gradient)
-        restored.copy_(result.view(self.gradient.shape))
-        return restored
+        # one memory for several elements, as `expand` makes it, cannot hold a result
+        is_room = not any(
+            n > 1 and stride == 0 for n, stride in zip(self.gradient.shape, self.gradient.stride(), strict=True)
+        )
+        target = self.gradient if is_room and not (self.keep or apart) else torch.empty_like(self.gradient)
+        return target.copy_(result.view(self.gradient.shape))
 
 
 def own_memory(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -158,7 +163,7 @@ _REFERENCES_OF_ARRAY = _references_of_array()
 
 
 def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torch.Tensor | None = None) -> Staged:
-    """Prepare a dense gradient for the kernels, which will not overwrite it.
+    """Prepare a dense gradient for the kernels, which work on other memory.
 
     Args:
         gradient: of any device and strides.
@@ -169,7 +174,8 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
     Raises:
         TypeError: the gradient is not of a floating type that can be compressed.
     """
-    gradient = gradient.detach()
+    # a result that is written there does not count as a write of the user's
+    gradient = gradient.data
     if gradient.dtype not in _KNOWN:
         raise TypeError(
             f"gradient of {name!r} is {gradient.dtype}; compressors take float16, bfloat16, float32 and float64. "
@@ -178,9 +184,9 @@ def stage(gradient: torch.Tensor, *, name: str, keep: bool = False, memory: torc
     dtype = torch.float32 if gradient.dtype in _WIDENED else gradient.dtype
     flat = _room(gradient.numel(), dtype, memory)
     if keep and gradient.is_cpu and gradient.dtype in _IN_PLACE and gradient.is_contiguous():
-        return Staged(flat, gradient, source=gradient)
+        return Staged(flat, gradient, keep, source=gradient)
     flat.view(gradient.shape).copy_(gradient)
-    return Staged(flat, gradient)
+    return Staged(flat, gradient, keep)
 
 
 def _room(numel: int, dtype: torch.dtype, memory: torch.Tensor | None) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""What ranks tell each other of their tensors before the first exchange: what is sparse, and whether values differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvd_compress.errors import MismatchError
+
+__all__ = ["Beginning", "compare_beginnings"]
+
+_NO_GRADIENT, _DENSE = 0, 1
+_SPARSE = 2  # and above: the number of sparse dimensions
+
+
+class Beginning(NamedTuple):
+    """What all ranks know of their tensors after they have compared.
+
+    Args:
+        sparse_dims: of the tensors whose gradient is sparse on some rank, by name.
+        unequal: name of the first tensor whose values differ between ranks, and a rank that differs from the first one.
+    """
+
+    sparse_dims: dict[str, int]
+    unequal: tuple[str, int] | None
+
+
+def compare_beginnings(tensors: Mapping[str, torch.Tensor], label: str, process_set: hvd.ProcessSet) -> Beginning:
+    """Tell all ranks what this one knows of its parameters and their gradients; a collective call.
+
+    Args:
+        tensors: parameters by name, the same and in the same order on all ranks.
+        label: of the collective.
+        process_set: the ranks that take part.
+
+    Raises:
+        MismatchError: gradients of one tensor are sparse in different numbers of dimensions; raised on all ranks.
+    """
+    mine = np.empty((len(tensors), 2), np.int64)
+    for row, p in zip(mine, tensors.values(), strict=True):
+        row[:] = _kind_of(p.grad), _checksum(p)
+    name = f"hvd_compress.beginning{label}"
+    everyone = hvd.allgather(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
+    rows = everyone.numpy().reshape(-1, len(tensors), 2)
+    sparse_dims = {}
+    for i, tensor in enumerate(tensors):
+        kinds = {int(kind) for kind in rows[:, i, 0] if kind >= _SPARSE}
+        if len(kinds) > 1:
+            told = [int(kind) - _SPARSE for kind in sorted(kinds)]
+            raise MismatchError(
+                f"the gradients of {tensor!r} are sparse in {told[0]} dimensions on one rank and in {told[1]} on "
+                "another. Use sparse_as_dense=True"
+            )
+        if kinds:
+            sparse_dims[tensor] = kinds.pop() - _SPARSE
+    differs = rows[:, :, 1] != rows[0, :, 1]
+    unequal = None
+    if differs.any():
+        i = int(differs.any(axis=0).argmax())
+        unequal = list(tensors)[i], int(differs[:, i].argmax())
+    return Beginning(sparse_dims, unequal)
+
+
+def _kind_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NO_GRADIENT
+    return _SPARSE + gradient.sparse_dim() if gradient.is_sparse else _DENSE
+
+
+def _checksum(p: torch.Tensor) -> int:
+    values = p.detach().cpu().contiguous()
+    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0

@@ -1,0 +1,78 @@
+"""The parameters of an optimizer that take gradients: their names, their hooks, and whether they have changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+
+__all__ = ["Members"]
+
+
+class Members:
+    """The parameters that take gradients, as they were when `take` was last called.
+
+    Args:
+        names: of the parameters that were named when the optimizer was wrapped.
+        on_gradient: called with a parameter's name and the parameter when a backward pass has computed its gradient;
+            parameters keep it alive.
+    """
+
+    def __init__(self, names: dict[torch.Tensor, str], on_gradient: Callable[[str, torch.Tensor], None]) -> None:
+        self.names = names
+        self.by_name: dict[str, torch.Tensor] = {}
+        """Those that take gradients, in their order."""
+        self.resting: dict[str, torch.Tensor] = {}
+        """Those that took gradients once, or may, and do not now."""
+        self._list: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._on_gradient = on_gradient
+        self._hooks: dict[torch.Tensor, Any] = {}
+
+    def have_changed(self, groups: Iterable[dict[str, Any]]) -> bool:
+        """Whether parameters were frozen, unfrozen, added or converted since; called in every step."""
+        now = [p for group in groups for p in group["params"] if p.requires_grad]
+        if len(now) != len(self._list) or not all(map(is_, now, self._list)):
+            return True
+        return [p.dtype for p in now] != self._dtypes
+
+    def take(self, groups: list[dict[str, Any]]) -> None:
+        """Take over which parameters of `groups` take gradients, name those that have none, and set their hooks."""
+        known = dict(self.by_name)
+        self.by_name, self.resting = {}, dict(self.resting)
+        for i, group in enumerate(groups):
+            for j, p in enumerate(group["params"]):
+                name = self.names.setdefault(p, self._free_name(i, j))
+                if p.requires_grad:
+                    self.by_name[name] = p
+                    self._hook(name, p)
+                else:
+                    self.resting[name] = p
+        self.resting = {n: p for n, p in {**self.resting, **known}.items() if n not in self.by_name}
+        self._list = list(self.by_name.values())
+        self._dtypes = [p.dtype for p in self._list]
+
+    def release(self) -> None:
+        """Let go of all parameters; their gradients are nothing to this optimizer any more."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks = {}
+
+    def _free_name(self, group: int, position: int) -> str:
+        # as Horovod names parameters that were given without names (optimizer.py l. 44)
+        name = f"allreduce.noname.{group}.{position}"
+        taken = set(self.names.values())
+        return name if name not in taken else f"{name}.added.{len(taken)}"
+
+    def _hook(self, name: str, p: torch.Tensor) -> None:
+        if p in self._hooks:
+            return
+        # Horovod's are hooks of the node that accumulates (l. 171-174): while it runs, it refers to the gradient's
+        # memory, and `stage` could not tell whether anybody else does
+        self._hooks[p] = p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
+        # parameters may outlive their optimizer, and be given to another one
+        weakref.finalize(self, self._hooks[p].remove).atexit = False

@@ -1,0 +1,172 @@
+"""What an optimizer was wrapped with, and what is made of it for the parameters that take gradients now."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_compress.compressors import Compressor
+from hvd_compress.cost import HorovodCollectives
+from hvd_compress.engine import Routing, describe, description
+from hvd_compress.errors import MismatchError
+from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.policy import Auto, Policy
+from hvd_compress.torch._agreement import require_agreement, require_agreement_through
+from hvd_compress.torch._calls import collective_name
+from hvd_compress.torch._engine import Engine, described
+from hvd_compress.torch._steering import Steering
+
+__all__ = ["Wrapping", "label_for", "take_over"]
+
+_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Distributed optimizers that are in use."""
+
+
+@dataclass
+class Wrapping:
+    """What an optimizer was wrapped with.
+
+    Args:
+        compression: as the user gave it.
+        ours: what of it needs exchanges of this package, or None.
+        op: Horovod's.
+        exchange: see `DistributedOptimizer`.
+        min_numel: likewise.
+        bucket_bytes: likewise.
+        groups: likewise.
+        adagrad: likewise.
+        process_set: the ranks that take part.
+        scale: factor on the sum over ranks.
+        settings: more that ranks have to agree on.
+        label: what tells collectives from those of other optimizers with tensors of the same names.
+    """
+
+    compression: Any
+    ours: Compressor | Policy | Auto | None
+    op: Any
+    exchange: str | ParameterServer
+    min_numel: int
+    bucket_bytes: int
+    groups: Any
+    adagrad: AdaGrad | None
+    process_set: hvd.ProcessSet
+    scale: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the compressor, for statistics."""
+        known = isinstance(self.compression, Compressor | Auto | Policy)
+        return repr(self.compression) if known else str(describe(self.compression))
+
+    def description(self, groups: list[dict[str, Any]], names: dict[int, str]) -> dict[str, Any]:
+        """What ranks compare: settings, and all parameters; `names` by the parameters' ids."""
+        params = [p for group in groups for p in group["params"]]
+        positions = {id(p): i for i, p in enumerate(params)}
+        together = self.groups
+        if isinstance(together, list):
+            together = [[positions.get(id(p)) for p in group] for group in together]
+        parameters = [[names.get(id(p), i), list(p.shape), str(p.dtype), p.requires_grad] for i, p in enumerate(params)]
+        return description(
+            self.compression, self.op, parameters, exchange=self.exchange, min_numel=self.min_numel,
+            bucket_bytes=self.bucket_bytes, groups=together, adagrad=self.adagrad, **self.settings,
+        )  # fmt: skip
+
+    def agree(self, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
+        """Compare with all ranks before the optimizer is wrapped; a collective call.
+
+        Raises:
+            MismatchError: on all ranks, naming the first difference.
+        """
+        require_agreement(self.description(groups, names), self.process_set)
+
+    def agree_again(self, optimizer: Any, engine: Engine) -> None:
+        """Compare with all ranks after parameters were frozen, unfrozen, added or converted; a collective call.
+
+        Ranks where nothing has changed do not know of it. They go on with the exchange that was to come, and Horovod
+        tells all ranks that the two do not fit.
+
+        Raises:
+            MismatchError: on all ranks, naming the first difference, or that others have not changed theirs.
+        """
+        told = self.description(optimizer.param_groups, {id(p): n for p, n in optimizer._parameter_names.items()})
+        if engine.buckets:
+            first = engine.buckets[0]
+            kind = first.collectives[0]
+            name = collective_name(kind, first.name, self.label)
+        else:
+            kind, name = "allreduce", next(iter(engine.dense), "") + self.label
+        try:
+            require_agreement_through(told, self.process_set, kind, name)
+        except HorovodInternalError as error:
+            if "Mismatched" not in str(error):
+                raise
+            raise MismatchError(
+                "parameters were frozen, unfrozen, added or converted on this rank, and not on all others. All ranks "
+                "must do so before the same step"
+            ) from error
+
+    def equip(self, optimizer: Any) -> None:
+        """Give an optimizer the exchanges of the parameters that take gradients now; with `Auto` a collective call."""
+        members = optimizer._members
+        # of a list, Horovod makes a group of each parameter that is in none of its groups
+        formed = [g for g in optimizer._group_counts if len(g) > 1 or not isinstance(self.groups, list)]
+        named_groups = [[optimizer._parameter_names[p] for p in group] for group in formed] or None
+        tensors = list(members.by_name.items())
+        auto = self.ours if isinstance(self.ours, Auto) else None
+        routing = Routing(None if isinstance(self.ours, Auto) else self.ours, self.exchange, self.min_numel,
+                          self.bucket_bytes)  # fmt: skip
+        optimizer._make_engine = partial(
+            Engine, scale=self.scale, process_set=self.process_set, tensors=tensors, groups=named_groups,
+            pays_debts=auto is not None, adagrad=self.adagrad, resting=list(members.resting.items()), label=self.label,
+        )  # fmt: skip
+        if auto is not None:
+            optimizer._steering = Steering(auto, described(tensors), routing, self.process_set)
+            routing = optimizer._steering.routing
+        optimizer._engine = optimizer._make_engine(routing)
+
+
+def take_over(optimizer: Any) -> None:
+    """Let an optimizer be the one that exchanges its parameters; others that have some of them are retired.
+
+    A notebook wraps the same model again, and a scheduler keeps the old optimizer alive.
+    """
+    mine = set(map(id, optimizer._requires_update))
+    for other in list(_wrapped):
+        if not mine.isdisjoint(map(id, other._requires_update)):
+            _wrapped.discard(other)
+            other.retire()
+    _wrapped.add(optimizer)
+
+
+def label_for(groups: list[dict[str, Any]], names: set[str], process_set: hvd.ProcessSet) -> str:
+    """What tells the collectives of an optimizer from those of others in use, the same on all ranks; a collective call.
+
+    Args:
+        groups: of parameters of the optimizer to wrap.
+        names: of these parameters.
+        process_set: the ranks that take part.
+    """
+    mine = {id(p) for group in groups for p in group["params"]}
+    used = [
+        other._wrapping.label
+        for other in _wrapped
+        if other.process_set.process_set_id == process_set.process_set_id
+        and not names.isdisjoint(other._parameter_names.values())
+        and mine.isdisjoint(map(id, other._requires_update))
+    ]
+    free = next(i for i in range(len(used) + 1) if _label(i) not in used)
+    # what is still in use may differ between ranks: Python collects garbage when it likes
+    collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
+    return _label(int(collectives.maximum([float(free)])[0]))
+
+
+def _label(number: int) -> str:
+    return f".{number}" if number else ""
