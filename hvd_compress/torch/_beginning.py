@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import horovod.torch as hvd
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import MismatchError
+from hvd_compress.torch._calls import awaited
+from hvd_compress.torch._waits import Wait
 
 __all__ = ["Beginning", "compare_beginnings"]
 
@@ -30,7 +33,9 @@ class Beginning(NamedTuple):
     unequal: tuple[str, int] | None
 
 
-def compare_beginnings(tensors: Mapping[str, torch.Tensor], label: str, process_set: hvd.ProcessSet) -> Beginning:
+def compare_beginnings(
+    tensors: Mapping[str, torch.Tensor], label: str, process_set: hvd.ProcessSet
+) -> Generator[Wait, None, Beginning]:
     """Tell all ranks what this one knows of its parameters and their gradients; a collective call.
 
     Args:
@@ -38,15 +43,19 @@ def compare_beginnings(tensors: Mapping[str, torch.Tensor], label: str, process_
         label: of the collective.
         process_set: the ranks that take part.
 
+    Yields:
+        What is waited for.
+
     Raises:
         MismatchError: gradients of one tensor are sparse in different numbers of dimensions; raised on all ranks.
     """
     mine = np.empty((len(tensors), 2), np.int64)
     for row, p in zip(mine, tensors.values(), strict=True):
         row[:] = _kind_of(p.grad), _checksum(p)
-    name = f"hvd_compress.beginning{label}"
-    everyone = hvd.allgather(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
-    rows = everyone.numpy().reshape(-1, len(tensors), 2)
+    name = f"hvd_compress.beginning.{next(iter(tensors), '')}{label}"
+    handle = hvd.allgather_async(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
+    yield Wait(partial(hvd.poll, handle))
+    rows = awaited(handle).numpy().reshape(-1, len(tensors), 2)
     sparse_dims = {}
     for i, tensor in enumerate(tensors):
         kinds = {int(kind) for kind in rows[:, i, 0] if kind >= _SPARSE}

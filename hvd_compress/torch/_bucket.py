@@ -134,6 +134,10 @@ class Bucket(engine.Bucket):
         if self.is_between and self._calls.is_done(self._handle):
             self.wait_next()
 
+    def is_over(self) -> bool:
+        """Whether the collective that is in flight, if any, is complete."""
+        return self._handle is None or self._calls.is_done(self._handle)
+
     # -- when backward has ended ---------------------------------------------------------------------------------
 
     def wait_next(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,6 +15,7 @@ from hvd_compress.engine import Lane, Ledger, Pack, Routing, Tensor, Worker, has
 from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.torch._bucket import Bucket
 from hvd_compress.torch._calls import calls_for
+from hvd_compress.torch._waits import Wait
 
 __all__ = ["Engine", "described", "precondition", "with_tensors"]
 
@@ -179,14 +180,26 @@ class Engine(Ledger[Bucket]):
 
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""
+        waits = self.waits()
+        while True:
+            try:
+                next(waits)
+            except StopIteration as end:
+                return bool(end.value)
+
+    def waits(self) -> Generator[Wait, None, bool]:
+        """`wait`, in parts: yields what each of them would wait for."""
         self._worker.drain()
         busy = [bucket for bucket in self.buckets if bucket.busy]
         # No deadlock: every rank has started all first collectives before it waits for one, and starts each next one
         # as soon as it has the one before. The order is that of the backward pass, equal on all ranks, for speed only.
-        while any([bucket.wait_next() for bucket in busy]):  # noqa: C419 - all of them in each round
-            pass
+        while between := [bucket for bucket in busy if bucket.is_between]:
+            for bucket in between:
+                yield Wait(bucket.is_over)
+                bucket.wait_next()
         finite = True
         for bucket in busy:
+            yield Wait(bucket.is_over)
             finite = bucket.wait() and finite
         return finite
 

@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -30,7 +30,8 @@ from hvd_compress.torch._horovod import HorovodOptimizer, form_groups
 from hvd_compress.torch._members import Members
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering, left_out
-from hvd_compress.torch._wrapping import Wrapping
+from hvd_compress.torch._waits import Wait, run_together
+from hvd_compress.torch._wrapping import Wrapping, in_use
 from hvd_compress.torch.compression import dense_route
 
 __all__ = ["Overrides"]
@@ -54,8 +55,10 @@ class Overrides:
     """Whether gradients of a step are coming, or being exchanged."""
     _combined: dict[str, torch.Tensor] | None = None
     """The gradients of a step whose exchange is complete, until the step is made or given up."""
+    _given: dict[str, torch.Tensor]
+    """The gradients of this step that have come."""
     _versions: dict[str, int]
-    """How often each gradient of this step had been written to when it was handed over."""
+    """How often each of them had been written to by then."""
     _is_queued = False
     """Whether the end of this backward pass will be told."""
     _has_compared = False
@@ -83,7 +86,7 @@ class Overrides:
     # -- what the backward pass calls ----------------------------------------------------------------------------
 
     def _register_hooks(self: Any) -> None:
-        self._versions, self._sparse_dims = {}, {}
+        self._given, self._versions, self._sparse_dims = {}, {}, {}
         self._members = Members(self._parameter_names, partial(_on_gradient, weakref.ref(self)))
         self._take_members()
 
@@ -113,8 +116,8 @@ class Overrides:
             return
         if self._steering is not None:
             self._steering.begin()
-        self._versions[name] = gradient._version
-        if not self._is_queued or len(self._versions) == len(self._requires_update):
+        self._given[name], self._versions[name] = gradient, gradient._version
+        if not self._is_queued or len(self._given) == len(self._requires_update):
             self._queue_end()
         if left == 0:
             self._engine.start_together(bucket)
@@ -122,7 +125,7 @@ class Overrides:
             self._engine.progress()
 
     def _take_slowly(self: Any, name: str, p: Any) -> None:
-        if name in self._versions:
+        if name in self._given:
             self._refuse_pass(name)
         if p.grad.requires_grad:
             raise GradientError(
@@ -131,7 +134,7 @@ class Overrides:
             )
         self._make_hook(p)()
         if self._allreduce_delay[p] == 0:
-            self._versions[name] = p.grad._version
+            self._note(name, p.grad)
             self._queue_end()
 
     def _refuse_pass(self: Any, name: str) -> NoReturn:
@@ -149,8 +152,17 @@ class Overrides:
     def _on_backward_end(self: Any) -> None:
         """Complete the exchange if all gradients of this rank are here, so that `.grad` is what is to be used."""
         self._is_queued = False
-        if self._is_open and len(self._versions) == len(self._requires_update):
-            self._combine()
+        for name, gradient in self._given.items():
+            # views of one buffer count their writes together
+            if gradient._is_view():
+                self._versions[name] = gradient._version
+        if self._is_ready():
+            # others, of which this pass has computed all gradients too, and this one, in the order of all ranks
+            run_together([other._combining() for other in in_use() if other._is_ready()])
+
+    def _is_ready(self: Any) -> bool:
+        """Whether all gradients of this rank have come."""
+        return self._is_open and len(self._given) == len(self._requires_update)
 
     def _open(self: Any, name: str | None = None, p: torch.Tensor | None = None) -> None:
         """Begin a step, whose first gradient is that of parameter `p`; now and then a collective."""
@@ -170,7 +182,11 @@ class Overrides:
     def _close(self: Any) -> None:
         """The step is made, or given up."""
         self._is_open, self._combined, self._synchronized = False, None, False
-        self._versions = {}
+        self._given, self._versions = {}, {}
+
+    def _note(self: Any, name: str, gradient: torch.Tensor) -> None:
+        """From now on a write to a gradient would be lost."""
+        self._given[name], self._versions[name] = gradient, gradient._version
 
     def _renew(self: Any) -> None:
         """Parameters were frozen, unfrozen, added or converted: let all ranks compare, and go on; a collective call."""
@@ -348,7 +364,7 @@ class Overrides:
         if not self._is_open:
             # no gradient has come: other ranks may have some
             self._open()
-        self._combine()
+        run_together([self._combining()])
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
@@ -505,29 +521,33 @@ class Overrides:
             )
 
     @torch.no_grad()
-    def _combine(self: Any) -> None:
-        """Complete the exchange of a step: afterwards `.grad` is the combined gradient."""
+    def _combining(self: Any) -> Iterator[Wait]:
+        """Complete the exchange of a step, after which `.grad` is the combined gradient: yields what is waited for."""
         try:
             if self._alone is not None:
                 self._precondition_alone(self._alone)
-                self._combined = {name: p.grad for name, p in self._members.by_name.items()}
+                self._combined, self._is_open = self._given, False
             else:
-                self._combine_ranks()
+                yield from self._combining_ranks()
         except HorovodInternalError:
             # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
             self._handles.clear()
             self._sparse_now.clear()
             self._close()
             raise
-        self._is_open, self._synchronized = False, True
+        self._synchronized = True
 
-    def _combine_ranks(self: Any) -> None:
+    def _combining_ranks(self: Any) -> Iterator[Wait]:
         if self._engine is not None and not self._has_compared:
-            self._compare()
+            yield from self._comparing()
         self._submit_missing_groups()
         self._ungroup()
         self._submit_missing()
-        self._complete()
+        finite = True if self._engine is None else (yield from self._engine.waits())
+        for handle, _ in list(self._handles.values()):
+            if isinstance(handle, int):
+                yield Wait(partial(hvd.poll, handle))
+        self._complete(finite)
         if self._is_plain:
             self._plain_steps += 1
             self._sparse_steps.update(self._sparse_now)
@@ -542,10 +562,9 @@ class Overrides:
         elif self._engine is not None and not self._is_plain:
             self._begin_plain()
 
-    def _compare(self: Any) -> None:
+    def _comparing(self: Any) -> Iterator[Wait]:
         """Let all ranks know which gradients are sparse, and tell the user if their parameters differ."""
-        members = self._members.by_name
-        beginning = compare_beginnings(members, self._wrapping.label, self.process_set)
+        beginning = yield from compare_beginnings(self._members.by_name, self._wrapping.label, self.process_set)
         self._sparse_dims = beginning.sparse_dims
         self._has_compared = True
         self._begin_waiting()
@@ -581,10 +600,10 @@ class Overrides:
         for name, p in self._members.by_name.items():
             if name in started:
                 continue
-            if name in self._versions:
-                self._unwritten(name, p.grad)
+            if error := self._harm(name, p.grad):
+                raise error
             self._handles[p] = self._allreduce_grad_async(p)
-            self._versions[name] = p.grad._version
+            self._note(name, p.grad)
 
     def _leave_out_resting(self: Any) -> None:
         """Go on without the tensors that are frozen now, in exchanges that were laid out with them."""
@@ -607,22 +626,22 @@ class Overrides:
                 continue
             for p in group:
                 self._handles.pop(p, None)
-                if self._parameter_names[p] in self._versions:
-                    self._unwritten(self._parameter_names[p], p.grad)
+                if error := self._harm(self._parameter_names[p], p.grad):
+                    raise error
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 elif p.grad.is_sparse:
                     p.grad = p.grad.to_dense()
             self._handles[group] = self._grouped_allreduce_grad_async(group)
-            self._versions.update((self._parameter_names[p], p.grad._version) for p in group)
+            for p in group:
+                self._note(self._parameter_names[p], p.grad)
 
-    def _complete(self: Any) -> None:
-        """Wait for everything, then decide the whole step: one value that is not finite takes all residuals back.
+    def _complete(self: Any, finite: bool) -> None:
+        """Decide the whole step, when all is here: one value that is not finite takes all residuals back.
 
         In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
         """
         engine = self._engine
-        finite = True if engine is None else engine.wait()
         owes = engine is not None and engine.owes
         results = {}
         for p, output in self._waited():
@@ -635,11 +654,18 @@ class Overrides:
             # plain steps are counted when somebody asks
             results |= {} if self._is_plain else engine.combine(keep=finite)
             engine.settle(keep=finite)
-        self._combined = {name: self._take_result(name, results[name]) for name in self._members.by_name}
+        # the step is the same on all ranks by now: an error of this one's must not leave it half done
+        harms = {name: harm for name, p in self._members.by_name.items() if (harm := self._harm(name, p.grad))}
+        for name, p in self._members.by_name.items():
+            if name not in harms:
+                self._take_result(name, p.grad, results[name])
         # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
         handled = [p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))]
         self._allreduce_delay.update(dict.fromkeys(handled, self.backward_passes_per_step))
         self._handles.clear()
+        self._combined, self._is_open = self._given, False
+        if harms:
+            raise next(iter(harms.values()))
 
     def _waited(self: Any) -> Any:
         """(parameter, sum) of all that Horovod has reduced itself."""
@@ -656,11 +682,10 @@ class Overrides:
                 compression = self._dense_compression(self._parameter_names[key])
                 yield key, compression.decompress(awaited(handle), ctx)
 
-    def _take_result(self: Any, name: str, output: torch.Tensor) -> torch.Tensor:
+    def _take_result(self: Any, name: str, gradient: Any, output: torch.Tensor) -> None:
         """Make a combined gradient what `.grad` is: the same tensor, in its memory where others may see that."""
-        gradient = self._unwritten(name, self._members.by_name[name].grad)
         if gradient is output:
-            return gradient
+            return
         if output.is_sparse:
             gradient.zero_().add_(output)
         elif gradient.is_sparse:
@@ -670,24 +695,22 @@ class Overrides:
             gradient.set_(output)
         else:
             gradient.copy_(output)
-        return gradient
 
-    def _unwritten(self: Any, name: str, gradient: torch.Tensor | None) -> torch.Tensor:
-        """A gradient that nobody has written to since it was handed over.
-
-        Raises:
-            GradientError: it was, or it is gone.
-        """
+    def _harm(self: Any, name: str, gradient: torch.Tensor | None) -> GradientError | None:
+        """What to tell the user of a gradient that is not what it was when it was handed over."""
+        given = self._given.get(name)
+        if given is None:
+            return None
         if gradient is None:
-            raise GradientError(
+            return GradientError(
                 f"the gradient of {name!r} was cleared while it was exchanged. Clear gradients after step(). {_RECIPE}"
             )
-        if gradient._version != self._versions.get(name, gradient._version):
-            raise GradientError(
-                f"the gradient of {name!r} was changed while it was exchanged, and the change would be lost. {_RECIPE}"
-                ". Register hooks that change gradients before the optimizer is wrapped"
-            )
-        return gradient
+        if gradient is given and gradient._version == self._versions[name]:
+            return None
+        return GradientError(
+            f"the gradient of {name!r} was changed while it was exchanged, and the change would be lost. {_RECIPE}. "
+            "Register hooks that change gradients before the optimizer is wrapped"
+        )
 
     def _wait_for_dense(self: Any) -> None:
         """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step.

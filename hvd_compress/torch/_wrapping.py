@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import horovod.torch as hvd
@@ -22,7 +23,7 @@ from hvd_compress.torch._calls import collective_name
 from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._steering import Steering
 
-__all__ = ["Wrapping", "label_for", "take_over"]
+__all__ = ["Wrapping", "in_use", "label_for", "take_over"]
 
 _wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
 """Distributed optimizers that are in use."""
@@ -59,6 +60,8 @@ class Wrapping:
     scale: float
     settings: dict[str, Any] = field(default_factory=dict)
     label: str = ""
+    number: int = field(default_factory=partial(next, count()))
+    """Of this wrapping among those of this process."""
 
     @property
     def name(self) -> str:
@@ -131,6 +134,11 @@ class Wrapping:
             optimizer._steering = Steering(auto, described(tensors), routing, self.process_set)
             routing = optimizer._steering.routing
         optimizer._engine = optimizer._make_engine(routing)
+
+
+def in_use() -> list[Any]:
+    """Distributed optimizers that are in use, in the order in which they were wrapped, which is that of all ranks."""
+    return sorted(_wrapped, key=lambda optimizer: optimizer._wrapping.number)
 
 
 def take_over(optimizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from typing import Any
+from unittest import mock
 
 import horovod.torch as horovod
 import numpy as np
@@ -291,8 +292,10 @@ class Sharing(torch.nn.Module):
 
 @cases.add
 def gradients_that_share_memory_do_not_spoil_each_other() -> None:
+    torch.manual_seed(0)
+    model, alone = Sharing(), Sharing()
     torch.manual_seed(horovod.rank())
-    model, alone, words = Sharing(), Sharing(), torch.randint(0, 30, (1, 15))
+    words = torch.randint(0, 30, (1, 15))
     alone(words).backward()
     expected = {n: horovod.allreduce(p.grad, name=f"sharing.{n}") for n, p in alone.named_parameters()}
     # both send all, the second one's kernels after the backward pass; their means are those of single elements
@@ -308,15 +311,25 @@ def gradients_that_share_memory_do_not_spoil_each_other() -> None:
 @cases.add
 def gradients_of_layers_are_encoded_where_they_lie() -> None:
     # copied instead, all would be right, only slower
+    torch.manual_seed(0)
     layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 32), torch.nn.LayerNorm(32)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 10))
     optimizer = wrap(model, min_numel=1)
-    for _ in range(3):
-        model(torch.randn(4, 3, 8, 8)).sum().backward()
-        own = {name for bucket in optimizer._engine.buckets for name in (*bucket._own, *bucket._placed)}
-        assert own == {name for name, _ in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
+    own: set[str] = set()
+    combine = optimizer._engine.combine
+
+    def watched(keep: bool) -> Any:
+        own.update(name for bucket in optimizer._engine.buckets for name in (*bucket._own, *bucket._placed))
+        return combine(keep)
+
+    torch.manual_seed(horovod.rank())
+    with mock.patch.object(optimizer._engine, "combine", watched):
+        for _ in range(3):
+            own.clear()
+            model(torch.randn(4, 3, 8, 8)).sum().backward()
+            assert own == {name for name, _ in model.named_parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @cases.add
