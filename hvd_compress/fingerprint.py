@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_compress.errors import MismatchError
 
-__all__ = ["agree", "check_agreement", "digest", "scope_of", "serialize"]
+__all__ = ["agree", "agree_by_name", "check_agreement", "digest", "scope_of", "serialize"]
 
 DIGEST_BYTES = 32
 
@@ -69,8 +69,18 @@ def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, s
         MismatchError: on all ranks, naming the first difference.
     """
     # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
-    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
+    name = f"{scope}.{_calls[scope]}"
     _calls[scope] += 1
+    agree_by_name(description, name, allgather)
+
+
+def agree_by_name(description: dict[str, Any], name: str, allgather: Callable[[bytes, str], bytes]) -> None:
+    """`agree` where all ranks know of one name for the comparison.
+
+    Raises:
+        MismatchError: on all ranks, naming the first difference.
+    """
+    name = f"hvd_compress.fingerprint.{name}"
     text = serialize(description)
     mine = digest(text) + len(text).to_bytes(8, "little")
     everyone = allgather(mine, f"{name}.digest")

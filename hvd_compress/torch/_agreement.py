@@ -7,7 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress.fingerprint import agree, scope_of
+from hvd_compress.fingerprint import agree, agree_by_name, scope_of
 
 __all__ = ["require_agreement", "require_agreement_through"]
 
@@ -63,4 +63,4 @@ def require_agreement_through(
             everyone, _ = hvd.synchronize(handle)
         return bytes(everyone.numpy().tobytes())
 
-    agree(description, scope_of(process_set), allgather)
+    agree_by_name(description, f"{scope_of(process_set)}.{collective}.{name}", allgather)

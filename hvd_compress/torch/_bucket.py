@@ -245,8 +245,11 @@ class Bucket(engine.Bucket):
 
     def _receive(self) -> Array:
         begin = time.perf_counter()
-        array = self._calls.wait(self._handle)
-        self._ended()
+        try:
+            array = self._calls.wait(self._handle)
+        finally:
+            # a handle that has failed cannot be asked again
+            self._ended()
         self.count("exchange_seconds", time.perf_counter() - begin)
         return array
 

@@ -134,7 +134,7 @@ class Overrides:
             )
         self._make_hook(p)()
         if self._allreduce_delay[p] == 0:
-            self._note(name, p.grad)
+            self._given[name], self._versions[name] = p.grad, p.grad._version
             self._queue_end()
 
     def _refuse_pass(self: Any, name: str) -> NoReturn:
@@ -183,10 +183,6 @@ class Overrides:
         """The step is made, or given up."""
         self._is_open, self._combined, self._synchronized = False, None, False
         self._given, self._versions = {}, {}
-
-    def _note(self: Any, name: str, gradient: torch.Tensor) -> None:
-        """From now on a write to a gradient would be lost."""
-        self._given[name], self._versions[name] = gradient, gradient._version
 
     def _renew(self: Any) -> None:
         """Parameters were frozen, unfrozen, added or converted: let all ranks compare, and go on; a collective call."""
@@ -535,19 +531,26 @@ class Overrides:
             self._sparse_now.clear()
             self._close()
             raise
+        except BaseException:
+            # not ready: it is for `load_state_dict` to give the step up
+            self._given = {}
+            raise
         self._synchronized = True
 
     def _combining_ranks(self: Any) -> Iterator[Wait]:
         if self._engine is not None and not self._has_compared:
             yield from self._comparing()
+        # told at the end: the step has to be the same on all ranks
+        harms = {name: harm for name, p in self._members.by_name.items() if (harm := self._harm(name, p.grad))}
         self._submit_missing_groups()
         self._ungroup()
         self._submit_missing()
+        self._wait_first_where_others_would_meet()
         finite = True if self._engine is None else (yield from self._engine.waits())
         for handle, _ in list(self._handles.values()):
             if isinstance(handle, int):
                 yield Wait(partial(hvd.poll, handle))
-        self._complete(finite)
+        self._complete(finite, harms)
         if self._is_plain:
             self._plain_steps += 1
             self._sparse_steps.update(self._sparse_now)
@@ -561,6 +564,14 @@ class Overrides:
             self._begin_way()
         elif self._engine is not None and not self._is_plain:
             self._begin_plain()
+
+    def _wait_first_where_others_would_meet(self: Any) -> None:
+        """See `Wrapping.agree_again`: of what Horovod reduces, this is refused if another rank's parameters changed."""
+        if self._engine is None or self._engine.buckets:
+            return
+        met = self._members.by_name.get(next(iter(self._engine.dense), ""))
+        if met in self._handles:
+            self._handles = {met: self._handles[met], **self._handles}
 
     def _comparing(self: Any) -> Iterator[Wait]:
         """Let all ranks know which gradients are sparse, and tell the user if their parameters differ."""
@@ -600,10 +611,8 @@ class Overrides:
         for name, p in self._members.by_name.items():
             if name in started:
                 continue
-            if error := self._harm(name, p.grad):
-                raise error
             self._handles[p] = self._allreduce_grad_async(p)
-            self._note(name, p.grad)
+            self._given[name] = p.grad
 
     def _leave_out_resting(self: Any) -> None:
         """Go on without the tensors that are frozen now, in exchanges that were laid out with them."""
@@ -626,17 +635,14 @@ class Overrides:
                 continue
             for p in group:
                 self._handles.pop(p, None)
-                if error := self._harm(self._parameter_names[p], p.grad):
-                    raise error
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
                 elif p.grad.is_sparse:
                     p.grad = p.grad.to_dense()
             self._handles[group] = self._grouped_allreduce_grad_async(group)
-            for p in group:
-                self._note(self._parameter_names[p], p.grad)
+            self._given.update((self._parameter_names[p], p.grad) for p in group)
 
-    def _complete(self: Any, finite: bool) -> None:
+    def _complete(self: Any, finite: bool, harms: dict[str, GradientError]) -> None:
         """Decide the whole step, when all is here: one value that is not finite takes all residuals back.
 
         In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
@@ -654,8 +660,6 @@ class Overrides:
             # plain steps are counted when somebody asks
             results |= {} if self._is_plain else engine.combine(keep=finite)
             engine.settle(keep=finite)
-        # the step is the same on all ranks by now: an error of this one's must not leave it half done
-        harms = {name: harm for name, p in self._members.by_name.items() if (harm := self._harm(name, p.grad))}
         for name, p in self._members.by_name.items():
             if name not in harms:
                 self._take_result(name, p.grad, results[name])
@@ -665,6 +669,7 @@ class Overrides:
         self._handles.clear()
         self._combined, self._is_open = self._given, False
         if harms:
+            self._close()
             raise next(iter(harms.values()))
 
     def _waited(self: Any) -> Any:

@@ -25,6 +25,7 @@ _TORCH = {
     "adagrad": "test_adagrad",
     "buckets": "test_buckets",
     "choosing": "test_choosing",
+    "habits": "test_habits",
     "interface": "test_interface",
     "parameter_server": "test_parameter_server",
     "training": "test_training",

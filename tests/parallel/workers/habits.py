@@ -1,0 +1,589 @@
+"""What people do by habit between `backward()` and `step()`, and to their parameters: it works, or is told."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import hvd_compress.torch as hvd
+from hvd_compress import AdaGrad, Adaptive, Auto, OneBit, TopK
+from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
+from tests.parallel.cases import Cases
+from tests.parallel.workers.common import bytes_of, check_equal_on_all_ranks, raises, to_numpy
+
+cases = Cases()
+ALL = TopK(ratio=1.0)
+"""Sends everything: the combined gradient is the mean, and nothing is owed."""
+WAYS: dict[str, Any] = {
+    "none": hvd.Compression.none,
+    "fp16": hvd.Compression.fp16,
+    "all": ALL,
+    "onebit": OneBit(),
+    "adaptive": Adaptive(pi=16),
+}
+
+
+class Layers(torch.nn.Module):
+    """Three layers, of which the last one need not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (torch.nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses_last: bool = True) -> torch.Tensor:
+        y = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return torch.tanh(self.c(y)) if uses_last else y
+
+
+def wrap(model: torch.nn.Module, compression: Any = ALL, lr: float = 0.125, **settings: Any) -> Any:
+    settings = {"min_numel": 100, **settings}
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression, **settings)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int | None = None, **settings: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + (horovod.rank() if rank is None else rank))
+    x = torch.randn(8, 24, generator=generator)
+    loss: torch.Tensor = (model(x, **settings) - x).pow(2).mean() * 50
+    return loss
+
+
+def means(model: Any, step: int, **settings: Any) -> dict[str, np.ndarray]:
+    """The mean over ranks of the gradients of `loss_of`."""
+    twin = copy.deepcopy(model)
+    total: dict[str, np.ndarray] = {}
+    for rank in range(horovod.size()):
+        twin.zero_grad()
+        loss_of(twin, step, rank, **settings).backward()
+        for name, p in twin.named_parameters():
+            if p.grad is not None:
+                total[name] = total.get(name, 0) + to_numpy(p.grad) / horovod.size()
+    return total
+
+
+def check_means(model: torch.nn.Module, expected: dict[str, np.ndarray]) -> None:
+    for name, p in model.named_parameters():
+        if name in expected:
+            assert p.grad is not None, name
+            np.testing.assert_allclose(to_numpy(p.grad), expected[name], rtol=1e-3, atol=4e-4, err_msg=name)
+
+
+def check_equal_gradients(model: torch.nn.Module) -> None:
+    flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    everyone = horovod.allgather(flat[None], name="habits.gradients")
+    assert all(torch.equal(row, everyone[0]) for row in everyone)
+
+
+def values(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return {name: to_numpy(p) for name, p in model.named_parameters()}
+
+
+# -- between backward() and step() -----------------------------------------------------------------------------------
+
+
+@cases.each(WAYS)
+def gradients_are_combined_when_backward_returns(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    for step in range(4):
+        expected = means(model, step)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        check_equal_gradients(model)
+        if compression is ALL or not isinstance(compression, OneBit | Adaptive):
+            check_means(model, expected)
+        optimizer.step()
+    check_equal_on_all_ranks(model)
+    assert optimizer.compression_stats()["total"]["steps"] == 4
+
+
+@cases.each(WAYS)
+def clipping_after_backward_is_respected(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression, lr=1.0)
+    for step in range(4):
+        before = values(model)
+        loss_of(model, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        moved = np.sqrt(sum(((to_numpy(p) - before[n]) ** 2).sum() for n, p in model.named_parameters()))
+        assert 0 < moved <= 1.01e-3, moved
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each(WAYS)
+def a_scaler_is_used_as_most_code_does(compression: Any) -> None:
+    losses = []
+    for scaled in (False, True):
+        model = Layers()
+        optimizer = wrap(model, compression, lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+        of_run = []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            of_run.append(float(loss.detach()))
+        check_equal_on_all_ranks(model)
+        losses.append(of_run)
+    # float16 loses what a scale of 256 makes too large
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
+
+
+@cases.each({"optimizer": False, "model": True})
+def a_step_that_a_scaler_skips_leaves_nothing(clears_model: bool) -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = values(model)
+    loss = loss_of(model, 0)
+    scaler.scale(loss * (float("inf") if horovod.rank() == 0 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all((values(model)[name] == value).all() for name, value in before.items())
+    (model if clears_model else optimizer).zero_grad()
+    expected = means(model, 1)
+    loss_of(model, 1).backward()
+    check_means(model, expected)
+    optimizer.step()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each(WAYS)
+def a_norm_may_be_logged_and_a_step_made_in_a_closure(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    norms: list[float] = []
+    for step in range(3):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            return loss
+
+        optimizer.step(closure)
+    everyone = horovod.allgather(torch.tensor([norms]), name="habits.norms")
+    assert all(torch.equal(row, everyone[0]) for row in everyone)
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"onebit": OneBit(), "none": hvd.Compression.none})
+def several_passes_complete_in_the_one_that_brings_the_last(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    for step in range(3):
+        parts = [(model.a(torch.ones(1, 24)).pow(2).sum(), [model.a]), (model.b(torch.ones(1, 24)).pow(2).sum(), [])]
+        for loss, _ in parts:
+            loss.backward()
+        (model.c.weight * (horovod.rank() + step)).sum().backward()
+        (model.c.bias * (horovod.rank() + step)).sum().backward()
+        check_equal_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"reentrant": True, "not": False})
+def checkpointing_completes_too(reentrant: bool) -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    for step in range(3):
+        expected = means(model, step)
+        generator = torch.Generator().manual_seed(1000 * step + horovod.rank())
+        x = torch.randn(8, 24, generator=generator)
+        first = torch.tanh(model.a(x))
+        middle = checkpoint(lambda y: torch.tanh(model.b(y)), first, use_reentrant=reentrant)
+        last = checkpoint(lambda y: torch.tanh(model.c(y)), middle, use_reentrant=reentrant)
+        ((last - x).pow(2).mean() * 50).backward()
+        check_means(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"written": "mul_", "replaced": "replace", "cleared": "clear"})
+def a_write_that_would_be_lost_is_told_on_the_rank_that_writes(how: str) -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    for step in range(2):
+        # the last layer gets no gradient: nobody knows yet that nothing more comes
+        loss_of(model, step, uses_last=False).backward()
+        p = model.b.weight
+        if how == "mul_":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        else:
+            p.grad = None if how == "clear" else p.grad * 2
+        raises(GradientError, optimizer.step, "synchronize()")
+        model.zero_grad()
+        # and synchronize() before makes it right
+        expected = means(model, step, uses_last=False)
+        loss_of(model, step, uses_last=False).backward()
+        optimizer.synchronize()
+        check_means(model, expected)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def a_hook_that_changes_gradients_counts_if_it_was_there_before() -> None:
+    early, late = Layers(), Layers()
+
+    def clamp(p: Any) -> None:
+        p.grad.clamp_(-1e-3, 1e-3)
+
+    early.a.weight.register_post_accumulate_grad_hook(clamp)
+    optimizer = wrap(early)
+    loss_of(early, 0).backward()
+    assert early.a.weight.grad.abs().max() <= 1.001e-3
+    optimizer.step()
+    optimizer = wrap(late)
+    late.a.weight.register_post_accumulate_grad_hook(clamp)
+    raises(GradientError, lambda: loss_of(late, 0).backward(), "'a.weight'")
+
+
+@cases.add
+def a_flat_buffer_of_gradients_holds_the_combined_ones() -> None:
+    for compression in WAYS.values():
+        model = Layers()
+        optimizer = wrap(model, compression)
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+        at = 0
+        for p in model.parameters():
+            p.grad = flat[at : at + p.numel()].view_as(p)
+            at += p.numel()
+        for step in range(3):
+            # once made, never made again
+            flat.zero_()
+            loss_of(model, step).backward()
+            combined = torch.cat([p.grad.flatten() for p in model.parameters()])
+            assert torch.equal(flat, combined), compression
+            assert flat.any()
+            flat.mul_(0.5)
+            before = values(model)
+            optimizer.step()
+            np.testing.assert_allclose(
+                np.concatenate([(before[n] - to_numpy(p)).ravel() for n, p in model.named_parameters()]),
+                0.125 * flat.numpy(), atol=1e-6,
+            )  # fmt: skip
+        check_equal_on_all_ranks(model)
+
+
+@cases.add
+def a_graph_of_gradients_is_refused_with_the_remedy() -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph", UserWarning)
+        raises(GradientError, lambda: loss_of(model, 0).backward(create_graph=True), "torch.autograd.grad")
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@cases.add
+def gradients_of_a_generators_pass_may_be_thrown_away() -> None:
+    generator, critic = Layers(), Layers()
+    optimizers = [wrap(generator), wrap(critic)]
+    for step in range(3):
+        generator.zero_grad()
+        generator(torch.ones(1, 24) * (step + horovod.rank()))
+        critic(generator(torch.ones(1, 24) * (step + horovod.rank()))).sum().backward()
+        check_equal_gradients(generator)
+        optimizers[0].step()
+        # the critic's are not wanted
+        (critic if step % 2 else optimizers[1]).zero_grad()
+        expected = means(critic, step)
+        loss_of(critic, step).backward()
+        check_means(critic, expected)
+        optimizers[1].step()
+    check_equal_on_all_ranks(critic)
+    check_equal_on_all_ranks(generator)
+
+
+# -- parameters that change ------------------------------------------------------------------------------------------
+
+
+def owed(optimizer: Any) -> dict[str, np.ndarray]:
+    """What all ranks together owe, in units of the sum, by name."""
+    total: dict[str, np.ndarray] = {}
+    for state in horovod.allgather_object(optimizer.compression_state_dict()):
+        for kind in ("residuals", "owner_residuals"):
+            for name, entry in state[kind].items():
+                whole = total.setdefault(name, np.zeros(int(np.prod(entry["shape"]))))
+                start = entry.get("start", 0)
+                whole[start : start + len(entry["values"])] += np.asarray(entry["values"])
+    return total
+
+
+@cases.each({**WAYS, "auto": Auto([OneBit()])})
+def what_is_frozen_later_stays_and_what_is_owed_of_it_waits(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p in model.b.parameters():
+        p.requires_grad_(False)
+    still, debt = values(model), owed(optimizer).get("b.weight")
+    for step in range(3, 6):
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        if not isinstance(compression, OneBit | Adaptive | Auto):
+            check_means(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name in ("b.weight", "b.bias"):
+            assert values(model)[name].tobytes() == still[name].tobytes(), name
+    assert (values(model)["a.weight"] != still["a.weight"]).any()
+    if debt is not None:
+        np.testing.assert_allclose(owed(optimizer)["b.weight"], debt, rtol=1e-4, atol=1e-4)
+    steps = optimizer.compression_stats()["total"]["steps"]
+    assert steps == 6
+    for p in model.b.parameters():
+        p.requires_grad_(True)
+    for step in range(6, 8):
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        check_equal_gradients(model)
+        if not isinstance(compression, OneBit | Adaptive | Auto):
+            check_means(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (values(model)["b.weight"] != still["b.weight"]).any()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each(WAYS)
+def what_is_unfrozen_or_added_later_is_exchanged(compression: Any) -> None:
+    model = Layers()
+    for p in model.b.parameters():
+        p.requires_grad_(False)
+    sgd = torch.optim.SGD([*model.a.parameters(), *model.b.parameters()], lr=0.125)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression, min_numel=100)
+    for step in range(6):
+        if step == 2:
+            for p in model.b.parameters():
+                p.requires_grad_(True)
+        if step == 4:
+            optimizer.add_param_group({"params": list(model.c.parameters()), "lr": 0.1})
+        for p in model.c.parameters():
+            p.requires_grad_(step >= 4)
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        check_equal_gradients(model)
+        if not isinstance(compression, OneBit | Adaptive):
+            check_means(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        check_equal_on_all_ranks(model)
+    assert set(optimizer.compression_stats()["tensors"]) == {name for name, _ in model.named_parameters()}
+
+
+@cases.each({"onebit": OneBit(), "groups": "groups", "nameless": "nameless"})
+def a_new_group_without_names_is_exchanged(how: Any) -> None:
+    model, extra = Layers(), torch.nn.Linear(24, 24)
+    with torch.no_grad():
+        extra.weight.copy_(torch.eye(24))
+        extra.bias.zero_()
+    named = None if how == "nameless" else model.named_parameters()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+    settings = {"groups": 2} if how == "groups" else {}
+    optimizer = hvd.DistributedOptimizer(sgd, named, OneBit(), min_numel=100, **settings)
+    for step in range(4):
+        if step == 2:
+            optimizer.add_param_group({"params": list(extra.parameters())})
+        (loss_of(model, step) + (extra(torch.ones(1, 24) * (horovod.rank() + step))).pow(2).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 2:
+            extra.zero_grad()
+    check_equal_on_all_ranks(model)
+    check_equal_on_all_ranks(extra)
+    assert (extra.bias != 0).any()
+
+
+@cases.each({"onebit": OneBit(), "allgather": "allgather", "none": hvd.Compression.none})
+def ranks_that_freeze_different_parameters_are_told_so(how: Any) -> None:
+    settings = {"exchange": "allgather"} if how == "allgather" else {}
+    for differs in ("frozen on one rank", "other ones"):
+        model = Layers()
+        # what a rank has started and others never will stays under way: these names are used up
+        named = [(f"{differs}, {how!r}, {name}", p) for name, p in model.named_parameters()]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+        compression = OneBit() if how == "allgather" else how
+        optimizer = hvd.DistributedOptimizer(sgd, named, compression, min_numel=100, **settings)
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if horovod.rank() == 0:
+            model.c.weight.requires_grad_(False)
+        elif differs == "other ones":
+            model.b.weight.requires_grad_(False)
+
+        def one_step(model: Layers = model, optimizer: Any = optimizer) -> None:
+            loss_of(model, 5).backward()
+            optimizer.step()
+
+        raises(MismatchError, one_step)
+        horovod.barrier()
+
+
+@cases.add
+def adagrad_leaves_out_what_is_frozen_and_refuses_what_is_added() -> None:
+    model = Layers()
+    optimizer = wrap(model, OneBit(), adagrad=AdaGrad())
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for p in model.b.parameters():
+        p.requires_grad_(False)
+    still = values(model)
+    for step in range(2, 4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(values(model)[n].tobytes() == still[n].tobytes() for n in ("b.weight", "b.bias"))
+    for p in model.b.parameters():
+        p.requires_grad_(True)
+    loss_of(model, 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert (values(model)["b.weight"] != still["b.weight"]).any()
+    check_equal_on_all_ranks(model)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(20, 20))]})
+    raises(UnsupportedError, lambda: loss_of(model, 5).backward(), "redistribute")
+
+
+@cases.each({"bfloat16": torch.bfloat16, "float64": torch.float64})
+def a_model_may_be_converted_after_wrapping(dtype: torch.dtype) -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.to(dtype)
+    for _ in range(2):
+        x = torch.ones(2, 24, dtype=dtype) * (1 + horovod.rank())
+        model(x).pow(2).sum().backward()
+        check_equal_gradients(model)
+        assert model.a.bias.grad.dtype == dtype
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+# -- optimizers that come and go -------------------------------------------------------------------------------------
+
+
+@cases.add
+def a_model_that_is_wrapped_again_leaves_its_first_optimizer() -> None:
+    model = Layers()
+    first = wrap(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 1)
+    loss_of(model, 0).backward()
+    first.step()
+    scheduler.step()
+    first.zero_grad()
+    second = wrap(model, OneBit())
+    for step in range(2):
+        loss_of(model, step).backward()
+        check_equal_gradients(model)
+        second.step()
+        second.zero_grad()
+    assert second.compression_stats()["total"]["steps"] == 2
+    raises(GradientError, first.step, "another DistributedOptimizer")
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"onebit": OneBit(), "none": hvd.Compression.none})
+def optimizers_of_equal_names_do_not_meet(compression: Any) -> None:
+    models = [Layers(), Layers()]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), compression=compression, min_numel=100)
+        for m in models
+    ]
+    for step in range(3):
+        (loss_of(models[0], step) + loss_of(models[1], step + 7)).backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            check_equal_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    for model in models:
+        check_equal_on_all_ranks(model)
+    assert bytes_of(models[0].parameters()) != bytes_of(models[1].parameters())
+
+
+@cases.add
+def what_cannot_be_wrapped_copied_or_pickled_says_so() -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    raises(UnsupportedError, lambda: hvd.DistributedOptimizer(optimizer, model.named_parameters()), "already")
+    raises(UnsupportedError, lambda: copy.deepcopy(optimizer), "state_dict()")
+    raises(UnsupportedError, lambda: pickle.dumps(optimizer), "state_dict()")
+
+
+@cases.add
+def parameters_that_were_not_broadcast_are_told() -> None:
+    model = Layers()
+    with torch.no_grad():
+        model.b.bias.add_(horovod.rank())
+    optimizer = wrap(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loss_of(model, 0).backward()
+    assert len(told) == 1, told
+    assert "'b.bias'" in str(told[0].message)
+    assert "broadcast_parameters" in str(told[0].message)
+    optimizer.step()
+
+
+# -- sparse gradients that ranks differ in ---------------------------------------------------------------------------
+
+
+class Tables(torch.nn.Module):
+    """Two embeddings with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (torch.nn.Embedding(100, 16, sparse=True) for _ in range(2))
+
+    def forward(self, words: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.a(words) + self.b(words) if both else self.a(words)).pow(2).sum()
+
+
+@cases.each(
+    {
+        f"{label}-{'dense' if as_dense else 'sparse'}": (compression, as_dense)
+        for label, compression in {"none": hvd.Compression.none, "onebit": OneBit(), "all": ALL}.items()
+        for as_dense in (False, True)
+    }
+)
+def a_sparse_gradient_may_be_missing_on_a_rank(setting: tuple[Any, bool]) -> None:
+    compression, as_dense = setting
+    model = Tables()
+    optimizer = wrap(model, compression, sparse_as_dense=as_dense)
+    for step in range(4):
+        both = (step + horovod.rank()) % 2 == 0
+        words = torch.tensor([1, 2, 3 + horovod.rank() + step])
+        model(words, both).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
