@@ -378,7 +378,7 @@ def gradients_in_flight_that_are_dropped_leave_debts() -> None:
     optimizer = scripted(model, begin=1)
     train(model, optimizer, range(STEPS_EACH), lambda step: None)
     debt = owed(optimizer)
-    loss_of(model, 7).backward()
+    loss_of(model, 7, ["a1"]).backward()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
     for name, value in owed(optimizer).items():
@@ -425,12 +425,27 @@ class Clock:
         self.truth = truth
         self.rest = dict.fromkeys(truth, 0.0) if rest is None else rest
         self.now = 0.0
+        self.configuration = ""
+        """The way of the step that is being made."""
+        self.late = 0.0
 
     def perf_counter(self) -> float:
         return self.now
 
-    def pass_step(self, configuration: str) -> None:
-        self.now += self.truth[configuration] * (1 + 0.01 * horovod.rank())
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """`Steering` looks at this clock, by which combining has taken what it is to take when it ends."""
+        end = _steering.Steering.end
+
+        def ends(steering: Any) -> bool:
+            self.now += self.truth[self.configuration] * (1 + 0.01 * horovod.rank()) + self.late
+            return end(steering)
+
+        with (
+            mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=self.perf_counter)),
+            mock.patch.object(_steering.Steering, "end", ends),
+        ):
+            yield
 
     def pass_rest(self, configuration: str) -> None:
         self.now += self.rest[configuration]
@@ -450,7 +465,7 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
     model = Net()
     with (
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
-        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+        clock.running(),
     ):
         optimizer = wrap(model, auto, bucket_bytes=4 * 30_000)
         used = []
@@ -459,8 +474,8 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
             for step in range(steps):
                 name = in_use(optimizer)
                 used.append(name)
+                clock.configuration = name
                 loss_of(model, step % 7).backward()
-                clock.pass_step(name)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -495,7 +510,7 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
     with (
         often(),
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
-        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+        clock.running(),
     ):
         optimizer = wrap(model, auto)
         used, chosen = [], []
@@ -510,8 +525,8 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
             if chosen[-1] == "onebit" and step > 200:
                 break
             clock.pass_rest(used[-1])
+            clock.configuration = used[-1]
             loss_of(model, step % 7).backward()
-            clock.pass_step(used[-1])
             optimizer.step()
             for name in LARGE:
                 arrived[name] += to_numpy(model.get_parameter(name).grad)
@@ -538,7 +553,7 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
     with (
         often(),
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
-        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+        clock.running(),
     ):
         optimizer = wrap(model, auto)
         used, in_turns, loading = [], 0, 0.0
@@ -554,8 +569,8 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
             clock.now += loading
             if step % 50 == 20:
                 clock.now += 1000.0  # an evaluation
+            clock.configuration = name
             loss_of(model, step % 7).backward()
-            clock.pass_step(name)
             if is_synchronized:
                 optimizer.synchronize()
                 with optimizer.skip_synchronize():
@@ -580,16 +595,16 @@ def a_rank_that_ends_one_step_late_and_the_next_early_is_not_slow() -> None:
     clock = Clock({"none": 1.0, "fp16": 0.9, "onebit": 0.7, "adaptive": 0.95, "mixed": 2.0})
     with (
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
-        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+        clock.running(),
     ):
         model = Net(FEW_SHAPES)
         optimizer = wrap(model, auto)
         for step in range(110):
             name = in_use(optimizer)
+            clock.configuration = name
+            is_late = bool((step + horovod.rank()) % 2)
+            clock.late = (0.3 if is_late else -0.3) if name == "onebit" else 0.0
             loss_of(model, step % 7).backward()
-            clock.pass_step(name)
-            if name == "onebit":
-                clock.now += 0.3 if (step + horovod.rank()) % 2 else -0.3
             optimizer.step()
             optimizer.zero_grad()
     report = optimizer.compression_stats()["auto"]
@@ -611,18 +626,19 @@ def looking_at_what_is_owed_makes_no_way_slow(how: str) -> None:
 
     with (
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
-        mock.patch.object(_steering, "time", SimpleNamespace(perf_counter=clock.perf_counter)),
+        clock.running(),
         mock.patch.object(Lane, "residual_norm", seen(Lane.residual_norm)),
         mock.patch.object(Lane, "whole_residual", seen(Lane.whole_residual)),
     ):
         model = Net(FEW_SHAPES)
         optimizer = wrap(model, auto)
+        if how == "stats in flight":
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda _: optimizer.compression_stats() and None)
         for step in range(110):
             name = in_use(optimizer)
+            clock.configuration = name
             loss_of(model, step % 7).backward()
-            if how == "stats in flight":
-                optimizer.compression_stats()
-            clock.pass_step(name)
             optimizer.step()
             if how == "stats":
                 optimizer.compression_stats()

@@ -110,6 +110,10 @@ def a_gradient_leaves_while_backward_goes_on(setting: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.ReLU(), torch.nn.Linear(50, 30))
     optimizer = wrap(model, OneBit(), server(setting), bucket_bytes=0)
     hvd.broadcast_parameters(model.state_dict(), 0)
+    # ranks compare before the first exchange
+    model(torch.ones(4, 40)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     under_way = []
 
     def look(gradient: torch.Tensor) -> None:
