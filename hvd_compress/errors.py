@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["HvdCompressError", "MismatchError", "StateError", "UnsupportedError", "WireError"]
+__all__ = ["HvdCompressError", "MismatchError", "MissingError", "StateError", "UnsupportedError", "WireError"]
 
 
 class HvdCompressError(Exception):
@@ -15,6 +15,10 @@ class WireError(HvdCompressError, ValueError):
 
 class MismatchError(HvdCompressError, RuntimeError):
     """The ranks disagree on settings, names, shapes or versions; raised on every rank."""
+
+
+class MissingError(HvdCompressError, ImportError):
+    """A framework, Horovod or MPI is not installed or cannot be loaded; the message names the command that mends it."""
 
 
 class UnsupportedError(HvdCompressError, NotImplementedError):

@@ -23,7 +23,7 @@ import numpy as np
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK, __version__
 from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
 from hvd_compress.cli.table import table
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import MissingError
 from hvd_compress.loopback import Loopback
 
 __all__ = ["HELP", "Finding", "add_arguments", "run"]
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     if is_launched():
         try:
             ranks = open_ranks()
-        except UnsupportedError as error:
+        except MissingError as error:
             findings.append(Finding("ranks", str(error), MISSING, _BUILD))
             missing = True
         else:
