@@ -21,11 +21,16 @@ __all__ = ["main"]
 _SUBCOMMANDS = {"advise": advise, "check": check, "bench": bench, "build-horovod": build_horovod}
 
 
+_MOST_CHARACTERS = 300
+
+
 class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        # one that quotes an argument is as long as that
+        short = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "..."
+        self.exit(2, f"{self.prog}: {' '.join(short.split())}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="hvd-compress", description="Gradient compression for Horovod.")
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="SUBCOMMAND")
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="subcommand")
     for name, module in _SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name,

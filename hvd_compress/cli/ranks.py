@@ -53,9 +53,9 @@ class Ranks(HorovodCollectives):
         try:
             # horovod.torch alone can be imported where it was built without torch
             importlib.import_module(f"horovod.{framework}.mpi_ops")
+            hvd: Any = importlib.import_module(f"horovod.{framework}")
         except Exception as error:
             raise missing_horovod(framework, error) from error
-        hvd: Any = importlib.import_module(f"horovod.{framework}")
         module: Any = importlib.import_module(framework)
         hvd.init()
         super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant)

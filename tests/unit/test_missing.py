@@ -18,7 +18,7 @@ BUILD = "hvd-compress build-horovod"
 # (files of a folder that is looked at first, by their paths; packages of this environment are hidden by empty ones)
 NO_MODULE = "raise ModuleNotFoundError(\"No module named '{0}'\", name='{0}')"
 FRAMEWORK = {"torch": "__version__ = '2.13.0'", "tensorflow": "__version__ = '2.21.0'\nkeras = None"}
-NOT_BUILT = "raise ImportError('Extension horovod.{0} has not been built: /x/mpi_lib.so not found\\nIf this is not expected')"
+NOT_BUILT = "raise ImportError('Extension horovod.{0} has not been built: /x/mpi_lib.so not found\\nIf')"
 MISMATCH = "raise type('HorovodVersionMismatchError', (ImportError,), {{}})('Framework {0} installed with version 2.1')"
 UNDEFINED = "raise OSError('/x/mpi_lib.so: undefined symbol: _ZN3c10')"
 
