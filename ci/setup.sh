@@ -21,6 +21,8 @@ esac
 python=$venv/bin/python
 stamp=$venv/.hvd_compress-setup
 log=$venv/setup.log
+# called as a file: the package is installed after Horovod
+builder=hvd_compress/cli/build_horovod.py
 host_python=${PYTHON:-python3}
 started=$SECONDS
 
@@ -82,7 +84,7 @@ PY
 # Everything that decides what ends up in the environment.
 fingerprint() {
     {
-        cat "$requirements" ci/requirements-mpi.txt ci/setup.sh ci/build_horovod.py pyproject.toml setup.py
+        cat "$requirements" ci/requirements-mpi.txt ci/setup.sh "$builder" pyproject.toml setup.py
         "$host_python" -c 'import sys; print(sys.version, sys.prefix)'
         command -v mpicxx || true
         printf '%s\n' "$root"
@@ -156,7 +158,7 @@ point_at_open_mpi() {
 
 install_horovod() {
     say "3/4 Horovod: compiled once (about 5 minutes on 2 cores), then taken from the cache in seconds"
-    "$python" ci/build_horovod.py || die "Horovod could not be built; the lines above say where and which log has the rest"
+    "$python" "$builder" || die "Horovod could not be built; the lines above say where and which log has the rest"
 }
 
 install_package() {

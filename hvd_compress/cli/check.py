@@ -35,7 +35,7 @@ OK, NOTE, MISSING = "ok", "note", "MISSING"
 # the oldest that are known to work
 _LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}
 _DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"), "torch": ("torch",)}
-_BUILD = "build Horovod for it with ci/build_horovod.py of hvd_compress"
+_BUILD = "build Horovod for it: hvd-compress build-horovod"
 _PROBE = """
 import json, horovod.{0} as hvd
 print(json.dumps({{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}))
@@ -109,7 +109,7 @@ def _horovod() -> Iterator[Finding]:
     """Horovod, the frameworks, and whether they fit each other."""
     version = _version("horovod")
     if version is None:
-        yield Finding("horovod", "not installed", MISSING, "run ci/build_horovod.py of hvd_compress")
+        yield Finding("horovod", "not installed", MISSING, "run hvd-compress build-horovod")
         return
     yield Finding("horovod", version, *_age("horovod", version))
     mpirun = shutil.which("mpirun")

