@@ -2,7 +2,7 @@
 
     python progress.py now|failure LOG FIRST_LINE [SITE_PACKAGES STARTED]
 
-Standard library only, and any Python: it runs before the environment is there.
+Standard library only: it runs before the environment is there.
 """
 
 import os
@@ -21,10 +21,10 @@ def now(lines, site, started):
             done = 0
             for name in os.listdir(site):
                 done += name.endswith(".dist-info") and os.stat(os.path.join(site, name)).st_mtime > started
-            return "installed %d of %d packages" % (min(done, total), total)
+            return f"installed {min(done, total)} of {total} packages"
         found = re.match(r"\s*(Collecting|Downloading|Using cached|Building wheel for) +(\S+)", line)
         if found:
-            return "%s %s" % (found.group(1).lower(), found.group(2).rpartition("/")[2][:70])
+            return f"{found[1].lower()} {found[2].rpartition('/')[2][:70]}"
     return ""
 
 
