@@ -22,9 +22,9 @@ def now(lines, site, started):
             for name in os.listdir(site):
                 done += name.endswith(".dist-info") and os.stat(os.path.join(site, name)).st_mtime > started
             return f"installed {min(done, total)} of {total} packages"
-        found = re.match(r"\s*(Collecting|Downloading|Using cached|Building wheel for) +(\S+)", line)
+        found = re.match(r"\s*(Downloading|Using cached) +(\S+\.(?:whl|gz|zip))|\s*(Collecting) +(\S+)", line)
         if found:
-            return f"{found[1].lower()} {found[2].rpartition('/')[2][:70]}"
+            return f"{(found[1] or found[3]).lower()} {(found[2] or found[4]).rpartition('/')[2][:70]}"
     return ""
 
 

@@ -489,14 +489,17 @@ def lines_that_matter(log: Path, most: int = 12) -> str:
     """The first compiler or CMake errors of a log, each once, and its last lines, with the log's place."""
     text = log.read_text(errors="replace")
     lines = text.splitlines()
+
+    def reason(line: str) -> str:
+        """The same one comes from many files and lines."""
+        return re.sub(r"^.*?(?=(?:fatal )?error\b)|[\d\s]+", "", line, flags=re.I)
+
     bad: dict[str, str] = {}
     for line in lines:
         if re.search(r"\berror\b|CMake Error|fatal|No such file|not found|No module named", line, re.I):
-            # the same reason comes from many files and lines
-            bad.setdefault(re.sub(r"^.*?(?=(?:fatal )?error\b)|[\d\s]+", "", line, flags=re.I), line)
-    shown = list(bad.values())[:most]
-    last = [line for line in lines[-most:] if line not in shown and line.strip()]
-    told = "\n".join("    " + line[:300] for line in [*shown, "...", *last])
+            bad.setdefault(reason(line), line)
+    last = [line for line in lines[-most:] if line.strip() and reason(line) not in bad]
+    told = "\n".join("    " + line[:300] for line in [*list(bad.values())[:most], "...", *last])
     return f"{told}\n    whole log: {log}{advice(text)}"
 
 
