@@ -31,12 +31,20 @@ logs=$PWD/build/fresh
 mkdir -p "$logs"
 work=$(mktemp -d "${TMPDIR:-/tmp}/fresh.XXXXXX")
 table=()
+child=
 trap 'rm -rf --one-file-system "$work"' EXIT
-trap 'exit 130' INT TERM
+# unshare holds the milder signals back while it waits
+trap '[[ -z $child ]] || kill -KILL "$child"; exit 130' INT TERM
 
 # Mounts and processes of what runs in namespaces of its own end with it, however this script ends.
 apart() {
-    unshare --mount --propagation private --pid --fork --kill-child -- "$@"
+    local status=0
+    # in the background, so that a signal is heeded at once
+    unshare --mount --propagation private --pid --fork --kill-child -- "$@" &
+    child=$!
+    wait "$child" || status=$?
+    child=
+    return "$status"
 }
 
 # inside ROOT USER COMMAND: what a container gives: /proc, /dev/shm, an empty environment; certificates as they are here.

@@ -639,6 +639,8 @@ def build_wheel(source: Path, out: Path, env: dict[str, str], log: Path, usual_m
             sink.write(line)
             if found := re.search(r"\[ *(\d+)%\] (Building|Linking) \S+ .*?([^/ ]+)$", line.rstrip()):
                 now = f"{found[1]:>3} %, {found[2].lower()} {found[3].removesuffix('.o')}"
+            elif found := re.match(r" *-- (.{1,60})", line):
+                now = f"configuring: {found[1].strip()}"
         code = process.wait()
     wheels = sorted(out.glob("horovod-*.whl"))
     if code != 0 or not wheels:
