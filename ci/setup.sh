@@ -153,11 +153,10 @@ install_packages() {
         say "    TensorFlow and Keras are left out: tensorflow-cpu has no wheel for this Python (take 3.11 to 3.13 for them)"
     fi
     say "    installing pinned packages (usually 1.5 to 3 minutes the first time); log: $log"
-    # all of them are listed with their hashes, so nothing is left to resolve; what is imported is compiled then, while
-    # compiling all takes a minute or two
-    run_logged "packages" "$python" -m pip install --no-compile --require-hashes --no-deps "${files[@]}"
+    # all of them are listed with their hashes, so nothing is left to resolve
+    run_logged "packages" "$python" -m pip install --require-hashes --no-deps "${files[@]}"
     if [[ -n $torch ]]; then
-        run_logged "torch" "$python" -m pip install --no-compile -r "$torch"
+        run_logged "torch" "$python" -m pip install -r "$torch"
     fi
 }
 
