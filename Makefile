@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-keras2 test-all coverage lint format bench reproduce clean
+.PHONY: help setup setup-keras2 demo test test-keras2 test-all fresh test-cuda-build coverage lint format bench reproduce clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -7,7 +7,7 @@ WITH_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 WITH_VENV_KERAS2 := PATH="$(CURDIR)/.venv-keras2/bin:$$PATH"
 
 help:                ## this list
-	@grep -E '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+	@grep -E '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 17
 
 setup:               ## .venv with pinned packages and a Horovod built for them (about 8 minutes once, then seconds)
 	@bash ci/setup.sh
@@ -30,6 +30,12 @@ test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the c
 		tests/parallel/test_keras.py $(ARGS)
 
 test-all: test test-keras2  ## both
+
+fresh:               ## `make demo` in clean roots of Debian 12, 13 and testing (root and debootstrap; an hour; ARGS: see ci/fresh.sh)
+	@ci/fresh.sh $(ARGS)
+
+test-cuda-build:     ## Horovod with CUDA and NCCL from packages of the index, trained on the CPU (any machine; 15 minutes, 8 GB)
+	@bash ci/test_cuda_build.sh
 
 lint: setup          ## style, format, types, direction of imports
 	@$(WITH_VENV) ruff check .

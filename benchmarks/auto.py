@@ -124,7 +124,8 @@ class _Foreseen:
 
     def seconds(self, shapes: Sequence[tuple[int, ...]], alone: float) -> dict[str, float]:
         """Predicted seconds of a step that takes `alone` without communication."""
-        from hvd_compress.cli.advise import predict, tried
+        from hvd_compress.cli.advise import tried
+        from hvd_compress.cli.predict import predict
 
         taken = {compressor: self._exchange_of(compressor, shapes) for compressor in self._compressors.values()}
         rows = predict(shapes, self._network, self._speeds, alone)

@@ -124,9 +124,9 @@ def section(result: dict[str, Any]) -> str:
             "",
             "The bytes that a rank must send at least, over what its link could have carried in that time, in each "
             "direction; 1 is all of it. Plain Horovod, large float32 tensors, one rank a host. Open MPI as it comes "
-            "lets a receiver's request wait behind what it sends itself; Gloo is that of `ci/build_horovod.py`, which "
-            "receives before it sends. All else on this page was measured over Open MPI, *without put* unless the last "
-            "table says otherwise.",
+            "lets a receiver's request wait behind what it sends itself; Gloo is that of `hvd-compress "
+            "build-horovod`, which receives before it sends. All else on this page was measured over Open MPI, "
+            "*without put* unless the last table says otherwise.",
             "",
             table(["", "", *names], lines),
         ]

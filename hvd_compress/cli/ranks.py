@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.cost import HorovodCollectives
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import MissingError, UnsupportedError
 from hvd_compress.exchange import Hosts
+from hvd_compress.missing import missing_horovod
 
 __all__ = ["Ranks", "is_launched", "launched", "open_ranks"]
 
@@ -44,12 +45,17 @@ class Ranks(HorovodCollectives):
         framework: "torch" or "tensorflow".
 
     Raises:
-        ImportError: Horovod was not built for it.
+        MissingError: the framework, or Horovod for it.
     """
 
     def __init__(self, framework: str) -> None:
         self.framework = framework
-        hvd: Any = importlib.import_module(f"horovod.{framework}")
+        try:
+            # horovod.torch alone can be imported where it was built without torch
+            importlib.import_module(f"horovod.{framework}.mpi_ops")
+            hvd: Any = importlib.import_module(f"horovod.{framework}")
+        except Exception as error:
+            raise missing_horovod(framework, error) from error
         module: Any = importlib.import_module(framework)
         hvd.init()
         super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant)
@@ -85,15 +91,15 @@ def open_ranks() -> Ranks:
     """Start Horovod; a collective call.
 
     Raises:
-        UnsupportedError: Horovod is there for neither framework.
+        MissingError: Horovod is there for neither framework.
     """
     reasons = []
     for framework in _FRAMEWORKS:
         try:
             return Ranks(framework)
-        except ImportError as error:
-            reasons.append(f"horovod.{framework}: {error}")
-    raise UnsupportedError(
-        "measuring needs Horovod, built for PyTorch or TensorFlow; `hvd-compress check` says what is missing. "
-        + "; ".join(reasons)
+        except MissingError as error:
+            reasons.append(str(error))
+    raise MissingError(
+        "real ranks need Horovod, built for PyTorch or TensorFlow; `hvd-compress check` says what is missing. "
+        + " ".join(reasons)
     )

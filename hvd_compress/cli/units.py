@@ -7,44 +7,70 @@ import re
 
 __all__ = ["parse_bandwidth", "parse_seconds", "show_bandwidth", "show_bytes", "show_seconds"]
 
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e([+-]?[0-9]{1,3}))?"
+_PREFIXES = {
+    "": 1.0,
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "ki": 2.0**10,
+    "mi": 2.0**20,
+    "gi": 2.0**30,
+    "ti": 2.0**40,
+}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_LEAST_BITS, _MOST_BITS, _MOST_SECONDS = 1.0, 1e15, 3600.0
+
+_BANDWIDTH = re.compile(
+    # of a lone letter the case says which it is, and a rate must say so: 1 Gb may be a gigabyte, and so may 1 GBPS
+    rf"{_NUMBER}\s*((?i:[kmgt]i?)?)(?:((?i:bits?))(?i:/s|ps|/sec)?|((?i:bytes?))(?i:/s|ps|/sec)?|([bB])(?:/s|ps|/sec))"
+)
+_TIME = re.compile(rf"{_NUMBER}\s*({'|'.join(_SECONDS)})")
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of "1gbit", "100mbit" or "2.5 Gbit/s".
+    """Bits per second of "1gbit", "100Mbps", "2.5 Gbit/s" or, in bytes, "125MB/s" and "12.5MiB/s".
 
     Raises:
-        ValueError: another form.
+        ValueError: another form, or beyond what links have.
 
     Example:
         >>> from hvd_compress.cli.units import parse_bandwidth
-        >>> parse_bandwidth("100mbit"), parse_bandwidth("2.5 Gbit/s")
-        (100000000.0, 2500000000.0)
+        >>> parse_bandwidth("100mbit"), parse_bandwidth("2.5 Gbps"), parse_bandwidth("125MB/s")
+        (100000000.0, 2500000000.0, 1000000000.0)
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)bit(?:/s|ps)?", text.strip().lower())
-    value = _number(found.group(1)) * _PREFIXES[found.group(2)] if found else 0.0
-    if not value > 0:
-        raise ValueError(f"bandwidth {text!r}: give bits per second with a unit, such as 100mbit or 10gbit")
-    return value
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"bandwidth {text!r}: give a number with a unit, such as 100mbit, 10Gbps or 2.5Gbit/s, or in bytes 125MB/s"
+        )
+    mantissa, exponent, prefix, _, in_bytes, letter = found.groups()
+    bits = _number(mantissa, exponent) * _PREFIXES[prefix.lower()] * (8 if in_bytes or letter == "B" else 1)
+    if not _LEAST_BITS <= bits <= _MOST_BITS:
+        raise ValueError(f"bandwidth {text!r}: must be 1 bit/s to 1000 Tbit/s, such as 100mbit, 10Gbps or 125MB/s")
+    return bits
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "50us", "1.5ms" or "2s".
+    """Seconds of "50us", "0.1ms" or "2s".
 
     Raises:
-        ValueError: another form.
+        ValueError: another form, or more than an hour.
 
     Example:
         >>> from hvd_compress.cli.units import parse_seconds
         >>> parse_seconds("1.5ms")
         0.0015
     """
-    found = re.fullmatch(r"([0-9.]+)\s*(s|ms|us|µs|ns)", text.strip().lower())
-    value = _number(found.group(1)) if found else math.nan
-    if found is None or math.isnan(value):
-        raise ValueError(f"time {text!r}: give a number with a unit, such as 50us, 1.5ms or 2s")
-    return value * _SECONDS[found.group(2)]
+    found = _TIME.fullmatch(text.strip().lower())
+    if found is None:
+        raise ValueError(f"time {text!r}: give a number with a unit, such as 50us, 0.1ms or 2s")
+    mantissa, exponent, unit = found.groups()
+    seconds = _number(mantissa, exponent) * _SECONDS[unit]
+    if seconds > _MOST_SECONDS:
+        raise ValueError(f"time {text!r}: must be an hour at most, such as 50us, 0.1ms or 2s")
+    return seconds
 
 
 def show_seconds(seconds: float) -> str:
@@ -64,8 +90,8 @@ def show_bandwidth(bits: float) -> str:
     return "always" if math.isinf(bits) else _with_prefix(bits, "bit/s")
 
 
-def _number(text: str) -> float:
-    return float(text) if text.count(".") <= 1 and text != "." else math.nan
+def _number(mantissa: str, exponent: str | None) -> float:
+    return float(f"{mantissa}e{exponent or 0}")
 
 
 def _with_prefix(value: float, unit: str) -> str:

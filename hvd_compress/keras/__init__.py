@@ -15,10 +15,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import keras
-
 from hvd_compress._keras.binding import bound
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.missing import missing_keras
+
+try:
+    import keras
+except ImportError as error:
+    raise missing_keras(error) from error
 
 # of the backend that Keras runs on, and of no other: (edge, its link)
 _EDGES = {

@@ -14,6 +14,7 @@ from hvd_compress.async_server import AsyncServerSettings, Member, Values, wait_
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.fingerprint import agree
+from hvd_compress.missing import missing_mpi
 from hvd_compress.mpi.links import MOST_BYTES, MpiLink
 from hvd_compress.tensors import Tensor
 
@@ -53,6 +54,7 @@ class AsyncParameterServer:
         ValueError: a setting out of its range; no parameters.
         UnsupportedError: fewer than two ranks, or messages of 16 GiB and more.
         MismatchError: the ranks disagree; raised on all of them.
+        MissingError: mpi4py is not installed, or finds no MPI.
 
     Example::
 
@@ -82,8 +84,10 @@ class AsyncParameterServer:
     ) -> None:
         settings = AsyncServerSettings(staleness, compression, answer, patience, server)
         values = _Arrays(parameters, update)
-        # importing it starts MPI
-        from mpi4py import MPI
+        try:
+            from mpi4py import MPI  # importing it starts MPI
+        except (ImportError, RuntimeError) as error:
+            raise missing_mpi("AsyncParameterServer", error) from error
 
         comm = MPI.COMM_WORLD if comm is None else comm
         self._values = values

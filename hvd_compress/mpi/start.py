@@ -86,7 +86,8 @@ def communicator(
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
         raise UnsupportedError(
-            f'{asked} needs mpi4py, which ranks {missing} do not have: pip install "hvd_compress[mpi]"'
+            f"{asked} needs mpi4py with the MPI that Horovod uses, which ranks {missing} cannot load: "
+            'pip install "hvd_compress[mpi]"'
         )
     from mpi4py import MPI
 
@@ -97,6 +98,6 @@ def communicator(
 def _rank_in_world() -> int:
     try:
         from mpi4py import MPI
-    except ImportError:
+    except (ImportError, RuntimeError):  # the latter where it finds no MPI
         return _NO_MPI4PY
     return int(MPI.COMM_WORLD.rank)

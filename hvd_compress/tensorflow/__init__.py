@@ -13,7 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import horovod.tensorflow
+from hvd_compress.missing import missing_horovod
+
+try:
+    import horovod.tensorflow
+except Exception as error:
+    raise missing_horovod("tensorflow", error) from error
 
 # every public name of horovod.tensorflow; those imported below take the place of Horovod's
 from horovod.tensorflow import *  # noqa: F403

@@ -13,7 +13,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import horovod.torch
+from hvd_compress.missing import missing_horovod
+
+try:
+    import horovod.torch.mpi_ops  # horovod.torch alone can be imported where it was built without torch
+except Exception as error:
+    raise missing_horovod("torch", error) from error
 
 # every public name of horovod.torch; those imported below take the place of Horovod's
 from horovod.torch import *  # noqa: F403

@@ -14,13 +14,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvd_compress import FP16, NoCompression, OneBit, Threshold, __version__
+from hvd_compress import FP16, NoCompression, OneBit, Threshold, TopK, __version__
 from hvd_compress.cli import advise, bench, check, main, ranks
-from hvd_compress.cli.advise import Prediction, advice
+from hvd_compress.cli import predict as predictions
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
+from hvd_compress.cli.predict import Prediction, predict
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
+from hvd_compress.cli.verdict import advice
 from hvd_compress.cost import Line, Link, Network, Speed
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import MissingError
 from hvd_compress.loopback import Loopback
 
 ROOT = Path(__file__).parents[2]
@@ -38,22 +40,29 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1gbit", 1e9), ("100mbit", 1e8), ("2.5Gbit/s", 2.5e9), ("10 Gbps", None), ("64kbit", 64e3), ("5bit", 5.0),
-     ("25Gbitps", 25e9), ("1gb", None), ("0gbit", None), ("", None), ("-1gbit", None), ("1.2.3gbit", None),
-     ("1e9", None)],
+    [("1gbit", 1e9), ("100mbit", 1e8), ("2.5Gbit/s", 2.5e9), ("10 Gbps", 1e10), ("64kbit", 64e3), ("5bit", 5.0),
+     ("1Gbps", 1e9), ("1Gbit/s", 1e9), ("10 Gbit/s", 1e10), ("100Mbps", 1e8), ("100Mb/s", 1e8), ("40gbits/s", 4e10),
+     ("125MB/s", 1e9), ("125 MB/s", 1e9), ("1GBps", 8e9), ("12.5MiB/s", 12.5 * 2**20 * 8), ("1Gib/s", 2.0**30),
+     ("1megabit", None), ("2Mbyte/s", 1.6e7), ("3 kbytes/sec", 2.4e4), ("1Tbit", 1e12), ("1e9bit/s", 1e9),
+     (".5gbit", 5e8), ("25Gbitps", 25e9), (" 1gbit ", 1e9),
+     ("1gb", None), ("1GB", None), ("100MBPS", None), ("0gbit", None), ("0.0MB/s", None), ("", None), ("-1gbit", None),
+     ("1.2.3gbit", None), ("1e9", None), ("nan", None), ("nangbit", None), ("inf", None), ("infgbit", None),
+     ("1e400gbit", None), ("1e-400gbit", None), ("9" * 400 + "gbit", None), ("1e99gbit", None), ("1,5gbit", None),
+     ("1_0gbit", None), ("\u0661gbit", None), ("gbit", None), ("1 g bit", None), ("1gbit/h", None), ("0x1gbit", None)],
 )  # fmt: skip
 def test_bandwidths(text: str, expected: float | None) -> None:
     if expected is None:
         with pytest.raises(ValueError, match="such as 100mbit"):
             parse_bandwidth(text)
     else:
-        assert parse_bandwidth(text) == expected
+        assert parse_bandwidth(text) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("50us", 5e-5), ("1.5ms", 1.5e-3), ("2s", 2.0), ("0us", 0.0), ("80 ns", 8e-8), ("7µs", 7e-6), ("5", None),
-     (".ms", None), ("1m", None)],
+    [("50us", 5e-5), ("1.5ms", 1.5e-3), ("2s", 2.0), ("0us", 0.0), ("80 ns", 8e-8), ("7\u00b5s", 7e-6),
+     ("7\u03bcs", 7e-6), ("0.1ms", 1e-4), ("5e-5s", 5e-5), ("50US", 5e-5), ("5", None), (".ms", None), ("1m", None),
+     ("-1us", None), ("nan", None), ("infs", None), ("", None), ("1e9s", None), ("1e400s", None), ("1..5ms", None)],
 )  # fmt: skip
 def test_times(text: str, expected: float | None) -> None:
     if expected is None:
@@ -72,7 +81,33 @@ def test_quantities_as_text() -> None:
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", " , ", "4x", "x4", "0x4", "4x4x", "abc", "4*x", "-4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " , ",
+        "4x",
+        "x4",
+        "0x4",
+        "0x5",
+        "4x4x",
+        "abc",
+        "axb",
+        "4*x",
+        "-4",
+        "-1",
+        "4*0",
+        "4x0",
+        "4*999999999",
+        "9" * 5000,
+        "999999999x999999999",
+        "1e3",
+        "4.0x4",
+        "4\u00d74",
+        "inf",
+        "nan",
+    ],
+)
 def test_what_is_no_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="shape"):
         parse_shapes(text)
@@ -151,15 +186,15 @@ KERNELS = Speed(Line(1e-5, 2e-9), Line(1e-5, 1e-9), Line(1e-5, 1e-9), 0.06)
 def test_slow_links_want_compression_and_fast_ones_do_not() -> None:
     speeds = {FP16(): KERNELS, OneBit(): KERNELS}
     shapes = [(4096, 4096), (4096,)]
-    slow = advise.predict(shapes, Network.on_paper(1e8, 5e-5, 4), speeds)
-    fast = advise.predict(shapes, Network.on_paper(1e12, 5e-5, 4), speeds)
+    slow = predict(shapes, Network.on_paper(1e8, 5e-5, 4), speeds)
+    fast = predict(shapes, Network.on_paper(1e12, 5e-5, 4), speeds)
     assert advice(slow).startswith("Use compression=OneBit()")
     assert advice(fast).startswith("Don't compress")
 
 
 def test_break_even_is_where_both_take_the_same() -> None:
     def rows(bandwidth: float) -> list[Prediction]:
-        return advise.predict([(4096, 4096)], Network.on_paper(bandwidth, 5e-5, 4), {OneBit(): KERNELS}, step=0.05)
+        return predict([(4096, 4096)], Network.on_paper(bandwidth, 5e-5, 4), {OneBit(): KERNELS}, step=0.05)
 
     for i in (1, 2):
         dense, row = (rows(rows(1e9)[i].break_even)[k] for k in (0, i))
@@ -169,7 +204,7 @@ def test_break_even_is_where_both_take_the_same() -> None:
 def test_rows_by_hand() -> None:
     link = Link(Line(1, 1e-6), Line(1, 1e-6), Line(2, 1e-6), Line(3, 1e-6))
     speeds = {FP16(): Speed(Line(1), Line(2)), OneBit(): Speed(Line(0.5), Line(0.25), Line(0.125))}
-    dense, half, two_phase, allgather = advise.predict([(1024, 1024)], Network(2, link), speeds)
+    dense, half, two_phase, allgather = predict([(1024, 1024)], Network(2, link), speeds)
     assert dense == Prediction(NoCompression(), "dense", 2**22, 1 + 4.194304, pytest.approx(math.nan, nan_ok=True))
     assert half.seconds == pytest.approx(1 + (1 + 2.097152) + 2)
     kernels = 2 * 0.5 + (0.25 + 0.125 + 0.5) + 2 * 0.25
@@ -181,21 +216,21 @@ def test_rows_by_hand() -> None:
 
 def test_small_tensors_stay_dense() -> None:
     network = Network.on_paper(1e9, 5e-5, 4)
-    dense, two_phase, allgather = advise.predict([(64, 64)] * 10, network, {OneBit(): KERNELS})
+    dense, two_phase, allgather = predict([(64, 64)] * 10, network, {OneBit(): KERNELS})
     assert dense.sent_bytes == two_phase.sent_bytes == allgather.sent_bytes
     assert dense.seconds == two_phase.seconds
 
 
 def test_a_payload_of_changing_size_counts_as_measured() -> None:
     network = Network.on_paper(1e9, 5e-5, 4)
-    rows = advise.predict([(1000, 1000)], network, {Threshold(tau=0.1): KERNELS})
+    rows = predict([(1000, 1000)], network, {Threshold(tau=0.1): KERNELS})
     assert rows[2].sent_bytes == pytest.approx(3 * 0.06 * 1e6)
 
 
 def test_a_step_hides_what_overlaps_with_backward() -> None:
     network = Network.on_paper(1e9, 5e-5, 4)
-    alone = advise.predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS})
-    step = advise.predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS}, step=1.0)
+    alone = predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS})
+    step = predict([(4096, 1024)] * 8, network, {OneBit(): KERNELS}, step=1.0)
     for before, after in zip(alone, step, strict=True):
         # kernels and backward share a core: what is hidden is time on the network, most where nothing is compressed
         assert 1.0 < after.seconds <= 1.0 + before.seconds + 1e-9
@@ -203,17 +238,17 @@ def test_a_step_hides_what_overlaps_with_backward() -> None:
 
 
 def test_hierarchical_is_offered_where_the_exchange_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advise, "EXCHANGES", ("auto", "two_phase", "hierarchical"))
-    several = advise.predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8, 4), {OneBit(): KERNELS})
+    monkeypatch.setattr(predictions, "EXCHANGES", ("auto", "two_phase", "hierarchical"))
+    several = predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8, 4), {OneBit(): KERNELS})
     assert [row.exchange for row in several] == ["dense", "two_phase", "hierarchical"]
     assert several[2].seconds < several[0].seconds
-    alone = advise.predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8), {OneBit(): KERNELS})
+    alone = predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8), {OneBit(): KERNELS})
     assert [row.exchange for row in alone] == ["dense", "two_phase"]
 
 
 def test_a_link_whose_bytes_take_no_time() -> None:
     free = Link(Line(1e-3), Line(1e-3), Line(1e-3), Line(1e-3))
-    rows = advise.predict([(1024, 1024)], Network(2, free), {OneBit(): KERNELS})
+    rows = predict([(1024, 1024)], Network(2, free), {OneBit(): KERNELS})
     assert {row.break_even for row in rows[1:]} == {0.0}
 
 
@@ -278,22 +313,74 @@ def test_predictions_stand_where_trials_are_given_no_time() -> None:
     assert advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25, limit=0.0) == ROWS  # type: ignore[arg-type]
 
 
+FREE = "with float32 1000 ms"
+HALVED = "with fp16 600 ms and float32 1000 ms"
+USE_FP16 = "Use compression=hvd.Compression.fp16, which Horovod has itself"
+ALLGATHER = 'compression=OneBit(), exchange="allgather"'
+
+
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(2.0, "Don't compress: a step would take at least 2000 ms instead of 1000 ms."),
-     (0.98, "Don't compress: it would gain 2 % at most, a step of 980 ms instead of 1000 ms."),
-     (0.25, 'Use compression=OneBit(), exchange="allgather": a step takes 250 ms instead of 1000 ms, 4.0 times faster. '
-            "It pays below 2.00 Gbit/s.")],
+    ("half", "seconds", "expected"),
+    [(None, 2.0, f"Don't compress: a step would take 2000 ms with {ALLGATHER} at best, {FREE}."),
+     (None, 0.98, f"Don't compress: it is a tie, a step takes 980 ms with {ALLGATHER}, {FREE}."),
+     (None, 1.02, f"Don't compress: it is a tie, a step takes 1020 ms with {ALLGATHER}, {FREE}."),
+     (None, 0.25, f"Use {ALLGATHER}: a step takes 250 ms, 4.0 times faster than float32; {FREE}. "
+                  "It beats float32 below 2.00 Gbit/s."),
+     (0.6, 0.8, f"{USE_FP16}: a step would take 800 ms with {ALLGATHER} at best, {HALVED}."),
+     (0.6, 0.59, f"{USE_FP16}: it is a tie, a step takes 590 ms with {ALLGATHER}, {HALVED}."),
+     (0.6, 0.2, f"Use {ALLGATHER}: a step takes 200 ms, 3.0 times faster than fp16; {HALVED}. "
+                "It beats float32 below 2.00 Gbit/s."),
+     # fp16 that gains nothing is not worth a word, and does not make another one look better
+     (0.98, 2.0, f"Don't compress: a step would take 2000 ms with {ALLGATHER} at best, {FREE}."),
+     (3.0, 0.9, f"Use {ALLGATHER}: a step takes 900 ms, 1.1 times faster than float32; {FREE}. "
+                "It beats float32 below 2.00 Gbit/s.")],
 )  # fmt: skip
-def test_sentences(seconds: float, expected: str) -> None:
+def test_sentences(half: float | None, seconds: float, expected: str) -> None:
     rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(OneBit(), "allgather", 1.0, seconds, 2e9)]
+    if half is not None:
+        rows.insert(1, Prediction(FP16(), "dense", 4.0, half))
     assert advice(rows) == expected
 
 
+def test_the_sentence_names_what_is_as_fast_as_the_best() -> None:
+    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(OneBit(), "allgather", 1.0, 0.26, 2e9),
+            Prediction(OneBit(), "two_phase", 1.0, 0.25, 2e9), Prediction(TopK(), "two_phase", 1.0, 0.3)]  # fmt: skip
+    text = advice(rows)
+    assert text.startswith('Use compression=OneBit(), exchange="two_phase"')
+    assert 'As fast, to 5 %: compression=OneBit(), exchange="allgather".' in text
+    assert "TopK" not in text
+
+
 def test_the_sentence_for_links_that_always_gain() -> None:
-    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(FP16(), "dense", 1.0, 0.5, math.inf)]
-    assert advice(rows).startswith("Use compression=FP16(): a step")
-    assert advice(rows).endswith("at any bandwidth.")
+    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(OneBit(), "allgather", 1.0, 0.5, math.inf)]
+    assert advice(rows).endswith("It beats float32 at any bandwidth.")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "first", "expected"),
+    [("8", "1", "1 tensor, 8 elements, 1 rank", "Don't compress: one rank exchanges nothing."),
+     ("4096x4096", "1", "1 tensor, 16,777,216 elements, 1 rank", "Don't compress: one rank exchanges nothing."),
+     ("100x10", "4", "1 tensor, 1,000 elements, 4 ranks", "Don't compress: no tensor has 16,384 elements"),
+     ("1", "2", "1 tensor, 1 element, 2 ranks", "Don't compress: no tensor has 16,384 elements"),
+     ("128x127*9", "2", "9 tensors, 146,304 elements, 2 ranks", "no tensor has 16,384 elements")],
+)  # fmt: skip
+def test_where_nothing_can_be_compressed_one_sentence_says_so(
+    shapes: str, ranks: str, first: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paper = ["advise", "--shapes", shapes, "--bandwidth", "1gbit", "--ranks", ranks]
+    assert main(paper) == 0
+    begin, sentence = capsys.readouterr().out.splitlines()
+    assert begin == first
+    assert expected in sentence
+    assert main([*paper, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert expected in found["advice"]
+    assert [row["compressor"] for row in found["rows"]] == ([] if ranks == "1" else ["none", "FP16()"])
+
+
+def test_small_tensors_that_take_long_may_still_want_fp16() -> None:
+    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(FP16(), "dense", 4.0, 0.6)]
+    assert advice(rows).startswith(USE_FP16)
 
 
 def test_advise_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,11 +388,43 @@ def test_advise_on_paper(capsys: pytest.CaptureFixture[str]) -> None:
     first, link, head, *rows, sentence = capsys.readouterr().out.splitlines()
     assert first == "3 tensors, 16,785,408 elements, 4 ranks"
     assert "on paper, 1.00 Gbit/s" in link
-    assert head.split() == ["compressor", "exchange", "sent/rank", "fewer", "step", "faster", "pays", "below"]
+    assert head.split() == ["compressor", "exchange", "sent/rank", "fewer", "step", "faster", "beats", "fp32", "below"]
     # 16,785,408 elements of 4 bytes; a ring sends 2 * 3 / 4 of them
     assert re.match(r"none \(float32\) +dense +101 MB +1\.0x", rows[0])
     assert len(rows) == 1 + 1 + 5 * 2
     assert sentence.startswith(("Use compression=", "Don't compress"))
+
+
+def test_advise_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--shapes", "4096x4096,4096*2", *PAPER, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert {k: found[k] for k in ("tensors", "elements", "ranks", "ranks_per_host", "link", "step_seconds")} == {
+        "tensors": 3, "elements": 16_785_408, "ranks": 4, "ranks_per_host": 1, "link": "on paper", "step_seconds": 0.0
+    }  # fmt: skip
+    rows = found["rows"]
+    assert len(rows) == 1 + 1 + 5 * 2
+    fields = {"compressor", "exchange", "compresses", "sent_bytes", "seconds", "tried", "beats_float32",
+              "beats_float32_below_bits_per_second"}  # fmt: skip
+    assert all(row.keys() == fields for row in rows)
+    assert (rows[0]["compressor"], rows[0]["beats_float32"], rows[0]["compresses"]) == ("none", None, False)
+    for row in rows[1:]:
+        assert (row["beats_float32"] == "below") == (row["beats_float32_below_bits_per_second"] is not None)
+    assert found["advice"].startswith(("Use compression=", "Don't compress"))
+    assert all(field in (advise.__doc__ or "") for field in [*found, *fields]), "a field that --help does not name"
+
+
+def test_what_a_model_prints_is_not_among_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "talkative_net.py").write_text(
+        "print('importing')\nclass T:\n    shape = (200, 300)\n"
+        "class Net:\n    trainable_variables = [T]\n    def __init__(self): print('building')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["advise", "--model", "talkative_net:Net", *PAPER, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["elements"] == 60_000
+    assert printed.err == "importing\nbuilding\n"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +454,7 @@ def test_measuring_without_horovod_says_what_to_do(
 ) -> None:
     for framework in ("torch", "tensorflow"):
         monkeypatch.setitem(sys.modules, f"horovod.{framework}", None)
-    with pytest.raises(UnsupportedError, match="check"):
+    with pytest.raises(MissingError, match="check"):
         ranks.open_ranks()
     assert main(["advise", "--shapes", "8", "--measure"]) == 2
     assert "hvd-compress check" in capsys.readouterr().err
@@ -394,7 +513,7 @@ def test_one_framework_is_enough(probed: dict, capsys: pytest.CaptureFixture[str
 def test_no_horovod(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
     del probed["versions"]["horovod"]
     assert main(["check"]) == 1
-    assert "build_horovod.py" in findings(capsys)["horovod"]
+    assert "hvd-compress build-horovod" in findings(capsys)["horovod"]
 
 
 def test_a_horovod_of_another_framework(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,7 @@ CORE = [
     "hvd_compress.fingerprint",
     "hvd_compress.kernels",
     "hvd_compress.loopback",
+    "hvd_compress.missing",
     "hvd_compress.mpi",
     "hvd_compress.wire",
 ]

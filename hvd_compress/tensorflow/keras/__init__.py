@@ -14,7 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import horovod.tensorflow.keras
+from hvd_compress.missing import missing_keras
+
+try:
+    import horovod.tensorflow.keras
+except ImportError as error:
+    raise missing_keras(error) from error
 
 # every public name of horovod.tensorflow.keras; those below take the place of Horovod's
 from horovod.tensorflow.keras import *  # noqa: F403

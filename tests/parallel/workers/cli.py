@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from typing import Any
@@ -85,6 +86,27 @@ def advise_measures_and_speaks_once() -> None:
     # a trial has hundreds of steps, which take a millisecond at least (Horovod looks that often): twelve take longer
     assert {row.split()[-1] for row in (dense, *rows)} == {"tried", "predicted"}
     assert sentence.startswith(("Use compression=", "Don't compress"))
+
+
+@cases.add
+def advise_as_json_is_that_of_rank_0_alone() -> None:
+    code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "0", "--json")
+    assert code == 0
+    if launched("rank"):
+        assert output == ""
+        return
+    found = json.loads(output)
+    assert (found["tensors"], found["link"], len(found["rows"])) == (2, "measured", 12)
+    assert found["advice"].startswith(("Use compression=", "Don't compress"))
+
+
+@cases.add
+def ranks_with_other_shapes_are_told_so_before_they_try_them() -> None:
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code, output = command("advise", "--shapes", f"512x{512 + launched('rank')}", "--measure")
+    assert (code, output) == (2, "")
+    assert "different shapes" in errors.getvalue()
 
 
 @cases.add

