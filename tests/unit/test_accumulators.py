@@ -197,7 +197,7 @@ def test_states_of_other_runs_and_damaged_ones_are_refused() -> None:
     for said, wrong in {
         "outside": {**entry, "start": 1},
         "no sums": {**entry, "values": entry["values"] - 100},
-        "no sums of squares": {**entry, "values": entry["values"] * np.float32(np.nan)},
+        "not finite": {**entry, "values": entry["values"] * np.float32(np.nan)},
         r"shape \(5, 10\): the tensor has \(50,\)": {**entry, "shape": [5, 10]},
     }.items():
         with pytest.raises(StateError, match=said):
