@@ -201,7 +201,7 @@ def _check_together(by_rank: dict[int, State]) -> None:
                 f"{first['steps']} among {first['size']}"
             )
         for key, default in (("compressor", None), ("loss_scale", 1.0)):
-            if state.get(key, default) != first.get(key, default):
+            if not saved.equal(state.get(key, default), first.get(key, default)):
                 raise StateError(
                     f"state of rank {rank} has the {key} {state.get(key, default)}, that of rank 0 "
                     f"{first.get(key, default)}: they are of different runs"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hvd_compress.errors import StateError
 
-__all__ = ["flag", "flags", "floats", "integer", "integers", "real", "record", "sequence", "shape_of", "text"]
+__all__ = ["equal", "flag", "flags", "floats", "integer", "integers", "real", "record", "sequence", "shape_of", "text"]
 
 Array = npt.NDArray[Any]
 
@@ -102,6 +102,20 @@ def text(what: str, value: Any, choices: Iterable[str] = ()) -> str:
         must = f"one of {', '.join(map(repr, allowed))}" if allowed else "a string"
         raise StateError(f"{what} is {_shown(value)}: must be {must}")
     return value
+
+
+def equal(value: Any, expected: Any) -> bool:
+    """Whether a value of a state, which may be anything, is the expected one, which is JSON-able."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(equal(value[key], expected[key]) for key in expected)
+        )
+    if isinstance(expected, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(expected) and all(map(equal, value, expected))
+    # arrays, whose comparison is an array, are never equal
+    return isinstance(value, str | int | float | np.generic | None) and bool(value == expected)
 
 
 def shape_of(what: str, value: Any) -> tuple[int, ...]:

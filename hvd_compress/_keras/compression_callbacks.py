@@ -96,9 +96,9 @@ class CompressionCheckpointCallback(LinkedCallback):
 
     At the end of each epoch every rank writes a file of its own. When training begins, all ranks take up theirs if all
     of them have one that belongs to the optimizer's present number of iterations; else none does, with a warning. For
-    another number of ranks the files of all former ranks are read and divided, so that their sum is kept. A file that is
-    damaged, or not there, is one that does not belong; files of another model end `fit` with StateError. Put it after
-    the callbacks that restore and broadcast the model.
+    another number of ranks the files of all former ranks are read and divided, so that their sum is kept. A file
+    that is damaged, or not there, is one that does not belong; files of another model end `fit` with StateError. Put it
+    after the callbacks that restore and broadcast the model.
 
     Args:
         directory: for the files; on a file system that all ranks see if their number is to change.

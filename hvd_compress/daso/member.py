@@ -207,10 +207,12 @@ class Member:
         if isinstance(found, bool) or not isinstance(found, int) or found != FORMAT:
             raise StateError(f"not a DASO state of format {FORMAT}: its format is {found!r}")
         given = saved.record("DASO state", state, ["rank", "settings", "clock", "syncs", "epochs"])
-        if given["rank"] != self.groups.rank:
+        if not saved.equal(given["rank"], self.groups.rank):
             raise StateError(f"DASO state of rank {given['rank']}, given to rank {self.groups.rank}")
         of_state = saved.record("settings of a DASO state", given["settings"])
-        if different := sorted(key for key, value in self._described.items() if of_state.get(key) != value):
+        if different := sorted(
+            key for key, value in self._described.items() if not saved.equal(of_state.get(key), value)
+        ):
             raise StateError(f"DASO state of other settings: {', '.join(different)} differ")
         # all is checked before anything is changed
         clock = self.clock.check(given["clock"])

@@ -191,7 +191,7 @@ class Outgoing:
             debt = saved.floats("debt of a DASO state", debt, (self.share.size,), dtype)
         if given["compression"] is None:
             return {"debt": debt, "compression": None, "transfers": {}}
-        compression = next((c for c in known if c.get_config() == given["compression"]), None)
+        compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
         if compression is None:
             raise StateError(f"DASO state of the compression {given['compression']}, which is not used here")
         transfers = self._transfers_of(compression)

@@ -160,9 +160,9 @@ class Member:
 
     def _checked(self, state: Any) -> dict[str, Any]:
         of_state = state.get("settings") if isinstance(state, dict) else None
-        if of_state is not None and of_state != self._described():
+        if of_state is not None and not saved.equal(of_state, self._described()):
             mine, theirs = self._described(), saved.record("settings of an event state", of_state)
-            different = sorted(key for key in mine.keys() | theirs.keys() if theirs.get(key) != mine.get(key))
+            different = sorted(k for k in mine.keys() | theirs.keys() if not saved.equal(theirs.get(k), mine.get(k)))
             raise StateError(f"event state of other settings: {', '.join(map(str, different))} differ")
         return self._averager.check(state)
 

@@ -271,7 +271,7 @@ class Node:
         given = saved.record("event state", state, _SAVED)
         where = (given["position"], saved.sequence("senders of an event state", given["senders"]))
         here = (self.part.position, list(self.part.senders))
-        if where != here:
+        if not saved.equal(where, here):
             raise StateError(
                 f"event state of rank {where[0]} with senders {where[1]} given to rank {here[0]} with senders {here[1]}"
             )

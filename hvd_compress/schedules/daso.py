@@ -232,7 +232,7 @@ class DasoClock:
         given = saved.record("clock of a DASO state", state, ["schedule", *self._SAVED])
         of_state = saved.record("schedule of a DASO state", given["schedule"])
         mine = self.schedule.get_config()
-        if different := sorted(key for key in mine if of_state.get(key) != mine[key]):
+        if different := sorted(key for key in mine if not saved.equal(of_state.get(key), mine[key])):
             raise StateError(
                 f"DASO state of another schedule: {', '.join(f'{k}={of_state.get(k)!r}' for k in different)}, here "
                 f"{', '.join(f'{k}={mine[k]!r}' for k in different)}"

@@ -107,7 +107,7 @@ class Watch(ABC):
             StateError: it is another one, or damaged.
         """
         given = saved.record("watch of an event state", state, ["trigger", "passes", *self._SAVED])
-        if given["trigger"] != self.trigger.get_config():
+        if not saved.equal(given["trigger"], self.trigger.get_config()):
             raise StateError(f"event state of the trigger {given['trigger']}, given to {self.trigger!r}")
         passes = saved.integer("passes of an event state", given["passes"])
         checked: dict[str, Any] = {}
