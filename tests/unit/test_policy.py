@@ -71,7 +71,7 @@ def test_ranks_compare_every_setting() -> None:
 
 @pytest.mark.parametrize(
     "rules",
-    [[("a",)], [("a", OneBit)], [(OneBit(), "a")], [("a", OneBit(), 1)], ["ab"], [("a", "onebit")], {"a": OneBit()}],
+    [[("a",)], [(OneBit(), "a")], [("a", OneBit(), 1)], ["ab"], [("a", Auto())], [("a", "auto")], [("a", None)]],
 )
 def test_what_is_no_rule_is_refused(rules: Any) -> None:
     with pytest.raises(TypeError, match="a rule is a pattern and a compressor"):
@@ -79,8 +79,11 @@ def test_what_is_no_rule_is_refused(rules: Any) -> None:
 
 
 def test_what_is_no_default_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"a rule is a pattern and a compressor.*'none'"):
-        Policy([], default="none")
+    with pytest.raises(TypeError, match=r"a rule is a pattern and a compressor.*None"):
+        Policy([], default=None)
+    for rules in (None, 3, "onebit"):
+        with pytest.raises(TypeError, match="give pairs"):
+            Policy(rules)
 
 
 def test_candidates() -> None:
@@ -95,7 +98,7 @@ def test_candidates() -> None:
 
 def test_what_the_edges_make_of_them() -> None:
     assert resolved("auto") == Auto()
-    assert resolved("adaptive") == "adaptive"
+    assert resolved("adaptive") == Adaptive()
     for one in (POLICY, Auto()):
         assert exchanged(one) is one
         assert horovod_compressor(one, "none", "dense") == "dense"
