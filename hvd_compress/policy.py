@@ -14,6 +14,7 @@ __all__ = [
     "Assigned",
     "Auto",
     "Policy",
+    "check_patterns",
     "compressor_for",
     "compressors_in",
     "given_compression",
@@ -154,6 +155,16 @@ class Assigned:
         """The assignment as a JSON-able dict."""
         compressors = {name: c.get_config() for name, c in self.compressors.items()}
         return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}
+
+
+def check_patterns(compression: Any, names: Iterable[str]) -> None:
+    """Check, when all ranks have compared the settings, that each pattern of a `Policy` is one of some tensor.
+
+    Raises:
+        ValueError: it is not; on all ranks, whose settings and tensors are equal.
+    """
+    if isinstance(compression, Policy):
+        compression.check_names(names)
 
 
 def compressor_for(compression: Compressor | Policy, name: str) -> Compressor:

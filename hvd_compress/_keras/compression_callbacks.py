@@ -11,6 +11,7 @@ from hvd_compress._keras.callbacks import ALL_RANKS, LinkedCallback
 from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
+from hvd_compress.policy import meant
 
 __all__ = ["CompressionCheckpointCallback", "CompressionStatsCallback", "CompressionWarmupCallback"]
 
@@ -68,7 +69,7 @@ class CompressionWarmupCallback(LinkedCallback):
             raise ValueError(f"stages={stages!r}: must say what epoch 0 uses")
         self.warmup_epochs = warmup_epochs
         self.dense_epochs = dense_epochs
-        self.stages = stages
+        self.stages = None if stages is None else {epoch: meant(c) for epoch, c in stages.items()}
         self._gives_stages = stages is not None
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -57,10 +57,10 @@ class TopK(Compressor):
     def __post_init__(self) -> None:
         given: Any = self.ratio
         # True and False are refused as what they are
-        if type(given) is not bool and isinstance(given, numbers.Integral):
+        if type(given) is not bool and isinstance(given, numbers.Integral) and int(given) >= 1:
             raise ValueError(
-                f"TopK(ratio={given!r}): ratio is a share of the elements, greater than 0 and below 1, such as 0.01; "
-                f"for a number of elements give TopK(k={max(1, int(given))}). All of them (1.0), each with its "
+                f"TopK(ratio={given!r}): ratio must be a finite number greater than 0 and at most 1, such as 0.01; "
+                f"for a number of elements give TopK(k={int(given)}). All of them (1.0), each with its "
                 "index, take more bytes than dense float32"
             )
         check_real(self, "ratio", self.ratio, above=0.0, most=1.0)

@@ -15,6 +15,7 @@ from hvd_compress.daso.ranks import Groups, means
 from hvd_compress.daso.settings import DasoSettings
 from hvd_compress.daso.sync import NodeSync
 from hvd_compress.errors import StateError
+from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import Tensor
 
@@ -33,6 +34,7 @@ class Member:
 
     Raises:
         MismatchError: the ranks disagree; raised on all of them.
+        ValueError: a pattern of a `Policy` that matches no tensor; likewise.
     """
 
     def __init__(self, tensors: Sequence[Tensor], settings: DasoSettings, groups: Groups) -> None:
@@ -41,6 +43,8 @@ class Member:
         self._described = {**settings.description(tensors), "nodes": [list(ranks) for ranks in groups.nodes.members]}
         if groups.everyone is not None:
             groups.everyone.require_agreement(self._described)
+        for compression in (settings.compression, settings.blocking_compression):
+            check_patterns(compression, [t.name for t in tensors])
         self._name = groups.name
         self.clock = settings.schedule.clock()
         shares = len(groups.nodes.groups) if settings.form == "sharded" else 1

@@ -305,7 +305,10 @@ def _halfway(wait: int) -> int:
 
 def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor:
     chosen = compressor_for(compression, piece.name)
-    return chosen if piece.within.stop - piece.within.start >= _MIN_NUMEL else NoCompression()
+    numel = piece.within.stop - piece.within.start
+    # neither where it does not pay, nor where it would send more than there is
+    pays = numel >= _MIN_NUMEL and chosen.capacity(numel, chosen.group_numel(piece.shape)) < 4 * numel
+    return chosen if pays else NoCompression()
 
 
 def _copied(values: Any) -> Array | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from hvd_compress import wire
 from hvd_compress.compressors import (
     BF16,
     QSGD,
@@ -155,7 +154,6 @@ def describe(compression: Any) -> Any:
 def description(compression: Any, op: Any, parameters: Sequence[Any], **settings: Any) -> dict[str, Any]:
     """What the fingerprint compares of an optimizer, a tape or an exchange."""
     return {
-        "wire version": wire.VERSION,
         "compression": describe(compression),
         "op": str(op),
         **{

@@ -18,7 +18,7 @@ from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.engine.states import fitted_entries
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, fitted, plan_together
+from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
 __all__ = ["Ledger"]
@@ -101,7 +101,7 @@ class Ledger(Generic[AnyBucket]):
     ) -> AnyBucket:
         compressed = [tensors[name] for name in names if routing.compresses(tensors[name], self._ranks)]
         small = {name: tensors[name].shape for name in names if tensors[name] not in compressed}
-        chosen = {t.name: fitted(routing.compressor_of(t.name), t.dtype) for t in compressed}
+        chosen = {t.name: routing.payloads_of(t) for t in compressed}
         together = {t.name: (t.shape, chosen[t.name]) for t in compressed}
         packed_as = f"{compressed[0].name} and small"
         if small:

@@ -20,6 +20,7 @@ __all__ = [
     "make_plan",
     "plan_together",
     "ring_bytes",
+    "saves_bytes",
 ]
 
 EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical", EXCHANGE)
@@ -126,6 +127,11 @@ def sent_bytes(plans: Sequence[Plan]) -> float:
     if plans[0].exchange == "allgather":
         return others * sum(sum(plan.slots) for plan in plans)
     return 2 * others * max(sum(slots) for slots in zip(*(plan.slots for plan in plans), strict=True))
+
+
+def saves_bytes(plan: Plan, itemsize: int) -> bool:
+    """Whether an exchange of this tensor sends fewer bytes than a ring allreduce of elements of `itemsize` bytes."""
+    return plan.ranks == 1 or sent_bytes([plan]) < ring_bytes(itemsize * plan.numel, plan.ranks)
 
 
 def _priced(plans: Sequence[Plan]) -> float:
