@@ -35,7 +35,7 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer
-from hvd_compress.policy import Auto, Policy
+from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._bucket import Bucket as TorchBucket
 from hvd_compress.torch._engine import Engine, described, precondition, with_tensors
@@ -579,6 +579,8 @@ def DistributedOptimizer(
     )  # fmt: skip
     params = [p for group in wrapped.param_groups for p in group["params"]]
     wrapped._by_name = {wrapped._parameter_names[p]: p for p in params}
+    # of frozen ones too, which may be unfrozen
+    check_patterns(compression, wrapped._by_name)
     wrapped._sent_itemsizes, wrapped._sparse_steps, wrapped._sparse_now = {}, Counter(), set()
     wrapped._horovods, wrapped._adagrad = horovods, adagrad
     wrapped._label = repr(compression) if isinstance(compression, Compressor | Auto | Policy) else describe(compression)
