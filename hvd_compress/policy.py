@@ -194,7 +194,7 @@ def refuse_class(argument: str, compression: Any) -> None:
     """Raise TypeError if a class is given instead of a compressor."""
     if isinstance(compression, type) and issubclass(compression, Compressor | Policy | Auto):
         name = compression.__name__
-        needed = "1e-3" if compression is Threshold else "..." if compression is Policy else ""
+        needed = "1e-3" if compression is Threshold else "..."
         raise TypeError(f"{argument}={name} is a class; give a compressor, such as {name}({needed})")
 
 

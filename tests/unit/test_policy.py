@@ -139,7 +139,7 @@ def test_rules_are_what_people_write() -> None:
     ):
         assert Policy(rules, default="one-bit") == expected
     assert Policy({}, default=FP16Compressor).for_tensor("a") == FP16()
-    with pytest.raises(TypeError, match=r"'c'=Adaptive is a class; give a compressor, such as Adaptive\(\)"):
+    with pytest.raises(TypeError, match=r"'c'=Adaptive is a class; give a compressor, such as Adaptive\(\.\.\.\)"):
         Policy({"c": Adaptive})
     with pytest.raises(TypeError, match="a rule is a pattern and a compressor"):
         Policy({"c": Own})
