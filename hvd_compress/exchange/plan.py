@@ -130,8 +130,17 @@ def sent_bytes(plans: Sequence[Plan]) -> float:
 
 
 def saves_bytes(plan: Plan, itemsize: int) -> bool:
-    """Whether an exchange of this tensor sends fewer bytes than a ring allreduce of elements of `itemsize` bytes."""
-    return plan.ranks == 1 or sent_bytes([plan]) < ring_bytes(itemsize * plan.numel, plan.ranks)
+    """Whether an exchange of this tensor sends fewer bytes than a ring allreduce of elements of `itemsize` bytes.
+
+    Headers do not count: what they cost depends on the size of a tensor alone, which is `min_numel`'s to judge.
+    """
+    if plan.ranks == 1 or not plan.numel:
+        return True
+    most = max(
+        c.body_bytes(b - a, plan.group) for c, (a, b) in zip(plan.chunk_compressors, pairwise(plan.bounds), strict=True)
+    )
+    sent = (plan.ranks - 1) * most * (1 if plan.exchange == "allgather" else 2)
+    return sent < ring_bytes(itemsize * plan.numel, plan.ranks)
 
 
 def _priced(plans: Sequence[Plan]) -> float:
