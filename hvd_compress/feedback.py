@@ -11,6 +11,9 @@ Both kinds of residuals count in the units of the sum over ranks. Residuals are 
 it came from. "accumulators" is there with AdaGrad only: the sums of squares of the elements that the rank owns, or of
 all of a tensor that is not compressed. Owner residuals then count in updates, and like accumulators they
 belong to an element, not to a rank.
+
+A state may also have "loss_scale", which residuals count in, "transfer_steps", how often each tensor has been encoded,
+and entries of others, which are kept. Values are float32 or float64, or a smaller floating type, and finite.
 """
 
 from __future__ import annotations
@@ -18,66 +21,105 @@ from __future__ import annotations
 import json
 import math
 import os
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hvd_compress import saved
 from hvd_compress.errors import StateError
+from hvd_compress.state_files import read_arrays, write_arrays
 
 __all__ = ["FORMAT", "check_state", "read_state", "redistribute", "write_state"]
 
 FORMAT = 1
 State = dict[str, Any]
 
+_NEEDED = ("size", "rank", "steps", "residuals", "owner_residuals")
+_KINDS = {"residuals": "residual", "owner_residuals": "owner residual", "accumulators": "accumulator"}
+# elements of a tensor that are believed without values to show for them
+_MOST_UNBACKED = 2**20
 
-def check_state(state: Any) -> None:
-    """Raise StateError unless `state` has the form that is described at the top of this module."""
+
+def check_state(state: Any) -> State:
+    """Check that a state has the form that is described at the top of this module.
+
+    Returns:
+        The same state with Python's numbers and flat NumPy arrays, float32 or float64; these share memory with the
+        given ones where they can. Further entries of the state are kept.
+
+    Raises:
+        StateError: it has not, or a value is not finite.
+    """
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if found != FORMAT:
+    if isinstance(found, bool) or not isinstance(found, int | np.integer) or found != FORMAT:
         raise StateError(f"not a compressor state of format {FORMAT}: its format is {found!r}")
-    missing = {"size", "rank", "steps", "residuals", "owner_residuals"} - state.keys()
-    if missing:
-        raise StateError(f"compressor state lacks {', '.join(sorted(missing))}")
-    for name, entry in state["residuals"].items():
-        if len(entry["values"]) != math.prod(entry["shape"]):
+    given = saved.record("compressor state", state, _NEEDED)
+    size = saved.integer("size of a compressor state", given["size"], 1)
+    checked = {
+        **given,
+        "format": FORMAT,
+        "size": size,
+        "rank": saved.integer(f"rank of a compressor state of {size} ranks", given["rank"], 0, size - 1),
+        "steps": saved.integer("steps of a compressor state", given["steps"]),
+        **{kind: _checked_entries(kind, given[kind]) for kind in _kinds(given)},
+    }
+    if "loss_scale" in given:
+        checked["loss_scale"] = saved.real("loss_scale of a compressor state", given["loss_scale"], above=0.0)
+    if "transfer_steps" in given:
+        counts = saved.record("transfer_steps of a compressor state", given["transfer_steps"])
+        checked["transfer_steps"] = {n: saved.integer(f"transfer_steps of {n!r}", count) for n, count in counts.items()}
+    if given.get("compressor") is not None:
+        config = saved.record("compressor of a compressor state", given["compressor"], ["id"])
+        saved.text("id of the compressor of a compressor state", config["id"])
+    return checked
+
+
+def _kinds(state: Mapping[str, Any]) -> list[str]:
+    return [kind for kind in _KINDS if kind != "accumulators" or kind in state]
+
+
+def _checked_entries(kind: str, entries: Any) -> dict[str, Any]:
+    checked = {}
+    for name, entry in saved.record(f"{kind} of a compressor state", entries).items():
+        what = f"{_KINDS[kind]} of {name!r}"
+        has_start = kind != "residuals"
+        entry = saved.record(what, entry, ["shape", "values", *(["start"] if has_start else [])])
+        shape = saved.shape_of(what, entry["shape"])
+        values = saved.floats(what, entry["values"])
+        numel = math.prod(shape)
+        if not has_start:
+            if values.size != numel:
+                raise StateError(f"{what} has {values.size} values for shape {shape}")
+            checked[name] = {"shape": list(shape), "values": values}
+            continue
+        start = saved.integer(f"start of the {what}", entry["start"], least=-(2**63))
+        if not 0 <= start <= start + values.size <= numel:
             raise StateError(
-                f"residual of {name!r} has {len(entry['values'])} values for shape {tuple(entry['shape'])}"
+                f"{what} lies outside of shape {shape}: it has elements {start} to {start + values.size} of {numel}"
             )
-    for name, entry in state["owner_residuals"].items():
-        if not 0 <= entry["start"] <= entry["start"] + len(entry["values"]) <= math.prod(entry["shape"]):
-            raise StateError(f"owner residual of {name!r} lies outside of shape {tuple(entry['shape'])}")
-    for name, entry in state.get("accumulators", {}).items():
-        if not 0 <= entry["start"] <= entry["start"] + len(entry["values"]) <= math.prod(entry["shape"]):
-            raise StateError(f"accumulator of {name!r} lies outside of shape {tuple(entry['shape'])}")
-        values = np.asarray(entry["values"])
-        if not ((values >= 0) & np.isfinite(values)).all():
-            raise StateError(f"accumulator of {name!r} has values that are no sums of squares")
-
-
-def _kinds(state: State) -> list[str]:
-    return ["residuals", "owner_residuals", *(["accumulators"] if "accumulators" in state else [])]
+        if kind == "accumulators" and (values < 0).any():
+            raise StateError(f"{what} has values that are no sums of squares")
+        checked[name] = {"shape": list(shape), "start": start, "values": values}
+    return checked
 
 
 def write_state(path: str | os.PathLike[str], state: State) -> None:
-    """Write a state to a file of NumPy's npz format, whole or not at all; further JSON-able entries are kept."""
-    check_state(state)
+    """Write a state to a file of NumPy's npz format, whole or not at all; further JSON-able entries are kept.
+
+    Raises:
+        StateError: not a state.
+        TypeError: a further entry is not JSON-able.
+    """
+    plain = check_state(state)
     arrays: dict[str, Any] = {}
-    plain = dict(state)
-    for kind in _kinds(state):
-        plain[kind] = {}
-        for name, entry in state[kind].items():
+    for kind in _kinds(plain):
+        for name, entry in plain[kind].items():
             key = f"values{len(arrays)}"
-            arrays[key] = np.asarray(entry["values"])
+            arrays[key] = entry["values"]
             plain[kind][name] = {**entry, "values": key}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        np.savez(file, plain=np.frombuffer(json.dumps(plain).encode(), np.uint8), **arrays)
-    partial.replace(path)
+    write_arrays(Path(path), {"plain": np.frombuffer(json.dumps(plain).encode(), np.uint8), **arrays})
 
 
 def read_state(path: str | os.PathLike[str]) -> State:
@@ -86,18 +128,21 @@ def read_state(path: str | os.PathLike[str]) -> State:
     Raises:
         StateError: the file is something else, or damaged.
         FileNotFoundError: there is none.
+        OSError: it cannot be opened.
     """
-    try:
-        # opened here: np.load leaves what it has opened open if the file is damaged
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            state: State = json.loads(file["plain"].tobytes())
+    with Path(path).open("rb") as file:
+        try:
+            arrays = read_arrays(file)
+            state = json.loads(arrays.pop("plain").tobytes())
             for kind in _kinds(state):
                 for entry in state[kind].values():
-                    entry["values"] = file[entry["values"]]
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise StateError(f"{path} is not a file with a compressor state: {error}") from error
-    check_state(state)
-    return state
+                    # each is there once: else a small file could stand for any number of arrays
+                    entry["values"] = arrays.pop(entry["values"])
+            return check_state(state)
+        except Exception as error:
+            # a damaged file can hold anything, and what that raises depends on where it is met: in the zip directory,
+            # in JSON, in a name that is a list
+            raise StateError(f"{path} is not a file with a compressor state, or damaged: {error}") from error
 
 
 def redistribute(states: Sequence[State], size: int) -> list[State]:
@@ -114,8 +159,9 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
         this also serves where the same ranks own other elements than before.
 
     Raises:
-        StateError: states of different runs, or not one of each rank; accumulators that no rank has.
-        ValueError: `size` below 1.
+        StateError: states of different runs or compressors, or not one of each rank; values that contradict each other,
+            or whose sum is not finite; accumulators that no rank has.
+        ValueError: `size` is no integer of at least 1.
 
     Example:
         >>> import numpy as np
@@ -126,41 +172,64 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
         >>> redistribute(old, 1)[0]["residuals"]["w"]["values"]
         array([2., 4.], dtype=float32)
     """
-    if size < 1:
-        raise ValueError(f"size={size}: must be at least 1")
-    for state in states:
-        check_state(state)
-    by_rank = {state["rank"]: state for state in states}
-    expected = set(range(states[0]["size"])) if states else set()
-    if not states or set(by_rank) != expected or len(states) != len(expected):
+    try:
+        size = saved.integer("size", size, 1)
+    except StateError as error:
+        raise ValueError(str(error)) from None
+    checked = [check_state(state) for state in states]
+    by_rank = {state["rank"]: state for state in checked}
+    expected = set(range(checked[0]["size"])) if checked else set()
+    if not checked or set(by_rank) != expected or len(checked) != len(expected):
         raise StateError(
-            f"need one state of each of {len(expected)} ranks, got those of ranks {sorted(s['rank'] for s in states)}"
+            f"need one state of each of {len(expected)} ranks, got those of ranks {sorted(s['rank'] for s in checked)}"
         )
+    _check_together(by_rank)
+    return [_state_of(by_rank, new, size) for new in range(size)]
+
+
+def _check_together(by_rank: dict[int, State]) -> None:
+    """Raise StateError unless the states are of one step of one run."""
     first = by_rank[0]
-    if len({"accumulators" in state for state in states}) > 1:
+    if len({"accumulators" in state for state in by_rank.values()}) > 1:
         raise StateError("some of the states are of a run with AdaGrad, others are not")
+    shapes: dict[str, list[int]] = {}
+    counts: dict[str, int] = {}
     for rank, state in by_rank.items():
         if state["steps"] != first["steps"] or state["size"] != first["size"]:
             raise StateError(
-                f"state of rank {rank} is of step {state['steps']}, that of rank 0 of step {first['steps']}"
+                f"state of rank {rank} is of step {state['steps']} among {state['size']} ranks, that of rank 0 of step "
+                f"{first['steps']} among {first['size']}"
             )
-    return [_state_of(by_rank, new, size, first) for new in range(size)]
+        for key, default in (("compressor", None), ("loss_scale", 1.0)):
+            if not saved.equal(state.get(key, default), first.get(key, default)):
+                raise StateError(
+                    f"state of rank {rank} has the {key} {state.get(key, default)}, that of rank 0 "
+                    f"{first.get(key, default)}: they are of different runs"
+                )
+        for kind in _kinds(state):
+            for name, entry in state[kind].items():
+                if shapes.setdefault(name, entry["shape"]) != entry["shape"]:
+                    raise StateError(
+                        f"{_KINDS[kind]} of {name!r} on rank {rank} has shape {tuple(entry['shape'])}, elsewhere "
+                        f"{tuple(shapes[name])}"
+                    )
+                counts[name] = counts.get(name, 0) + entry["values"].size
+    for name, shape in shapes.items():
+        # each of the ranks may have as little as one chunk to show, but what there is to be must not follow from a
+        # damaged shape alone
+        if math.prod(shape) > max(_MOST_UNBACKED, len(by_rank) * counts[name]):
+            raise StateError(f"{name!r} has shape {tuple(shape)}, and all states together {counts[name]} values of it")
 
 
-def _state_of(by_rank: dict[int, State], new: int, size: int, first: State) -> State:
-    residuals: dict[str, Any] = {}
+def _state_of(by_rank: dict[int, State], new: int, size: int) -> State:
+    first = by_rank[0]
     has_accumulators = "accumulators" in first
-    for rank in sorted(by_rank):
-        if rank % size != new:
-            continue
-        state = by_rank[rank]
-        for name, entry in state["residuals"].items():
-            target = residuals.setdefault(name, _zeros(entry))
-            target["values"] += np.asarray(entry["values"])
-        for name, entry in state["owner_residuals"].items() if not has_accumulators else ():
-            target = residuals.setdefault(name, _zeros(entry))
-            values = np.asarray(entry["values"])
-            target["values"][entry["start"] : entry["start"] + len(values)] += values
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for rank in range(new, len(by_rank), size):
+        for kind in ("residuals",) if has_accumulators else ("residuals", "owner_residuals"):
+            for name, entry in by_rank[rank][kind].items():
+                parts.setdefault(name, []).append(entry)
+    residuals = {name: _summed(name, entries) for name, entries in parts.items()}
     divided = {**first, "size": size, "rank": new, "residuals": residuals, "owner_residuals": {}}
     if has_accumulators:
         divided["owner_residuals"], _ = _put_together(by_rank, "owner_residuals")
@@ -171,19 +240,36 @@ def _state_of(by_rank: dict[int, State], new: int, size: int, first: State) -> S
     return divided
 
 
+def _summed(name: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    total = _zeros(entries)
+    with np.errstate(over="ignore"):
+        for entry in entries:
+            start = entry.get("start", 0)
+            total["values"][start : start + entry["values"].size] += entry["values"]
+    if not np.isfinite(total["values"]).all():
+        raise StateError(f"residuals of {name!r} are so large that their sum is not finite")
+    return total
+
+
 def _put_together(by_rank: dict[int, State], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Entries with all elements of each tensor, and which of them some rank has."""
     whole: dict[str, Any] = {}
     held: dict[str, Any] = {}
-    for state in by_rank.values():
-        for name, entry in state[kind].items():
-            target = whole.setdefault(name, {**_zeros(entry), "start": 0})
-            elements = slice(entry["start"], entry["start"] + len(entry["values"]))
-            target["values"][elements] = np.asarray(entry["values"])
-            held.setdefault(name, np.zeros(target["values"].size, bool))[elements] = True
+    for name in dict.fromkeys(name for state in by_rank.values() for name in state[kind]):
+        entries = {rank: state[kind][name] for rank, state in by_rank.items() if name in state[kind]}
+        target = _zeros(list(entries.values()))
+        known = np.zeros(target["values"].size, bool)
+        for rank, entry in entries.items():
+            elements = slice(entry["start"], entry["start"] + entry["values"].size)
+            if (known[elements] & (target["values"][elements] != entry["values"])).any():
+                raise StateError(f"{_KINDS[kind]} of {name!r} on rank {rank} differs from that of another rank")
+            target["values"][elements] = entry["values"]
+            known[elements] = True
+        whole[name], held[name] = {**target, "start": 0}, known
     return whole, held
 
 
-def _zeros(entry: dict[str, Any]) -> dict[str, Any]:
-    values = np.zeros(math.prod(entry["shape"]), np.asarray(entry["values"]).dtype)
-    return {"shape": list(entry["shape"]), "values": values}
+def _zeros(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """An entry for all elements, of the largest of the types."""
+    dtype = np.result_type(*(entry["values"].dtype for entry in entries))
+    return {"shape": list(entries[0]["shape"]), "values": np.zeros(math.prod(entries[0]["shape"]), dtype)}

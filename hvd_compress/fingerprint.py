@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvd_compress import wire
 from hvd_compress.errors import MismatchError
 
-__all__ = ["agree", "agree_by_name", "check_agreement", "digest", "scope_of", "serialize"]
+__all__ = ["agree", "agree_by_name", "check_agreement", "digest", "scope_of", "serialize", "versions"]
 
 DIGEST_BYTES = 32
+
+_VERSIONS = ("package version", "wire version")
 
 _calls: Counter[str] = Counter()
 
@@ -20,6 +24,13 @@ _calls: Counter[str] = Counter()
 def serialize(description: dict[str, Any]) -> bytes:
     """A description (JSON-able) as canonical bytes."""
     return json.dumps(description, sort_keys=True, default=str).encode()
+
+
+def versions() -> dict[str, Any]:
+    """What is compared beside every description: two releases may choose, lay out or name things differently."""
+    # the package itself is above this module, and is there whenever this module is
+    package = sys.modules[__name__.partition(".")[0]]
+    return dict(zip(_VERSIONS, (package.__version__, wire.VERSION), strict=True))
 
 
 def digest(serialized: bytes) -> bytes:
@@ -42,9 +53,11 @@ must be given the same settings, and parameters of the same names, shapes and or
         difference = _first_difference(parsed[0], other)
         if difference:
             where, mine, theirs = difference
+            remedy = "All ranks must be given the same settings, and parameters of the same names, shapes and order."
+            if where in _VERSIONS:
+                remedy = "Install the same release of hvd_compress wherever ranks run."
             raise MismatchError(
-                f"the ranks disagree on {where}: rank 0 has {mine!r}, rank {rank} has {theirs!r}. All ranks must be "
-                "given the same settings, and parameters of the same names, shapes and order."
+                f"the ranks disagree on {where}: rank 0 has {mine!r}, rank {rank} has {theirs!r}. {remedy}"
             )
 
 
@@ -58,7 +71,7 @@ def scope_of(process_set: Any) -> str:
 
 
 def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes]) -> None:
-    """Compare the description of this rank with those of all others; a collective call.
+    """Compare the description of this rank, and `versions`, with those of all others; a collective call.
 
     Args:
         description: JSON-able.
@@ -81,7 +94,7 @@ def agree_by_name(description: dict[str, Any], name: str, allgather: Callable[[b
         MismatchError: on all ranks, naming the first difference.
     """
     name = f"hvd_compress.fingerprint.{name}"
-    text = serialize(description)
+    text = serialize({**description, **versions()})
     mine = digest(text) + len(text).to_bytes(8, "little")
     everyone = allgather(mine, f"{name}.digest")
     rows = [everyone[i : i + len(mine)] for i in range(0, len(everyone), len(mine))]
@@ -98,8 +111,8 @@ def agree_by_name(description: dict[str, Any], name: str, allgather: Callable[[b
 
 def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:
     if isinstance(a, dict) and isinstance(b, dict):
-        # which compressor says more than a setting that only one of the two has
-        for key in sorted(a.keys() | b.keys(), key=lambda key: (key != "id", key)):
+        # another release may differ in anything; and which compressor says more than a setting that only one has
+        for key in sorted(a.keys() | b.keys(), key=lambda key: (key not in _VERSIONS, key != "id", key)):
             inner = _first_difference(a.get(key), b.get(key), f"{where}.{key}" if where else str(key))
             if inner:
                 return inner

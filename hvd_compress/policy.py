@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hvd_compress.compressors import FP16, Adaptive, Compressor, NoCompression, OneBit
+from hvd_compress.compressors import FP16, Adaptive, Compressor, NoCompression, OneBit, Threshold, named
 
-__all__ = ["Assigned", "Auto", "Policy", "compressor_for", "compressors_in", "given_compression", "horovods_own"]
+__all__ = [
+    "Assigned",
+    "Auto",
+    "Policy",
+    "check_patterns",
+    "compressor_for",
+    "compressors_in",
+    "given_compression",
+    "horovods_own",
+    "meant",
+    "refuse_class",
+]
 
 _UNCOMPRESSED = NoCompression()
 
@@ -25,11 +37,13 @@ class Policy:
     allreduce.
 
     Args:
-        rules: (pattern, compressor) pairs; `*`, `?` and `[...]` in a pattern mean what they do for file names.
+        rules: (pattern, compressor) pairs, or a dict of them; `*`, `?` and `[...]` in a pattern mean what they do for
+            file names. A compressor may be given by its name, see `compressors.named`, or be one of Horovod's own.
         default: of tensors that no rule matches.
 
     Raises:
         TypeError: a rule is not a pattern and a compressor.
+        ValueError: a name of no compressor.
 
     Example:
         >>> from hvd_compress import Adaptive, NoCompression, Policy, TopK
@@ -38,16 +52,27 @@ class Policy:
         TopK(ratio=0.01, k=None, error_feedback=True, coding=None)
     """
 
-    rules: Sequence[tuple[str, Compressor]]
-    default: Compressor = _UNCOMPRESSED
+    rules: Any
+    default: Any = _UNCOMPRESSED
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(map(tuple, self.rules)))
-        rules: tuple[Any, ...] = (*self.rules, ("*", self.default))
-        for rule in rules:
-            if len(rule) != 2 or not isinstance(rule[0], str) or not isinstance(rule[1], Compressor):
-                raise TypeError(
-                    f"Policy: a rule is a pattern and a compressor, such as ('*.bias', NoCompression()), got {rule!r}"
+        given: Any = self.rules.items() if isinstance(self.rules, Mapping) else self.rules
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"Policy(rules={given!r}): give pairs of a pattern and a compressor")
+        rules = tuple(_checked_rule(rule) for rule in given)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "default", _checked_rule(("*", self.default))[1])
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError if a rule matches none of these tensors."""
+        known = list(names)
+        for pattern, _ in self.rules:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                near = get_close_matches(pattern, known, 3)
+                some = ", ".join(map(repr, near or known[:3])) or "none"
+                raise ValueError(
+                    f"Policy: the pattern {pattern!r} matches none of the {len(known)} tensors, such as {some}. "
+                    "Correct it, or leave the rule out; `*`, `?` and `[...]` mean what they do for file names"
                 )
 
     def for_tensor(self, name: str) -> Compressor:
@@ -72,7 +97,7 @@ class Auto:
     are those that you would accept.
 
     Args:
-        candidates: compressors with error feedback to choose from.
+        candidates: compressors with error feedback to choose from, or names of such.
 
     Raises:
         TypeError: a candidate is no compressor.
@@ -84,10 +109,12 @@ class Auto:
         'onebit'
     """
 
-    candidates: Sequence[Compressor] = (OneBit(), Adaptive(pi=64))
+    candidates: Sequence[Any] = (OneBit(), Adaptive(pi=64))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "candidates", tuple(self.candidates))
+        if isinstance(self.candidates, str | Compressor) or not isinstance(self.candidates, Iterable):
+            raise TypeError(f"Auto(candidates={self.candidates!r}): give a list of compressors")
+        object.__setattr__(self, "candidates", tuple(map(meant, self.candidates)))
         for compressor in self.candidates:
             if not isinstance(compressor, Compressor):
                 raise TypeError(f"Auto: candidates are compressors, such as OneBit(), got {compressor!r}")
@@ -98,6 +125,10 @@ class Auto:
                 )
         if not self.candidates:
             raise ValueError("Auto: give at least one candidate, or use compression=Compression.none")
+
+    def __call__(self, *args: Any, **settings: Any) -> Auto:
+        """Another one with the given settings, as a compressor's."""
+        return Auto(*args, **settings)
 
     def get_config(self) -> dict[str, Any]:
         """The candidates as a JSON-able dict, which ranks compare."""
@@ -126,6 +157,16 @@ class Assigned:
         return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}
 
 
+def check_patterns(compression: Any, names: Iterable[str]) -> None:
+    """Check, when all ranks have compared the settings, that each pattern of a `Policy` is one of some tensor.
+
+    Raises:
+        ValueError: it is not; on all ranks, whose settings and tensors are equal.
+    """
+    if isinstance(compression, Policy):
+        compression.check_names(names)
+
+
 def compressor_for(compression: Compressor | Policy, name: str) -> Compressor:
     """What a tensor of this name gets."""
     return compression.for_tensor(name) if isinstance(compression, Policy) else compression
@@ -138,11 +179,40 @@ def compressors_in(compression: Compressor | Policy) -> list[Compressor]:
     return [compression]
 
 
+def meant(compression: Any) -> Any:
+    """What a name stands for, "auto" or that of a compressor (see `compressors.named`); all else as it is.
+
+    Raises:
+        ValueError: a name of nothing.
+    """
+    if not isinstance(compression, str):
+        return compression
+    return Auto() if compression.strip().lower() == "auto" else named(compression)
+
+
+def refuse_class(argument: str, compression: Any) -> None:
+    """Raise TypeError if a class is given instead of a compressor."""
+    if isinstance(compression, type) and issubclass(compression, Compressor | Policy | Auto):
+        name = compression.__name__
+        needed = "1e-3" if compression is Threshold else "..."
+        raise TypeError(f"{argument}={name} is a class; give a compressor, such as {name}({needed})")
+
+
 def horovods_own(compression: Any) -> Any:
     """In place of a compressor that comes with Horovod, ours of the same meaning."""
+    kind = compression if isinstance(compression, type) else type(compression)
     # a user's own may be of the same name
-    is_horovods = isinstance(compression, type) and compression.__module__.partition(".")[0] == "horovod"
-    return _HOROVODS.get(compression.__name__, compression) if is_horovods else compression
+    is_horovods = kind.__module__.partition(".")[0] == "horovod"
+    return _HOROVODS.get(kind.__name__, compression) if is_horovods else compression
+
+
+def _checked_rule(rule: Any) -> tuple[str, Compressor]:
+    if isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str):
+        refuse_class(f"Policy: rule {rule[0]!r}", rule[1])
+        ours = horovods_own(meant(rule[1]))
+        if isinstance(ours, Compressor):
+            return rule[0], ours
+    raise TypeError(f"Policy: a rule is a pattern and a compressor, such as ('*.bias', NoCompression()), got {rule!r}")
 
 
 def given_compression(argument: str, compression: Any) -> Compressor | Policy:
@@ -150,8 +220,10 @@ def given_compression(argument: str, compression: Any) -> Compressor | Policy:
 
     Raises:
         TypeError: no compressor, or `Auto`.
+        ValueError: a name of no compressor.
     """
-    ours = horovods_own(compression)
+    refuse_class(argument, compression)
+    ours = horovods_own(meant(compression))
     if isinstance(ours, Compressor | Policy):
         return ours
     raise TypeError(

@@ -11,6 +11,7 @@ from hvd_compress._keras.callbacks import ALL_RANKS, LinkedCallback
 from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
+from hvd_compress.policy import meant
 
 __all__ = ["CompressionCheckpointCallback", "CompressionStatsCallback", "CompressionWarmupCallback"]
 
@@ -68,7 +69,7 @@ class CompressionWarmupCallback(LinkedCallback):
             raise ValueError(f"stages={stages!r}: must say what epoch 0 uses")
         self.warmup_epochs = warmup_epochs
         self.dense_epochs = dense_epochs
-        self.stages = stages
+        self.stages = None if stages is None else {epoch: meant(c) for epoch, c in stages.items()}
         self._gives_stages = stages is not None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -96,8 +97,9 @@ class CompressionCheckpointCallback(LinkedCallback):
 
     At the end of each epoch every rank writes a file of its own. When training begins, all ranks take up theirs if all
     of them have one that belongs to the optimizer's present number of iterations; else none does, with a warning. For
-    another number of ranks the files of all former ranks are read and divided, so that their sum is kept. Put it after
-    the callbacks that restore and broadcast the model.
+    another number of ranks the files of all former ranks are read and divided, so that their sum is kept. A file
+    that is damaged, or not there, is one that does not belong; files of another model end `fit` with StateError. Put it
+    after the callbacks that restore and broadcast the model.
 
     Args:
         directory: for the files; on a file system that all ranks see if their number is to change.

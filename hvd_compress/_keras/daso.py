@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from hvd_compress import saved
 from hvd_compress._keras.callbacks import LinkedCallback
 from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
@@ -131,7 +132,7 @@ class DASOCallback(LinkedCallback):
             StateError: not such a state, or of another rank, network, nodes or settings.
         """
         if self._member is None:
-            self._saved = state
+            self._saved = saved.record("DASO state", state)
         else:
             self._member.load_state_dict(state)
 

@@ -9,6 +9,7 @@ from typing import Any
 from hvd_compress._keras.link import Exchange, Link
 from hvd_compress.engine import empty_state, refuse_residuals, resolved
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.feedback import check_state
 
 __all__ = ["distributed", "keras_of", "local_variables", "wrap"]
 
@@ -111,7 +112,7 @@ class Distribution:
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state now, or as soon as it is known what variables there are."""
         if self.exchange is None:
-            self._pending = state
+            self._pending = check_state(state)
         else:
             _load(self.exchange, state)
 
@@ -162,7 +163,9 @@ class _Distributed:
         self._hvd.local.append(var)
 
     def compression_stats(self) -> dict[str, Any]:
-        """Bytes, seconds and residual norms of all steps so far on this rank; empty before the first one.
+        """Bytes, seconds and residual norms of this optimizer's steps so far on this rank; empty before the first one.
+
+        Steps that were made before a state was loaded are not among them.
 
         Returns:
             {"compressor": repr, "total": counters, "tensors": {path of the variable: counters}}; see
@@ -179,8 +182,11 @@ class _Distributed:
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `compression_state_dict` returned on this rank; before the first step it is kept until then.
 
+        The counters of `compression_stats` go on as they are.
+
         Raises:
-            StateError: not such a state, of another rank or number of ranks, or of other variables.
+            StateError: not such a state; now, or at the first step, of another rank or number of ranks, or of other
+                variables.
         """
         self._hvd.load(state)
 

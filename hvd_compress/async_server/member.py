@@ -164,7 +164,7 @@ class Member:
         Raises:
             StateError: not such a state, or of another rank or other tensors.
         """
-        feedback.check_state(state)
+        state = feedback.check_state(state)
         if (state["size"], state["rank"]) != (self._size, self._position):
             raise StateError(
                 f"state of rank {state['rank']} of {state['size']} given to rank {self._position} of {self._size}: a "
@@ -172,7 +172,7 @@ class Member:
             )
         if self._worker is not None:
             self._worker.outgoing.load_state_dict(state["residuals"])
-            self._worker.outgoing.steps = int(state["steps"])
+            self._worker.outgoing.steps = state["steps"]
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress import saved
 from hvd_compress.compressors import Compressor, Key
 from hvd_compress.errors import StateError
 from hvd_compress.kernels.common import all_finite
@@ -114,20 +115,24 @@ class Outgoing:
         }
 
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Take over what `state_dict` returned, as `feedback.check_state` returns it.
 
         Raises:
-            StateError: of other tensors or shapes.
+            StateError: of other tensors or shapes, or a value is too large for the type here.
         """
         mine = {t.name: (t, r) for t, r in zip(self._tensors, self._residuals, strict=True) if r is not None}
         if different := sorted(mine.keys() ^ residuals.keys()):
             raise StateError(
                 f"residuals of {sorted(residuals)}, here {sorted(mine)} have some: {different[0]!r} differs"
             )
-        for name, (tensor, _) in mine.items():
+        fitted = {}
+        for name, (tensor, residual) in mine.items():
             shape = tuple(residuals[name]["shape"])
             if shape != tensor.shape:
                 raise StateError(f"residual of {name!r} has shape {shape}, must be {tensor.shape}")
+            fitted[name] = saved.floats(
+                f"residual of {name!r}", residuals[name]["values"], residual.shape, residual.dtype
+            )
         for name, (_, residual) in mine.items():
-            residual[...] = residuals[name]["values"]
+            residual[...] = fitted[name]
         self._payloads = {}

@@ -11,6 +11,7 @@ from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import Array, Compressor, Many, as_bytes
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.names import COMPRESSORS, named
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.qsgd import QSGD
@@ -34,11 +35,8 @@ __all__ = [
     "TopK",
     "decode",
     "from_config",
+    "named",
 ]
-
-COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
-}
 
 _DECODERS: dict[int, Compressor] = {
     codec: c(tau=1.0) if c is Threshold else c()
@@ -59,6 +57,8 @@ def from_config(config: dict[str, Any]) -> Compressor:
         >>> from_config({"id": "adaptive", "pi": 32}) == Adaptive(pi=32)
         True
     """
+    if not isinstance(config, dict):
+        raise ValueError(f"configuration {config!r}: must be a dict, as get_config() returns")
     settings = dict(config)
     name = settings.pop("id", None)
     if not isinstance(name, str) or name not in COMPRESSORS:

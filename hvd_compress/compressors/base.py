@@ -68,6 +68,23 @@ class Compressor(ABC):
 
     # -- configuration -------------------------------------------------------------------------------------------
 
+    def __call__(self, *args: Any, **settings: Any) -> Compressor:
+        """Another one of this kind with the given settings; those that are not given are the defaults.
+
+        So a ready one can be used as it is, and like its class where other settings are wanted.
+
+        Raises:
+            ValueError: a setting out of its range.
+            TypeError: an unknown setting.
+
+        Example:
+            >>> from hvd_compress import Adaptive
+            >>> ready = Adaptive()
+            >>> ready(pi=32)
+            Adaptive(pi=32, group='row', sample=1024, error_feedback=True, coding=None)
+        """
+        return type(self)(*args, **settings)
+
     def get_config(self) -> dict[str, Any]:
         """The settings as a JSON-able dict; `hvd_compress.from_config` is its inverse."""
         return {"id": self.id, **dataclasses.asdict(self)}  # type: ignore[call-overload]

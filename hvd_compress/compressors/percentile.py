@@ -24,6 +24,8 @@ _INDICES = 0
 _BITMAP = 1
 
 _BITS_OF_INDEX = 16
+# from here on a bit for each of 32-bit values is paid by those that are dropped
+_LEAST_PERCENTILE = 100 / 32
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Percentile(Compressor):
     counted, not interpolated: by NumPy's default percentile one value more can be dropped.
 
     Args:
-        percentile: of the magnitudes, below which values are dropped, in (0, 100].
+        percentile: of the magnitudes, below which values are dropped, from 3.125, where as many bytes are sent
+            as without compression, to 100.
         error_feedback: keep what was not sent and add it to the next gradient.
         coding: None, or "golomb" for losslessly coded gaps instead of a bit for each element: fewer bytes, but messages
             whose size varies from step to step.
@@ -69,6 +72,13 @@ class Percentile(Compressor):
 
     def __post_init__(self) -> None:
         check_real(self, "percentile", self.percentile, above=0.0, most=100.0)
+        if self.percentile < _LEAST_PERCENTILE:
+            hint = f" Did you mean Percentile({round(100 * self.percentile, 9):g})?" if self.percentile < 1 else ""
+            raise ValueError(
+                f"Percentile(percentile={self.percentile!r}): it is a number of hundredths, so this keeps the largest "
+                f"{100 - self.percentile:.4g} % of the values, which with a bit for each element takes more bytes than "
+                f"dense float32; give {_LEAST_PERCENTILE} to 100.{hint}"
+            )
         check_flag(self, "error_feedback", self.error_feedback)
         check_choice(self, "coding", self.coding, (None, "golomb"))
 

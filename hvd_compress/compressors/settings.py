@@ -49,5 +49,8 @@ def check_group(owner: object, value: object) -> None:
     """Raise ValueError unless `value` is "row", "tensor" or a number of elements."""
     if not isinstance(value, bool) and isinstance(value, numbers.Integral) and 1 <= int(value) < 2**31:
         object.__setattr__(owner, "group", int(value))
-    elif not (isinstance(value, str) and value in ("row", "tensor")):
+    elif isinstance(value, str) and value in ("row", "tensor"):
+        # NumPy's strings, too, become plain ones
+        object.__setattr__(owner, "group", str(value))
+    else:
         raise _refuse(owner, "group", value, '"row", "tensor" or a number of elements from 1 to 2147483647')

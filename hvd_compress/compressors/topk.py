@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,7 +27,8 @@ class TopK(Compressor):
     Source: Aji and Heafield 2017; Stich et al. 2018 for the error feedback.
 
     Args:
-        ratio: share of the elements to send, in (0, 1]; at least one is sent.
+        ratio: share of the elements to send, in (0, 1]; at least one is sent. From 2/3 on, an optimizer sends the
+            tensor dense instead, which takes fewer bytes.
         k: number of elements to send instead of a ratio.
         error_feedback: keep what was not sent and add it to the next gradient.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
@@ -53,6 +55,14 @@ class TopK(Compressor):
     coded_codec: ClassVar[int | None] = 132
 
     def __post_init__(self) -> None:
+        given: Any = self.ratio
+        # True and False are refused as what they are
+        if type(given) is not bool and isinstance(given, numbers.Integral) and int(given) >= 1:
+            raise ValueError(
+                f"TopK(ratio={given!r}): ratio must be a finite number greater than 0 and at most 1, such as 0.01; "
+                f"for a number of elements give TopK(k={int(given)}). All of them (1.0), each with its "
+                "index, take more bytes than dense float32"
+            )
         check_real(self, "ratio", self.ratio, above=0.0, most=1.0)
         check_int(self, "k", self.k, 1, 2**31 - 1, none=True)
         check_flag(self, "error_feedback", self.error_feedback)

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from hvd_compress import saved
 from hvd_compress.compressors import NoCompression
 from hvd_compress.daso.lane import Array, Lane
 from hvd_compress.daso.ranks import Groups, means
 from hvd_compress.daso.settings import DasoSettings
 from hvd_compress.daso.sync import NodeSync
 from hvd_compress.errors import StateError
+from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import Tensor
 
@@ -32,6 +34,7 @@ class Member:
 
     Raises:
         MismatchError: the ranks disagree; raised on all of them.
+        ValueError: a pattern of a `Policy` that matches no tensor; likewise.
     """
 
     def __init__(self, tensors: Sequence[Tensor], settings: DasoSettings, groups: Groups) -> None:
@@ -40,6 +43,8 @@ class Member:
         self._described = {**settings.description(tensors), "nodes": [list(ranks) for ranks in groups.nodes.members]}
         if groups.everyone is not None:
             groups.everyone.require_agreement(self._described)
+        for compression in (settings.compression, settings.blocking_compression):
+            check_patterns(compression, [t.name for t in tensors])
         self._name = groups.name
         self.clock = settings.schedule.clock()
         shares = len(groups.nodes.groups) if settings.form == "sharded" else 1
@@ -203,15 +208,27 @@ class Member:
             StateError: not such a state, or of another rank, network, nodes or settings.
         """
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        if found != FORMAT:
+        if isinstance(found, bool) or not isinstance(found, int) or found != FORMAT:
             raise StateError(f"not a DASO state of format {FORMAT}: its format is {found!r}")
-        if state["rank"] != self.groups.rank:
-            raise StateError(f"DASO state of rank {state['rank']}, given to rank {self.groups.rank}")
-        saved = state["settings"]
-        if different := sorted(key for key, value in self._described.items() if saved.get(key) != value):
+        given = saved.record("DASO state", state, ["rank", "settings", "clock", "syncs", "epochs"])
+        if not saved.equal(given["rank"], self.groups.rank):
+            raise StateError(f"DASO state of rank {given['rank']}, given to rank {self.groups.rank}")
+        of_state = saved.record("settings of a DASO state", given["settings"])
+        if different := sorted(
+            key for key, value in self._described.items() if not saved.equal(of_state.get(key), value)
+        ):
             raise StateError(f"DASO state of other settings: {', '.join(different)} differ")
-        self.clock.check(state["clock"])
-        for sync, of_sync in zip(self._syncs, state["syncs"], strict=True):
-            sync.load_state_dict(of_sync)
-        self.clock.load_state_dict(state["clock"])
-        self._epochs = [dict(told) for told in state["epochs"]]
+        # all is checked before anything is changed
+        clock = self.clock.check(given["clock"])
+        of_syncs = saved.sequence("syncs of a DASO state", given["syncs"], len(self._syncs))
+        checked = [sync.check(of_sync) for sync, of_sync in zip(self._syncs, of_syncs, strict=True)]
+        if clock["sent_at"] is not None and any(of_sync["flight"] is None for of_sync in checked):
+            raise StateError("DASO state in which something is under way, but does not say what")
+        epochs = [
+            dict(saved.record("an epoch of a DASO state", told))
+            for told in saved.sequence("epochs of a DASO state", given["epochs"])
+        ]
+        for sync, of_sync in zip(self._syncs, checked, strict=True):
+            sync.load(of_sync)
+        self.clock.load(clock)
+        self._epochs = epochs

@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from hvd_compress import saved
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Piece, Share
 from hvd_compress.daso.ranks import Ranks
@@ -172,30 +174,54 @@ class Outgoing:
             "compression": None if self._bucket is None else self._compression.get_config(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], known: Sequence[Compressor | Policy]) -> None:
-        """Take over what `state_dict` returned.
+    def check(self, state: Any, known: Sequence[Compressor | Policy], dtype: npt.DTypeLike) -> dict[str, Any]:
+        """What `load` takes over of a state.
 
         Args:
             state: of this rank.
             known: the compressions that may have made it.
+            dtype: of the values.
 
         Raises:
-            StateError: of other tensors or compression.
+            StateError: of other tensors or compression, or damaged.
         """
+        given = saved.record("outgoing of a DASO state", state, ["debt", "transfers", "compression"])
+        debt = given["debt"]
+        if debt is not None:
+            debt = saved.floats("debt of a DASO state", debt, (self.share.size,), dtype)
+        if given["compression"] is None:
+            return {"debt": debt, "compression": None, "transfers": {}}
+        compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
+        if compression is None:
+            raise StateError(f"DASO state of the compression {given['compression']}, which is not used here")
+        transfers = self._transfers_of(compression)
+        of_state = saved.record("transfers of a DASO state", given["transfers"])
+        if transfers.keys() != of_state.keys():
+            raise StateError(f"DASO state of the tensors {sorted(of_state)}, here are others")
+        checked = {}
+        for key, transfer in transfers.items():
+            what = f"{key!r} of a DASO state"
+            entry = saved.record(what, of_state[key], ["residual", "owner_residual", "step"])
+            owed = {}
+            for kind, part in (("residual", transfer.shard), ("owner_residual", transfer.owned)):
+                owed[kind] = entry[kind]
+                if entry[kind] is not None:
+                    size = 0 if part is None else part.stop - part.start
+                    owed[kind] = saved.floats(f"{kind} of {what}", entry[kind], (size,), dtype)
+            checked[key] = {**owed, "step": saved.integer(f"step of {what}", entry["step"])}
+        return {"debt": debt, "compression": compression, "transfers": checked}
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
         self._bucket = None
-        if state["compression"] is not None:
-            compression = next((c for c in known if c.get_config() == state["compression"]), None)
-            if compression is None:
-                raise StateError(f"DASO state of the compression {state['compression']}, which is not used here")
-            bucket = self._bucket_of(compression)
-            if set(bucket.transfers) != set(state["transfers"]):
-                raise StateError(f"DASO state of the tensors {sorted(state['transfers'])}, here are others")
-            for key, saved in state["transfers"].items():
+        if checked["compression"] is not None:
+            bucket = self._bucket_of(checked["compression"])
+            for key, of_tensor in checked["transfers"].items():
                 transfer = bucket.transfers[key]
-                transfer.residual = _copied(saved["residual"])
-                transfer.owner_residual = _copied(saved["owner_residual"])
-                transfer.step = int(saved["step"])
-        self._debt = _copied(state["debt"])
+                transfer.residual = _copied(of_tensor["residual"])
+                transfer.owner_residual = _copied(of_tensor["owner_residual"])
+                transfer.step = of_tensor["step"]
+        self._debt = _copied(checked["debt"])
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -203,13 +229,14 @@ class Outgoing:
         if self._bucket is None or compression != self._compression:
             self._owe_residuals()
             self._compression = compression
-            chosen = {key: (p.shape, _compressor_of(compression, p)) for key, p in self._pieces.items()}
-            plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
-            position = self._across.position
-            self._bucket = Bucket(
-                {key: Transfer(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
-            )
+            self._bucket = Bucket(self._transfers_of(compression))
         return self._bucket
+
+    def _transfers_of(self, compression: Compressor | Policy) -> dict[str, Transfer]:
+        chosen = {key: (p.shape, _compressor_of(compression, p)) for key, p in self._pieces.items()}
+        plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
+        position = self._across.position
+        return {key: Transfer(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
 
     def _owe_residuals(self) -> None:
         """Make the residuals of the last compression a debt."""
@@ -278,7 +305,10 @@ def _halfway(wait: int) -> int:
 
 def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor:
     chosen = compressor_for(compression, piece.name)
-    return chosen if piece.within.stop - piece.within.start >= _MIN_NUMEL else NoCompression()
+    numel = piece.within.stop - piece.within.start
+    # neither where it does not pay, nor where it would send more than there is
+    pays = numel >= _MIN_NUMEL and chosen.capacity(numel, chosen.group_numel(piece.shape)) < 4 * numel
+    return chosen if pays else NoCompression()
 
 
 def _copied(values: Any) -> Array | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvd_compress import saved
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Lane, Share
 from hvd_compress.daso.outgoing import Outgoing
@@ -20,7 +21,7 @@ from hvd_compress.policy import Policy
 
 __all__ = ["NodeSync"]
 
-VALUES, CHANGES = "values", "changes"
+_KINDS = VALUES, CHANGES = "values", "changes"
 
 
 class _Flight(NamedTuple):
@@ -263,31 +264,73 @@ class NodeSync:
             "flight": flight,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank.
+    def check(self, state: Any) -> dict[str, Any]:
+        """What `load` takes over of a state of this rank.
 
         Raises:
-            StateError: of another rank or network.
+            StateError: of another rank or network, or damaged.
         """
-        size = np.size(state["reference"])
-        if size not in (0, self._lane.size) or (state["outgoing"] is None) != (self._outgoing is None):
+        keys = ["turn", "needs_values", "reference", "outgoing", "flight"]
+        given = saved.record("DASO state of a dtype", state, keys)
+        dtype, size = self._lane.dtype, self._lane.size
+        needs_values = saved.flag("needs_values of a DASO state", given["needs_values"])
+        # what is replaced by the next values may have been anything
+        finite = not needs_values
+        reference = saved.floats("reference of a DASO state", given["reference"], None, dtype, finite=finite)
+        if reference.size not in (0, size) or (given["outgoing"] is None) != (self._outgoing is None):
             raise StateError(
-                f"DASO state of {size} {self._lane.dtype} parameters, here are {self._lane.size}; or of a rank with "
-                "another place in its node"
+                f"DASO state of {reference.size} {dtype} parameters, here are {size}; or of a rank with another place "
+                "in its node"
             )
-        self.drain()
+        outgoing = None
         if self._outgoing is not None:
             known = (self._settings.compression, self._settings.blocking_compression)
-            self._outgoing.load_state_dict(state["outgoing"], known)
-        self._turn = int(state["turn"])
-        self.needs_values = bool(state["needs_values"])
-        self._reference = np.array(state["reference"], self._lane.dtype)
-        flight = state["flight"]
+            outgoing = self._outgoing.check(given["outgoing"], known, dtype)
+        return {
+            "turn": saved.integer("turn of a DASO state", given["turn"], 0, self._group_count - 1),
+            "needs_values": needs_values,
+            "reference": reference,
+            "outgoing": outgoing,
+            "flight": None if given["flight"] is None else self._checked_flight(given["flight"], reference.size),
+        }
+
+    def _checked_flight(self, state: Any, reference_size: int) -> dict[str, Any]:
+        what = "of what is under way in a DASO state"
+        given = saved.record(f"record {what}", state, ["kind", "group", "follows", "mine", "snapshot"])
+        kind = saved.text(f"kind {what}", given["kind"], _KINDS)
+        group = saved.integer(f"group {what}", given["group"], 0, self._group_count - 1)
+        follows = saved.flag(f"follows {what}", given["follows"])
+        # parameters of a network that diverges are on their way as they are
+        mine, snapshot = (
+            saved.floats(f"{key} {what}", given[key], None, self._lane.dtype, finite=False)
+            for key in ("mine", "snapshot")
+        )
+        of_changes = kind == CHANGES
+        sent = 0
+        if self._outgoing is not None and self._sends_in(group):
+            sent = self._outgoing.share.size + of_changes
+        size = self._lane.size
+        is_compared = of_changes or self._settings.merge == "delta"
+        if (
+            mine.size != sent
+            or snapshot.size not in ((size,) if is_compared else (0, size))
+            or (of_changes and reference_size != size)
+        ):
+            raise StateError(f"values {what} are of another rank or network: {mine.size} sent, {snapshot.size} kept")
+        return {"kind": kind, "group": group, "follows": follows, "mine": mine, "snapshot": snapshot}
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
+        self.drain()
+        if self._outgoing is not None:
+            self._outgoing.load(checked["outgoing"])
+        self._turn, self.needs_values = checked["turn"], checked["needs_values"]
+        self._reference = checked["reference"].copy()
+        flight = checked["flight"]
         self._flight = self._mine = None
         if flight is not None:
-            self._flight = _Flight(str(flight["kind"]), int(flight["group"]), bool(flight["follows"]))
-            self._mine = np.array(flight["mine"], self._lane.dtype)
-            self._snapshot = np.array(flight["snapshot"], self._lane.dtype)
+            self._flight = _Flight(flight["kind"], flight["group"], flight["follows"])
+            self._mine, self._snapshot = flight["mine"].copy(), flight["snapshot"].copy()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

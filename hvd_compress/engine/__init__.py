@@ -26,10 +26,11 @@ from hvd_compress.engine.choice import (
 from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.lane import Lane
-from hvd_compress.engine.ledger import Ledger, empty_state, refuse_residuals
+from hvd_compress.engine.ledger import Ledger
 from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
+from hvd_compress.engine.states import empty_state, refuse_residuals
 from hvd_compress.engine.worker import Worker, has_cores
 
 __all__ = [

@@ -98,19 +98,22 @@ class Accumulators:
                 values[name] = 0, accumulator.values.copy()
         return {n: {"shape": list(self._shapes[n]), "start": start, "values": v} for n, (start, v) in values.items()}
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise StateError if a state has accumulators of other tensors."""
+        for name, entry in state.get("accumulators", {}).items():
+            if tuple(entry["shape"]) != self._shapes.get(name):
+                raise StateError(f"accumulator of {name!r} with shape {tuple(entry['shape'])}: {self._known(name)}")
+
     def needed(self, state: Mapping[str, Any], kind: str) -> dict[str, Array]:
         """Values of the elements that this rank owns, or keeps as all ranks do, copied from entries of a state.
 
         Args:
-            state: of a run with AdaGrad.
+            state: of a run with AdaGrad, its tensors those that are here.
             kind: "accumulators" or "owner_residuals", which both belong to elements.
 
         Raises:
-            StateError: the state has others, or is of other tensors.
+            StateError: the state has others.
         """
-        for name, entry in state[kind].items():
-            if tuple(entry["shape"]) != self._shapes.get(name):
-                raise StateError(f"{kind} of {name!r} with shape {tuple(entry['shape'])}: {self._known(name)}")
         needed = {}
         for name, shape in self._shapes.items():
             wanted = self._lanes[name].owned if name in self._lanes else slice(0, math.prod(shape))
@@ -118,7 +121,7 @@ class Accumulators:
             is_elsewhere = kind == "accumulators" and bool(state.get("transfer_steps", {}).get(name))
             if wanted is None or (entry is None and not is_elsewhere):
                 continue
-            start, values = (0, np.empty(0)) if entry is None else (entry["start"], np.asarray(entry["values"]))
+            start, values = (0, np.empty(0)) if entry is None else (entry["start"], entry["values"])
             if not start <= wanted.start <= wanted.stop <= start + values.size:
                 raise StateError(
                     f"{kind} of {name!r}: this rank needs elements {wanted.start} to {wanted.stop}, its state has "

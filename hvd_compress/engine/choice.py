@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from hvd_compress import wire
 from hvd_compress.compressors import (
     BF16,
     QSGD,
@@ -21,7 +20,7 @@ from hvd_compress.compressors import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with, unchecked
-from hvd_compress.policy import Auto, Policy, horovods_own
+from hvd_compress.policy import Auto, Policy, horovods_own, meant, refuse_class
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -55,7 +54,8 @@ _unnamed = count()
 class Defaults:
     """Our compressors with their default settings, to stand beside those of a `horovod.<framework>.Compression`.
 
-    `threshold` has no default and is called with its `tau`: `Compression.threshold(1e-3)`.
+    Called, each gives another one with the given settings: `Compression.adaptive(pi=32)`. `threshold` has no default
+    and must be called with its `tau`: `Compression.threshold(1e-3)`.
     """
 
     onebit = OneBit()
@@ -69,15 +69,15 @@ class Defaults:
 
 
 def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
-    """What the user gave, "auto" as the `Auto` that it stands for.
+    """What the user gave, a name as what it stands for; see `meant`.
 
     With a parameter server, also what needs no compressor of ours becomes one, since no allreduce is to sum it.
 
     Raises:
         TypeError: a Horovod compressor of the user's with a parameter server.
+        ValueError: a name of no compressor.
     """
-    if isinstance(compression, str) and compression == "auto":
-        return Auto()
+    compression = meant(compression)
     if not isinstance(checked_exchange(exchange), ParameterServer):
         return compression
     ours = horovods_own(compression)
@@ -93,6 +93,7 @@ def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
 
 def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
     """What chooses payloads that need an exchange of ours; None if Horovod's allreduce can sum what it makes."""
+    compression = meant(compression)
     if isinstance(compression, Policy | Auto):
         return compression
     return compression if isinstance(compression, Compressor) and not compression.reducible else None
@@ -123,10 +124,8 @@ def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
     Raises:
         TypeError: neither one of our compressors nor a Horovod compressor.
     """
-    if isinstance(compression, type) and issubclass(compression, Compressor):
-        raise TypeError(
-            f"compression={compression.__name__} is a class; give a compressor, such as {compression.__name__}(...)"
-        )
+    refuse_class("compression", compression)
+    compression = meant(compression)
     if isinstance(compression, Compressor):
         compression = unchecked(compression)
     if isinstance(compression, NoCompression):
@@ -137,14 +136,15 @@ def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
         return compression if compression.reducible else dense_route
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(
-            f"compression={compression!r}: give a compressor of hvd_compress, one of hvd.Compression, or an object "
-            "with Horovod's compress(tensor) and decompress(tensor, ctx)"
+            f"compression={compression!r}: give a compressor of hvd_compress or its name, such as 'onebit', one of "
+            "hvd.Compression, or an object with Horovod's compress(tensor) and decompress(tensor, ctx)"
         )
     return compression
 
 
 def describe(compression: Any) -> Any:
     """What the fingerprint compares of a compressor."""
+    compression = meant(compression)
     if isinstance(compression, Compressor | Policy | Auto):
         return compression.get_config()
     kind = compression if isinstance(compression, type) else type(compression)
@@ -154,7 +154,6 @@ def describe(compression: Any) -> Any:
 def description(compression: Any, op: Any, parameters: Sequence[Any], **settings: Any) -> dict[str, Any]:
     """What the fingerprint compares of an optimizer, a tape or an exchange."""
     return {
-        "wire version": wire.VERSION,
         "compression": describe(compression),
         "op": str(op),
         **{

@@ -16,31 +16,16 @@ from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.lane import Lane
 from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
+from hvd_compress.engine.states import fitted_entries
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, fitted, plan_together
+from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, plan_together
 from hvd_compress.feedback import FORMAT, check_state
 
-__all__ = ["Ledger", "empty_state", "refuse_residuals"]
+__all__ = ["Ledger"]
 
 Array = npt.NDArray[Any]
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 MakeBucket = Callable[[dict[str, Lane], Pack | None], AnyBucket]
-
-
-def empty_state() -> dict[str, Any]:
-    """The state where nothing is exchanged."""
-    return {"format": FORMAT, "size": 1, "rank": 0, "steps": 0, "residuals": {}, "owner_residuals": {}}
-
-
-def refuse_residuals(state: dict[str, Any]) -> None:
-    """Raise StateError if a state with residuals is loaded where nothing is exchanged."""
-    check_state(state)
-    refuse_accumulators(state)
-    if state["residuals"] or state["owner_residuals"]:
-        raise StateError(
-            "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
-            "as before, or leave the state out, which drops what was still owed"
-        )
 
 
 class Ledger(Generic[AnyBucket]):
@@ -93,11 +78,16 @@ class Ledger(Generic[AnyBucket]):
         """The counters of the tensors that take no gradients now."""
         self._bucket_of: dict[str, AnyBucket] = {}
         self._steps = 0
+        """Of the training, which randomness depends on; a state brings those of before."""
+        self._counted_steps = 0
+        """Those that this process has made, as all counters count."""
         self._loss_scale = 1.0
         self._ranks = ranks
         self._position = position
         by_name = {tensor.name: tensor for tensor in tensors}
         self._shapes = {tensor.name: tensor.shape for tensor in by_name.values()}
+        # of gradients as they are handled, which residuals have too
+        self._dtypes = {t.name: np.float64 if t.dtype == "float64" else np.float32 for t in by_name.values()}
         self.accumulators = (
             None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.lanes, self.packs)
         )
@@ -118,7 +108,7 @@ class Ledger(Generic[AnyBucket]):
     ) -> AnyBucket:
         compressed = [tensors[name] for name in names if routing.compresses(tensors[name], self._ranks)]
         small = {name: tensors[name].shape for name in names if tensors[name] not in compressed}
-        chosen = {t.name: fitted(routing.compressor_of(t.name), t.dtype) for t in compressed}
+        chosen = {t.name: routing.payloads_of(t) for t in compressed}
         together = {t.name: (t.shape, chosen[t.name]) for t in compressed}
         packed_as = f"{compressed[0].name} and small"
         if small:
@@ -211,7 +201,8 @@ class Ledger(Generic[AnyBucket]):
         self._before = {name: other.counters_of(name) for name in self.packs}
         for counters in (self.dense, self._resting):
             counters.update((name, other.counters_of(name)) for name in counters)
-        self._steps, self._loss_scale = other._steps, other._loss_scale
+        self._steps, self._counted_steps = other._steps, other._counted_steps
+        self._loss_scale = other._loss_scale
 
     def set_loss_scale(self, loss_scale: float) -> None:
         """Convert the residuals, which are in units of the scaled gradients, to another loss scale."""
@@ -244,6 +235,7 @@ class Ledger(Generic[AnyBucket]):
     def count_step(self, times: int = 1) -> None:
         """A step is complete, or some."""
         self._steps += times
+        self._counted_steps += times
 
     def count_dense(self, name: str, sent_bytes: int, gradient_bytes: int, times: int = 1) -> None:
         """Uncompressed allreduces of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
@@ -252,8 +244,8 @@ class Ledger(Generic[AnyBucket]):
         self.dense[name].count_dense(sent_bytes, gradient_bytes, self._ranks, times)
 
     def stats(self) -> dict[str, Any]:
-        """The "total" and "tensors" of `compression_stats()`."""
-        total = Counters(steps=self._steps)
+        """The "total" and "tensors" of `compression_stats()`: what this process has done, whatever it has loaded."""
+        total = Counters(steps=self._counted_steps)
         squares = 0.0
         tensors = {}
         for name, lane in self.lanes.items():
@@ -319,10 +311,12 @@ class Ledger(Generic[AnyBucket]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check a state completely, then take it over.
 
+        Counters go on as they are.
+
         Raises:
             StateError: not a compressor state, of another number of ranks or another rank, or of other tensors.
         """
-        check_state(state)
+        state = check_state(state)
         if state["size"] != self._ranks:
             raise StateError(
                 f"compressor state of {state['size']} ranks, there are {self._ranks} now: collect the states of all "
@@ -337,6 +331,9 @@ class Ledger(Generic[AnyBucket]):
                 self._check_entry(name, entry)
         if self.accumulators is None:
             refuse_accumulators(state)
+        else:
+            self.accumulators.check(state)
+        state = fitted_entries(state, self._dtypes)
         # of a state from before AdaGrad residuals are taken, in units of the sum, and accumulators begin anew
         owned: dict[str, Array] = {}
         accumulated: dict[str, Array] = {}
@@ -348,17 +345,17 @@ class Ledger(Generic[AnyBucket]):
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)
             lane.residual = lane.pending = lane.owner_residual = None
             if own is not None:
-                lane.take_residual(np.asarray(own["values"]).copy())
+                lane.take_residual(own["values"].copy())
             if "accumulators" in state:
                 lane.owner_residual = owned.get(name)
             elif owed is not None:
-                lane.take_owed(owed["start"], np.asarray(owed["values"]).copy())
+                lane.take_owed(owed["start"], owed["values"].copy())
             lane.step = state.get("transfer_steps", {}).get(name, state["steps"])
         self.debts = {}
         for kind in ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():
                 if name not in self.lanes:
-                    start, values = entry.get("start", 0), np.asarray(entry["values"])
+                    start, values = entry.get("start", 0), entry["values"]
                     self._owe(name, values.dtype)[start : start + values.size] += values
         self._steps = state["steps"]
         self._loss_scale = state.get("loss_scale", 1.0)

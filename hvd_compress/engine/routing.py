@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import ParameterServer, is_uncompressed, make_plan
+from hvd_compress.exchange import ParameterServer, checked, fitted, is_uncompressed, make_plan, saves_bytes
 from hvd_compress.policy import Assigned, Policy
 
 __all__ = ["Routing", "Tensor", "backward_buckets"]
@@ -55,16 +55,36 @@ class Routing:
         return chosen.get(name, self.exchange)
 
     def compresses(self, tensor: Tensor, ranks: int) -> bool:
-        """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod."""
+        """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod.
+
+        Not where that would send as many bytes as an allreduce or more: with settings that keep nearly everything, or
+        an allgather among many ranks.
+        """
         compressor = self.compressor_of(tensor.name)
         # whatever is sent as it is has no size from which on that pays
         least = 0 if is_uncompressed(compressor) else self.min_numel
         if compressor.reducible or math.prod(tensor.shape) < max(least, 1):
             return False
         exchange = self.exchange_of(tensor.name)
-        if isinstance(exchange, ParameterServer):
+        if isinstance(exchange, ParameterServer) or is_uncompressed(compressor):
             return True
-        return make_plan(exchange, compressor, tensor.shape, ranks, tensor.itemsize).exchange != "dense"
+        # Horovod knows no bfloat16, which goes as float32
+        itemsize = max(tensor.itemsize, 4) if tensor.dtype == "bfloat16" else tensor.itemsize
+        plan = make_plan(exchange, compressor, tensor.shape, ranks, itemsize)
+        # "auto" counts what a collective costs, too, and has said "dense" itself where bytes are not saved
+        return plan.exchange != "dense" if exchange == "auto" else saves_bytes(plan, itemsize)
+
+    def payloads_of(self, tensor: Tensor) -> Compressor:
+        """What makes the payloads of a tensor that is exchanged.
+
+        A root is sent everything, so what would take more bytes than that goes there as it is.
+        """
+        compressor = self.compressor_of(tensor.name)
+        if isinstance(self.exchange_of(tensor.name), ParameterServer) and not is_uncompressed(compressor):
+            numel = math.prod(tensor.shape)
+            if compressor.capacity(numel, compressor.group_numel(tensor.shape)) >= tensor.itemsize * numel:
+                compressor = checked(NoCompression())
+        return fitted(compressor, tensor.dtype)
 
     def packs(self, tensor: Tensor) -> bool:
         """Whether a tensor may travel uncompressed beside compressed ones."""

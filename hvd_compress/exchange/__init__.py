@@ -25,6 +25,7 @@ from hvd_compress.exchange.plan import (
     make_plan,
     plan_together,
     ring_bytes,
+    saves_bytes,
 )
 from hvd_compress.exchange.raw import Raw, checked, fitted, is_uncompressed, unchecked
 from hvd_compress.exchange.transfer import Transfer
@@ -51,5 +52,6 @@ __all__ = [
     "make_plan",
     "plan_together",
     "ring_bytes",
+    "saves_bytes",
     "unchecked",
 ]

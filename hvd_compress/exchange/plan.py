@@ -20,6 +20,7 @@ __all__ = [
     "make_plan",
     "plan_together",
     "ring_bytes",
+    "saves_bytes",
 ]
 
 EXCHANGES = ("auto", "two_phase", "allgather", "hierarchical", EXCHANGE)
@@ -126,6 +127,20 @@ def sent_bytes(plans: Sequence[Plan]) -> float:
     if plans[0].exchange == "allgather":
         return others * sum(sum(plan.slots) for plan in plans)
     return 2 * others * max(sum(slots) for slots in zip(*(plan.slots for plan in plans), strict=True))
+
+
+def saves_bytes(plan: Plan, itemsize: int) -> bool:
+    """Whether an exchange of this tensor sends fewer bytes than a ring allreduce of elements of `itemsize` bytes.
+
+    Headers do not count: what they cost depends on the size of a tensor alone, which is `min_numel`'s to judge.
+    """
+    if plan.ranks == 1 or not plan.numel:
+        return True
+    most = max(
+        c.body_bytes(b - a, plan.group) for c, (a, b) in zip(plan.chunk_compressors, pairwise(plan.bounds), strict=True)
+    )
+    sent = (plan.ranks - 1) * most * (1 if plan.exchange == "allgather" else 2)
+    return sent < ring_bytes(itemsize * plan.numel, plan.ranks)
 
 
 def _priced(plans: Sequence[Plan]) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from hvd_compress import saved
 from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.node import Node
 
@@ -108,16 +109,23 @@ class Averager:
         self.drain()
         return {**self.node.state_dict(), "ahead": self._next is _Next.RECEIVED, "begun": self._has_begun}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Take over what `state_dict` returned on this rank.
+    def check(self, state: Any) -> dict[str, Any]:
+        """What `load` takes over of a state.
 
         Raises:
-            StateError: as `Node.load_state_dict`.
+            StateError: as `Node.check`.
         """
+        of_node = self.node.check(state)
+        given = saved.record("event state", state, ["ahead", "begun"])
+        flags = {key: saved.flag(f"{key} of an event state", given[key]) for key in ("ahead", "begun")}
+        return {"node": of_node, **flags}
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
         self.drain()
-        self.node.load_state_dict(state)
-        self._next = _Next.RECEIVED if state["ahead"] else _Next.UNSENT
-        self._has_begun = bool(state["begun"])
+        self.node.load(checked["node"])
+        self._next = _Next.RECEIVED if checked["ahead"] else _Next.UNSENT
+        self._has_begun = checked["begun"]
 
     def _send(self, arrays: Sequence[Array | None]) -> None:
         assert self.transport is not None

@@ -7,13 +7,13 @@ part of the next difference, and nothing is lost. Source: Koloskova et al., CHOC
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress import wire
+from hvd_compress import saved, wire
 from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
@@ -143,24 +143,38 @@ class Copies:
             "own": {n: o.copy() for n, o in zip(names, self.own, strict=True) if o is not None},
         }
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Raise StateError unless `state` has copies of these tensors."""
-        for kind, name, target in self._targets():
-            shape = np.shape(state.get(kind, {}).get(name, ()))
-            if shape != target.shape:
-                raise StateError(f"event state: {kind} of {name!r} has shape {shape}, must be {target.shape}")
+    def check(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What `load` takes over of a state with copies of these tensors.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned and `check` has checked."""
-        for kind, name, target in self._targets():
-            target[...] = state[kind][name]
-        self.needs_whole = np.array(state["needs_whole"], np.bool_)
+        Raises:
+            StateError: it is another one, or damaged.
+        """
+        given = {kind: saved.record(f"{kind} of an event state", state[kind]) for kind in ("copies", "own")}
+        for kind, i, _ in self._targets():
+            if self._tensors[i].name not in given[kind]:
+                raise StateError(f"event state: {kind} lack {self._tensors[i].name!r}")
+        needs_whole = saved.flags("needs_whole of an event state", state["needs_whole"], self.needs_whole.shape)
+        values = []
+        for kind, i, target in self._targets():
+            name = self._tensors[i].name
+            # what this rank had of its own may have been anything when its receivers are to get it whole anyway
+            finite = kind == "copies" or not needs_whole[i]
+            what = f"event state: {kind} of {name!r}"
+            values.append(saved.floats(what, given[kind][name], target.shape, target.dtype, finite=finite))
+        return {"values": values, "needs_whole": needs_whole}
 
-    def _targets(self) -> Iterator[tuple[str, str, Array]]:
-        for tensor, of_senders, own in zip(self._tensors, self.of_senders, self.own, strict=True):
-            yield "copies", tensor.name, of_senders
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
+        for (_, _, target), values in zip(self._targets(), checked["values"], strict=True):
+            target[...] = values
+        self.needs_whole = checked["needs_whole"]
+
+    def _targets(self) -> Iterator[tuple[str, int, Array]]:
+        """What is saved: its kind, the index of its tensor, and where it lies."""
+        for i, (of_senders, own) in enumerate(zip(self.of_senders, self.own, strict=True)):
+            yield "copies", i, of_senders
             if own is not None:
-                yield "own", tensor.name, own
+                yield "own", i, own
 
 
 def smaller(compressor: Compressor, tensor: Tensor) -> Compressor:

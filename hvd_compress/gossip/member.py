@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress import saved
 from hvd_compress.errors import StateError
 from hvd_compress.gossip.alltoall import Alltoall
 from hvd_compress.gossip.averager import Averager, Transport
@@ -137,18 +138,33 @@ class Member:
         Raises:
             StateError: not such a state, or of another rank, network or settings.
         """
-        saved = state.get("settings") if isinstance(state, dict) else None
-        if saved is not None and saved != self._described():
-            different = sorted(key for key, value in self._described().items() if saved.get(key) != value)
-            raise StateError(f"event state of other settings: {', '.join(different)} differ")
-        one_sided = self._collectives is not None and self._settings.is_one_sided
-        if one_sided and self._collectives is not None:
-            # what is under way is of the time before
-            self._collectives.barrier()
+        refusal: StateError | None = None
+        try:
+            checked = self._checked(state)
+        except StateError as error:
+            refusal = error
+        waits = self._collectives if self._settings.is_one_sided else None
+        if waits is not None:
+            # also where the state is refused, or the others would wait there for ever
+            everywhere = waits.mean(np.array([float(refusal is None)]), "state")[0]
+            if refusal is None and everywhere < 1.0:
+                raise StateError("the event state of another rank was refused there, so none is taken over here")
+        if refusal is not None:
+            raise refusal
+        if waits is not None:
+            # what is under way is of the time before: all ranks have come here, and send nothing
             self._averager.take_what_came()
-        self._averager.load_state_dict(state)
-        if one_sided and self._collectives is not None:
-            self._collectives.barrier()
+        self._averager.load(checked)
+        if waits is not None:
+            waits.barrier()
+
+    def _checked(self, state: Any) -> dict[str, Any]:
+        of_state = state.get("settings") if isinstance(state, dict) else None
+        if of_state is not None and not saved.equal(of_state, self._described()):
+            mine, theirs = self._described(), saved.record("settings of an event state", of_state)
+            different = sorted(k for k in mine.keys() | theirs.keys() if not saved.equal(theirs.get(k), mine.get(k)))
+            raise StateError(f"event state of other settings: {', '.join(map(str, different))} differ")
+        return self._averager.check(state)
 
     def close(self) -> None:
         """Give up windows of one-sided messages; a collective call."""
@@ -190,7 +206,7 @@ class LateMember:
             StateError: not such a state, or of another rank, network or settings.
         """
         if self._member is None:
-            self._saved = state
+            self._saved = saved.record("event state", state)
         else:
             self._member.load_state_dict(state)
 

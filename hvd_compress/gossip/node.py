@@ -6,13 +6,13 @@ Koloskova et al., CHOCO-SGD (ICML 2019), algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress import wire
+from hvd_compress import saved, wire
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.gossip.copies import Array, Bytes, Copies
@@ -28,6 +28,11 @@ __all__ = ["MIXINGS", "Node"]
 
 MIXINGS = ("stale", "mean_preserving")
 FORMAT = 1
+
+_SAVED = (
+    "position", "senders", "number", "expected", "watch", "needs_whole", "copies", "own", "passes", "total_bytes",
+    "messages", "tensor_bytes",
+)  # fmt: skip
 
 
 class Node:
@@ -254,30 +259,45 @@ class Node:
             **self.tally.state_dict(),
         }
 
+    def check(self, state: Any) -> dict[str, Any]:
+        """What `load` takes over of a state.
+
+        Raises:
+            StateError: no such state, of another rank or topology, other tensors or another trigger, or damaged.
+        """
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        if isinstance(found, bool) or not isinstance(found, int) or found != FORMAT:
+            raise StateError(f"not an event state of format {FORMAT}: its format is {found!r}")
+        given = saved.record("event state", state, _SAVED)
+        where = (given["position"], saved.sequence("senders of an event state", given["senders"]))
+        here = (self.part.position, list(self.part.senders))
+        if not saved.equal(where, here):
+            raise StateError(
+                f"event state of rank {where[0]} with senders {where[1]} given to rank {here[0]} with senders {here[1]}"
+            )
+        expected = saved.sequence("expected of an event state", given["expected"], len(self._expected))
+        return {
+            "number": saved.integer("number of an event state", given["number"]),
+            "expected": [saved.integer("a number that an event state expects", n) for n in expected],
+            "copies": self.copies.check(given),
+            "watch": self.watch.check(given["watch"]),
+            "tally": self.tally.check(given),
+        }
+
     def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned on this rank.
 
         Raises:
-            StateError: no such state, of another rank or topology, other tensors or another trigger.
+            StateError: as `check`; nothing has changed then.
         """
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        if found != FORMAT:
-            raise StateError(f"not an event state of format {FORMAT}: its format is {found!r}")
-        where = (state.get("position"), list(state.get("senders", ())))
-        here = (self.part.position, list(self.part.senders))
-        if where != here:
-            raise StateError(
-                f"event state of rank {where[0]} with senders {where[1]} given to rank {here[0]} with senders {here[1]}"
-            )
-        if missing := {"number", "expected", "watch", "needs_whole", "copies", "own", "messages"} - state.keys():
-            raise StateError(f"event state lacks {', '.join(sorted(missing))}")
-        # all is checked before anything is changed
-        self.copies.check(state)
-        self.watch.check(state["watch"])
-        self.watch.load_state_dict(state["watch"])
-        self.copies.load_state_dict(state)
-        self.tally.load_state_dict(state)
-        self._number, self._expected = int(state["number"]), [int(n) for n in state["expected"]]
+        self.load(self.check(state))
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
+        self.watch.load(checked["watch"])
+        self.copies.load(checked["copies"])
+        self.tally.load(checked["tally"])
+        self._number, self._expected = checked["number"], checked["expected"]
         if not self._in_order:
             # messages may have been under way when the states were saved, each at its own time
             self._expected = [0] * len(self._expected)

@@ -11,7 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Percentile, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.node import MIXINGS, Node
-from hvd_compress.policy import Policy, compressor_for, compressors_in, given_compression
+from hvd_compress.policy import Policy, check_patterns, compressor_for, compressors_in, given_compression
 from hvd_compress.schedules import ConstantThreshold, Trigger
 from hvd_compress.tensors import Tensor
 from hvd_compress.topology import Neighbours, Topology
@@ -86,7 +86,12 @@ class GossipSettings:
         }
 
     def node(self, tensors: Sequence[Tensor], part: Neighbours) -> Node:
-        """The node of one rank."""
+        """The node of one rank.
+
+        Raises:
+            ValueError: a pattern of a `Policy` that matches no tensor.
+        """
+        check_patterns(self.compression, [t.name for t in tensors])
         compressors = [compressor_for(self.compression, t.name) for t in tensors]
         rates = [self._rate_of(c, t) for c, t in zip(compressors, tensors, strict=True)]
         return Node(tensors, part, self.trigger, compressors, self.mixing, rates, self.traced, not self.is_one_sided)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hvd_compress import saved
 
 __all__ = ["Tally"]
 
@@ -55,11 +57,23 @@ class Tally:
             "tensor_bytes": self.tensor_bytes.copy(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, of the same tensors."""
-        self.passes, self.total_bytes = int(state["passes"]), int(state["total_bytes"])
-        self.messages = np.array(state["messages"], np.int64)
-        self.tensor_bytes = np.array(state["tensor_bytes"], np.int64)
+    def check(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What `load` takes over of a state of as many tensors.
+
+        Raises:
+            StateError: it is another one, or damaged.
+        """
+        counts = {key: saved.integer(f"{key} of an event state", state[key]) for key in ("passes", "total_bytes")}
+        arrays = {
+            key: saved.integers(f"{key} of an event state", state[key], mine.shape)
+            for key, mine in (("messages", self.messages), ("tensor_bytes", self.tensor_bytes))
+        }
+        return {**counts, **arrays}
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned: counters are part of a state, all of them."""
+        self.passes, self.total_bytes = checked["passes"], checked["total_bytes"]
+        self.messages, self.tensor_bytes = checked["messages"], checked["tensor_bytes"]
 
     def report(self, thresholds: npt.NDArray[np.float64]) -> dict[str, Any]:
         """See `event_stats` of the optimizers."""

@@ -16,6 +16,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.fingerprint import agree
 from hvd_compress.missing import missing_mpi
 from hvd_compress.mpi.links import MOST_BYTES, MpiLink
+from hvd_compress.policy import check_patterns
 from hvd_compress.tensors import Tensor
 
 __all__ = ["AsyncParameterServer", "join_server"]
@@ -248,6 +249,8 @@ def join_server(
     size, position, server = int(comm.size), int(comm.rank), settings.server
     # first of all, so that whatever is refused below is refused on all ranks
     agree(settings.description(tensors), "mpi", lambda data, name: b"".join(comm.allgather(data)))
+    for compression in (settings.compression, settings.answer):
+        check_patterns(compression, [t.name for t in tensors])
     if size < 2:
         raise UnsupportedError(
             "an asynchronous parameter server with one rank: one serves and the others train. Start with mpirun -np 2 "

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from hvd_compress import saved
 from hvd_compress.compressors.settings import check_int, check_real
 from hvd_compress.errors import StateError
 
@@ -222,17 +223,37 @@ class DasoClock:
         """Everything that later moments depend on, as plain values."""
         return {"schedule": self.schedule.get_config(), **{key: getattr(self, key) for key in self._SAVED}}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise StateError unless `state` is of this schedule."""
-        saved = state.get("schedule") or {}
+    def check(self, state: Any) -> dict[str, Any]:
+        """What `load` takes over of a state of this schedule.
+
+        Raises:
+            StateError: it is another one, or damaged.
+        """
+        given = saved.record("clock of a DASO state", state, ["schedule", *self._SAVED])
+        of_state = saved.record("schedule of a DASO state", given["schedule"])
         mine = self.schedule.get_config()
-        if different := sorted(key for key in mine if saved.get(key) != mine[key]):
+        if different := sorted(key for key in mine if not saved.equal(of_state.get(key), mine[key])):
             raise StateError(
-                f"DASO state of another schedule: {', '.join(f'{k}={saved.get(k)!r}' for k in different)}, here "
+                f"DASO state of another schedule: {', '.join(f'{k}={of_state.get(k)!r}' for k in different)}, here "
                 f"{', '.join(f'{k}={mine[k]!r}' for k in different)}"
             )
-        if missing := [key for key in self._SAVED if key not in state]:
-            raise StateError(f"DASO state lacks {', '.join(missing)} of the schedule")
+
+        def counted(key: str, least: int = 0, most: int = 2**63 - 1) -> int:
+            return saved.integer(f"{key} of the clock of a DASO state", given[key], least, most)
+
+        last = self.schedule.steps_per_epoch
+        steps = counted("steps", 0, 2**63 - 1 if last is None else last)
+        return {
+            "skips": counted("skips", 1),
+            "wait": counted("wait"),
+            "epoch": counted("epoch"),
+            "steps": steps,
+            "sent_at": None if given["sent_at"] is None else counted("sent_at", 0, steps),
+            "is_level": saved.flag("is_level of the clock of a DASO state", given["is_level"]),
+            "is_told": saved.flag("is_told of the clock of a DASO state", given["is_told"]),
+            "best": None if given["best"] is None else saved.real("best loss of a DASO state", given["best"]),
+            "bad_epochs": counted("bad_epochs"),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned.
@@ -240,6 +261,9 @@ class DasoClock:
         Raises:
             StateError: of another schedule.
         """
-        self.check(state)
+        self.load(self.check(state))
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
         for key in self._SAVED:
-            setattr(self, key, state[key])
+            setattr(self, key, checked[key])

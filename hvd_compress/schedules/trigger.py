@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress import saved
 from hvd_compress.compressors.settings import check_choice, check_int
 from hvd_compress.errors import StateError
 
@@ -99,14 +100,34 @@ class Watch(ABC):
         arrays = {key: getattr(self, key).copy() for key in self._SAVED}
         return {"trigger": self.trigger.get_config(), "passes": self.passes, **arrays}
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Raise StateError unless `state` is of this trigger and as many tensors."""
-        if state.get("trigger") != self.trigger.get_config():
-            raise StateError(f"event state of the trigger {state.get('trigger')}, given to {self.trigger!r}")
+    def check(self, state: Any) -> dict[str, Any]:
+        """What `load` takes over of a state of this trigger and as many tensors.
+
+        Raises:
+            StateError: it is another one, or damaged.
+        """
+        given = saved.record("watch of an event state", state, ["trigger", "passes", *self._SAVED])
+        if not saved.equal(given["trigger"], self.trigger.get_config()):
+            raise StateError(f"event state of the trigger {given['trigger']}, given to {self.trigger!r}")
+        passes = saved.integer("passes of an event state", given["passes"])
+        checked: dict[str, Any] = {}
         for key in self._SAVED:
-            found, needed = np.shape(state.get(key, ())), getattr(self, key).shape
-            if found != needed:
-                raise StateError(f"event state: {key} of the trigger have shape {found}, must be {needed}")
+            what, mine = f"{key} of the trigger in an event state", getattr(self, key)
+            if mine.dtype == np.int64:
+                checked[key] = saved.integers(what, given[key], mine.shape)
+                continue
+            # what was sent last may have had no finite norm, and thresholds may grow without bound
+            values = saved.floats(what, given[key], mine.shape, mine.dtype, finite=False)
+            if key != "norms" and not (values >= 0).all():
+                raise StateError(f"{what} are negative, or no numbers")
+            checked[key] = values
+        most = {"sent_at": passes, "known": len(checked.get("slopes", ()))}
+        for key in most.keys() & checked.keys():
+            if (checked[key] > most[key]).any():
+                raise StateError(
+                    f"{key} of the trigger in an event state reach {checked[key].max()}: {most[key]} at most"
+                )
+        return {"passes": passes, **checked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned.
@@ -114,11 +135,13 @@ class Watch(ABC):
         Raises:
             StateError: of another kind of trigger, or of another number of tensors.
         """
-        self.check(state)
-        values = {key: np.asarray(state[key], getattr(self, key).dtype) for key in self._SAVED}
-        self.passes = int(state["passes"])
-        for key, value in values.items():
-            setattr(self, key, value.copy())
+        self.load(self.check(state))
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
+        self.passes = checked["passes"]
+        for key in self._SAVED:
+            setattr(self, key, checked[key].copy())
 
 
 class Trigger(ABC):

@@ -30,7 +30,7 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
-from hvd_compress.policy import Auto, Policy
+from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
 from hvd_compress.tensorflow._collectives import TensorFlowCollectives
@@ -104,6 +104,7 @@ class GradientExchange(Ledger[Bucket]):
         self.takes_part = process_set.included() and process_set.size() > 1
         if self.takes_part and compared:
             require_agreement(self._description(), process_set)
+        check_patterns(settings.compression, [s.name for s in sources])
         ranks = process_set.size() if self.takes_part else 1
         position = process_set.rank() if self.takes_part else 0
         tensors = [Tensor(s.name, self._static_shape(s), s.dtype.name, s.dtype.size) for s in sources]

@@ -98,7 +98,9 @@ class _Overrides(tf.GradientTape):
         return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
 
     def compression_stats(self, sources: Any) -> dict[str, Any]:
-        """Bytes, seconds and residual norms of all exchanges of `sources` so far on this rank.
+        """Bytes, seconds and residual norms of all exchanges of `sources` so far in this process.
+
+        What was exchanged before a state was loaded is not among them.
 
         Returns:
             As `DistributedOptimizer.compression_stats` of `hvd_compress.torch` does, but `exchange_seconds` are those

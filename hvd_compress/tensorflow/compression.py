@@ -16,7 +16,8 @@ __all__ = ["Compression"]
 class Compression(hvd.Compression, engine.Defaults):
     """Compressors with their default settings; `none` and `fp16` are Horovod's own.
 
-    `threshold` has no default and is called with its `tau`: `Compression.threshold(1e-3)`.
+    Called, each of ours gives another one with the given settings: `Compression.adaptive(pi=32)`. `threshold` has no
+    default and must be called with its `tau`: `Compression.threshold(1e-3)`.
 
     Example:
         >>> from hvd_compress.tensorflow import Compression

@@ -15,7 +15,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi import join_server
 from hvd_compress.torch._gossip import TorchCollectives
 from hvd_compress.torch._horovod import laid_over, refuse_unfit
-from hvd_compress.torch._parameters import Parameters, as_arrays, as_tensors, trained
+from hvd_compress.torch._parameters import Parameters, as_tensors, trained
 
 __all__ = ["AsyncParameterServerOptimizer"]
 
@@ -142,7 +142,7 @@ class _Overrides:
         Raises:
             StateError: not such a state, or of another rank or other parameters.
         """
-        self._server.load_state_dict(as_arrays(state))
+        self._server.load_state_dict(state)
 
     def close(self: Any) -> None:
         """Say that this rank has finished; on the server, wait until all have said so. Done at exit at the latest."""

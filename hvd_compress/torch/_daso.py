@@ -17,7 +17,7 @@ from hvd_compress.policy import Policy
 from hvd_compress.schedules import DasoSchedule, Moment
 from hvd_compress.torch._horovod import HorovodOptimizer, relay
 from hvd_compress.torch._optimizer import DistributedOptimizer
-from hvd_compress.torch._parameters import Buffers, Parameters, as_arrays, as_tensors, by_name, trained
+from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors, by_name, trained
 from hvd_compress.torch._ranks import NODES
 
 __all__ = ["DASO", "daso_process_sets"]
@@ -90,7 +90,7 @@ class _Overrides:
         Raises:
             StateError: not such a state, or of another rank, network, nodes or settings.
         """
-        self._daso.member.load_state_dict(as_arrays(state))
+        self._daso.member.load_state_dict(state)
 
 
 class _Daso:

@@ -12,7 +12,7 @@ import torch
 from hvd_compress.gossip import GossipSettings, Member
 from hvd_compress.mpi import HorovodRanks
 from hvd_compress.torch._agreement import require_agreement
-from hvd_compress.torch._parameters import Buffers, Parameters, as_arrays, as_tensors
+from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors
 
 __all__ = ["Gossip", "TorchCollectives"]
 
@@ -111,4 +111,4 @@ class Gossip:
 
     def load_state_dict(self, state: Any) -> None:
         """Take over what `state_dict` returned on this rank."""
-        self.member.load_state_dict(as_arrays(state))
+        self.member.load_state_dict(state)

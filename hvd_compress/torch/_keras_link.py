@@ -12,7 +12,7 @@ import torch
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.engine import Bucket, Ledger, Routing, average_share, description, exchanged
-from hvd_compress.policy import Auto, Policy
+from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._engine import Engine, described, precondition
 from hvd_compress.torch._functions import allreduce
@@ -94,6 +94,7 @@ class TorchExchange:
         tensors = [v.value for v in variables]
         adagrad = settings["adagrad"]
         if not self.takes_part:
+            check_patterns(compression, self._names)
             if adagrad is not None:
                 self._alone = Ledger(
                     Routing(None), 1, 0, described(zip(self._names, tensors, strict=True)), Bucket,
@@ -106,6 +107,7 @@ class TorchExchange:
         compared = {k: settings[k] for k in compared_keys}
         parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
         require_agreement(description(compression, settings["op"], parameters, **compared), process_set)
+        check_patterns(compression, self._names)
         ours, ranks = exchanged(compression), process_set.size()
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
         named = list(zip(self._names, tensors, strict=True))

@@ -24,7 +24,7 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer
-from hvd_compress.policy import Auto, Policy
+from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._engine import described
 from hvd_compress.torch._horovod import make_class, refuse_wrapped
 from hvd_compress.torch._overrides import Overrides
@@ -127,6 +127,10 @@ def DistributedOptimizer(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,
         groups, sparse_as_dense, process_set,
     )  # fmt: skip
+    # of frozen ones too, which may be unfrozen
+    check_patterns(
+        compression, [wrapped._parameter_names[p] for group in wrapped.param_groups for p in group["params"]]
+    )
     wrapped._sent_itemsizes, wrapped._sparse_steps, wrapped._sparse_now = {}, Counter(), set()
     wrapped._horovods, wrapped._adagrad, wrapped._wrapping = horovods, adagrad, wrapping
     if takes_part:

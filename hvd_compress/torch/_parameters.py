@@ -11,7 +11,7 @@ import torch
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensors import Tensor
 
-__all__ = ["Buffers", "Parameters", "as_arrays", "as_tensors", "by_name", "trained"]
+__all__ = ["Buffers", "Parameters", "as_tensors", "by_name", "trained"]
 
 Array = np.ndarray[Any, Any]
 
@@ -150,13 +150,12 @@ def by_name(argument: str, named: Iterable[tuple[str, torch.Tensor]]) -> dict[st
 
 
 def as_tensors(state: Any) -> Any:
-    """A state with its arrays as tensors, which `torch.load` takes without trust."""
-    return _converted(state, np.ndarray, torch.from_numpy)
-
-
-def as_arrays(state: Any) -> Any:
-    """The inverse of `as_tensors`."""
-    return _converted(state, torch.Tensor, lambda tensor: tensor.cpu().numpy())
+    """A state with its arrays as tensors, which `torch.load` takes without trust; loading takes both."""
+    if isinstance(state, dict):
+        return {key: as_tensors(entry) for key, entry in state.items()}
+    if isinstance(state, list):
+        return [as_tensors(entry) for entry in state]
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
 
 
 def _dtype_of(name: str, p: torch.Tensor) -> str:
@@ -190,12 +189,3 @@ def _on_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     copy = torch.empty(tensor.shape, dtype=dtype)
     copy.copy_(tensor)
     return copy
-
-
-def _converted(value: Any, kind: Any, convert: Any) -> Any:
-    """A state with all objects of a kind, in dicts and lists, converted."""
-    if isinstance(value, dict):
-        return {key: _converted(entry, kind, convert) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_converted(entry, kind, convert) for entry in value]
-    return convert(value) if isinstance(value, kind) else value

@@ -146,7 +146,7 @@ ROWS = (
     Row("percentile-99", Percentile(99), _percentile(990)),
     Row("percentile-feedback", Percentile(75, error_feedback=True), _percentile(750)),
     Row("percentile-999-feedback", Percentile(99.9, error_feedback=True), _percentile(999)),
-    Row("percentile-1", Percentile(1), _percentile(10), _EVERYTHING),
+    Row("percentile-5", Percentile(5), _percentile(50), _EVERYTHING),
     Row("percentile-golomb", Percentile(90, coding="golomb"), _percentile(900, golomb=True)),
     Row("percentile-99-golomb", Percentile(99, True, "golomb"), _percentile(990, golomb=True)),
     Row("qsgd-1", QSGD(bits=1), _ternary),

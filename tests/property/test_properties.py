@@ -50,7 +50,7 @@ def biased(draw):
         ratios = st.builds(TopK, ratio=st.floats(0, 1, exclude_min=True), coding=golombs)
         return draw(ratios | st.builds(TopK, k=st.integers(1, 2000), coding=golombs))
     if kind == "percentile":
-        percentile = draw(st.floats(0, 100, exclude_min=True) | st.integers(1, 999).map(lambda n: n / 10))
+        percentile = draw(st.floats(3.125, 100) | st.integers(32, 999).map(lambda n: n / 10))
         return Percentile(percentile, error_feedback=True, coding=draw(golombs))
     return BF16()
 

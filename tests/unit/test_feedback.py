@@ -105,7 +105,7 @@ def test_states_that_do_not_belong_together_are_refused(chosen: Any, said: str) 
 
 
 def test_a_size_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="size=0"):
+    with pytest.raises(ValueError, match="size is 0"):
         redistribute(states(2), 0)
 
 

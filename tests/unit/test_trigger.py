@@ -116,7 +116,7 @@ def test_a_saved_watch_goes_on_as_if_it_had_not_stopped(trigger):
 
 
 def test_a_saved_watch_of_other_tensors_is_refused():
-    with pytest.raises(StateError, match=r"norms of the trigger have shape \(3,\), must be \(4,\)"):
+    with pytest.raises(StateError, match=r"norms of the trigger in an event state has shape \(3,\): must be \(4,\)"):
         SlopeThreshold().watch(4).load_state_dict(SlopeThreshold().watch(3).state_dict())
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+import hvd_compress
 import hvd_compress.torch as hvd
 from hvd_compress import FP16, QSGD, Adaptive, OneBit, Policy, Threshold, TopK
 from hvd_compress.compressors import Compressor
@@ -23,6 +24,7 @@ from hvd_compress.exchange import make_plan
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
 from hvd_compress.torch import _functions
+from tests.hostile import same
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
@@ -239,7 +241,7 @@ def what_cannot_be_compressed_is_refused() -> None:
     with torch.no_grad():
         hvd.allreduce(tracked, name="r", compression=OneBit())
     raises(TypeError, lambda: hvd.allreduce(mine("r", 0), compression=OneBit), "OneBit(...)")
-    raises(TypeError, lambda: hvd.allreduce(mine("r", 0), compression="onebit"), "onebit")
+    raises(ValueError, lambda: hvd.allreduce(mine("r", 0), compression="onebot"), "did you mean 'onebit'")
     hvd.forget_residuals()
 
 
@@ -476,6 +478,88 @@ def a_resumed_run_is_bit_identical(setting: tuple[Compressor, str]) -> None:
     train(third, wrap(third, compressor, exchange=exchange), range(5, 10), check=lambda step: None)
     if compressor.feedback:
         assert bytes_of(third.parameters()) != bytes_of(straight.parameters()), "the residuals do not matter"
+
+
+@cases.add
+def counters_of_a_resumed_run_are_its_own() -> None:
+    first = trained()
+    each = first.compression_stats()["total"]["bytes_sent"] / 2
+    second = wrap(Net())
+    second.load_compression_state_dict(through_torch_save(first.compression_state_dict()))
+    assert second.compression_stats()["total"]["steps"] == 0
+    model = Net()
+    third = wrap(model)
+    third.load_compression_state_dict(first.compression_state_dict())
+    train(model, third, range(2, 5), check=lambda step: None)
+    total = third.compression_stats()["total"]
+    assert (total["steps"], total["bytes_sent"]) == (3, 3 * each)
+    assert third.compression_state_dict()["steps"] == 5
+
+
+@cases.each({"nan": float("nan"), "inf": float("inf")})
+def a_residual_that_is_not_finite_is_refused(value: float) -> None:
+    optimizer = trained()
+    state = optimizer.compression_state_dict()
+    for kind in ("residuals", "owner_residuals"):
+        good = state[kind]["first.weight"]["values"]
+        bad = good.clone()
+        bad[-1] = value
+        wrong = {**state, kind: {**state[kind], "first.weight": {**state[kind]["first.weight"], "values": bad}}}
+        raises(StateError, lambda wrong=wrong: optimizer.load_compression_state_dict(wrong), "'first.weight'", "finite")
+    assert same(arrays_of(optimizer.compression_state_dict()), arrays_of(state))
+
+
+def arrays_of(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: arrays_of(value) for key, value in state.items()}
+    return to_numpy(state) if isinstance(state, torch.Tensor) else state
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+NAMED = {"onebit": OneBit(), "adaptive:32": Adaptive(32), "topk:0.05": TopK(0.05), "qsgd:bits=2": QSGD(2)}
+
+
+@cases.each({name: (name, compressor) for name, compressor in NAMED.items()})
+def a_name_is_the_compressor(setting: tuple[str, Compressor]) -> None:
+    name, compressor = setting
+    models = [Net(), Net()]
+    for model, compression in zip(models, (name, compressor), strict=True):
+        optimizer = wrap(model, compression)
+        assert optimizer.compression_stats()["compressor"] == repr(compressor)
+        train(model, optimizer, range(2), check=lambda step: None)
+    assert bytes_of(models[0].parameters()) == bytes_of(models[1].parameters())
+    found = []
+    for compression in (name, compressor):
+        hvd.forget_residuals()
+        found.append(hvd.allreduce(mine("named", 0), name="named", compression=compression))
+    assert bytes_of(found[:1]) == bytes_of(found[1:])
+
+
+@cases.add
+def a_pattern_that_matches_nothing_is_told_on_all_ranks() -> None:
+    policy = Policy({"first.*": OneBit(), "secnd.*": "topk:0.05"}, default=hvd.Compression.none)
+    raises(ValueError, lambda: wrap(Net(), policy), "'secnd.*'", "'second.weight'")
+    # that ranks differ is told before
+    odd = Policy({"first.*": OneBit(), ("second.*" if horovod.rank() else "none.*"): "topk:0.05"})
+    raises(MismatchError, lambda: wrap(Net(), odd), "rules", "none.*")
+    frozen = Net()
+    frozen.second.weight.requires_grad_(False)
+    wrap(frozen, Policy({"second.*": TopK(0.05)}, default=hvd.Compression.fp16))
+
+
+@cases.each(
+    {
+        "package": ("package version", hvd_compress, "__version__"),
+        "wire": ("wire version", hvd_compress.wire, "VERSION"),
+    }
+)
+def another_release_on_one_rank_is_told_on_all(setting: tuple[str, Any, str]) -> None:
+    said, module, name = setting
+    other = getattr(module, name) if horovod.rank() == 0 else 99
+    with mock.patch.object(module, name, other):
+        raises(MismatchError, lambda: wrap(Net()), f"disagree on {said}", "99", "Install the same release")
 
 
 def trained(**settings: Any) -> Any:

@@ -230,6 +230,26 @@ def a_resumed_training_is_bit_identical() -> None:
 
 
 @cases.add
+def a_damaged_file_on_one_rank_is_left_out_on_all() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, state = Path(folder) / "model.keras", Path(folder) / "state"
+        keeper = hvd.callbacks.CompressionCheckpointCallback(state)
+        trained(wrapped(), keeper, model=network(use_bias=False), epochs=1).save(path)
+        file = state / "compression-1.npz"
+        for part in (2, 3):
+            if file.exists():
+                damaged = bytearray(file.read_bytes())
+                damaged[len(damaged) // part] ^= 255
+                file.write_bytes(damaged)
+            again = hvd.load_model(path, compression=OneBit(), min_numel=100)
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                again.fit(*data(), batch_size=16, verbose=0, shuffle=False, callbacks=[keeper])
+            assert any("left out on all ranks" in str(w.message) for w in seen)
+            check_equal_on_all_ranks(again)
+
+
+@cases.add
 def callbacks_tell_the_same_on_all_ranks() -> None:
     stats, warmup = hvd.callbacks.CompressionStatsCallback(), hvd.callbacks.LearningRateWarmupCallback(0.08, 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -469,7 +469,9 @@ def a_resumed_run_is_bit_identical(loads: bool) -> None:
     same = [a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(expected, found, strict=True)]
     # the dense ones have no state
     assert same == [loads, True, loads, True]
-    raises(StateError, lambda: tape.load_compression_state_dict({**state, "rank": 99}, again), "rank 99")
+    raises(StateError, lambda: tape.load_compression_state_dict({**state, "rank": 99}, again), "is 99")
+    other = {**state, "rank": 1 - horovod.rank() if horovod.rank() < 2 else 0}
+    raises(StateError, lambda: tape.load_compression_state_dict(other, again), "save one per rank")
 
 
 @cases.add

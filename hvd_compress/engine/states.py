@@ -1,0 +1,54 @@
+"""Saved states where nothing is exchanged, and the entries of one as the tensors that are here take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress import saved
+from hvd_compress.engine.accumulators import refuse_accumulators
+from hvd_compress.errors import StateError
+from hvd_compress.feedback import FORMAT, check_state
+
+__all__ = ["empty_state", "fitted_entries", "refuse_residuals"]
+
+_RESIDUALS = ("residuals", "owner_residuals")
+
+
+def empty_state() -> dict[str, Any]:
+    """The state where nothing is exchanged."""
+    return {"format": FORMAT, "size": 1, "rank": 0, "steps": 0, "residuals": {}, "owner_residuals": {}}
+
+
+def refuse_residuals(state: dict[str, Any]) -> None:
+    """Raise StateError if a state with residuals is loaded where nothing is exchanged."""
+    state = check_state(state)
+    refuse_accumulators(state)
+    if state["residuals"] or state["owner_residuals"]:
+        raise StateError(
+            "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
+            "as before, or leave the state out, which drops what was still owed"
+        )
+
+
+def fitted_entries(state: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, Any]:
+    """A state that `check_state` returned, its values in the types in which the tensors' gradients are handled.
+
+    Raises:
+        StateError: a value is too large for that, or for the sum that is made of both kinds of residuals.
+    """
+    fitted = dict(state)
+    for kind in (*_RESIDUALS, *(["accumulators"] if "accumulators" in state else [])):
+        fitted[kind] = {
+            name: {**entry, "values": saved.floats(f"{kind} of {name!r}", entry["values"], dtype=dtypes[name])}
+            for name, entry in state[kind].items()
+        }
+    for name in fitted["residuals"].keys() & fitted["owner_residuals"].keys():
+        most = [np.abs(fitted[kind][name]["values"]).max(initial=0) for kind in _RESIDUALS]
+        with np.errstate(over="ignore"):
+            if not np.isfinite(most[0] + most[1]):
+                raise StateError(f"residuals of {name!r} are so large that their sum is not finite")
+    return fitted
