@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress.errors import MismatchError
+from hvd_compress.waiting import waiting
 
-__all__ = ["agree", "check_agreement", "digest", "scope_of", "serialize"]
+__all__ = ["agree", "begin_agreement", "check_agreement", "digest", "scope_of", "serialize"]
 
 DIGEST_BYTES = 32
+_MOST_SHOWN = 200
 
 _calls: Counter[str] = Counter()
 
@@ -71,9 +73,46 @@ def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, s
     # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
     name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
     _calls[scope] += 1
+    text, mine = _told(description)
+    with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
+        _compare(allgather(mine, f"{name}.digest"), text, mine, name, allgather)
+
+
+def begin_agreement(
+    description: dict[str, Any], scope: str, start: Callable[[bytes, str], Callable[[], bytes]]
+) -> Callable[[], None]:
+    """The same as `agree` in two parts, for ranks that have something to do meanwhile.
+
+    Args:
+        description: JSON-able.
+        scope: of the ranks that compare, see `scope_of`.
+        start: starts an allgather of bytes by name, and returns what waits for it.
+
+    Returns:
+        What ends it, and raises MismatchError on all ranks.
+    """
+    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
+    _calls[scope] += 1
+    text, mine = _told(description)
+    wait = start(mine, f"{name}.digest")
+
+    def end() -> None:
+        with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
+            _compare(wait(), text, mine, name, lambda data, label: start(data, label)())
+
+    return end
+
+
+def _told(description: dict[str, Any]) -> tuple[bytes, bytes]:
     text = serialize(description)
-    mine = digest(text) + len(text).to_bytes(8, "little")
-    everyone = allgather(mine, f"{name}.digest")
+    return text, digest(text) + len(text).to_bytes(8, "little")
+
+
+def _shortened(text: bytes) -> str:
+    return text.decode() if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].decode(errors='ignore')} ..."
+
+
+def _compare(everyone: bytes, text: bytes, mine: bytes, name: str, allgather: Callable[[bytes, str], bytes]) -> None:
     rows = [everyone[i : i + len(mine)] for i in range(0, len(everyone), len(mine))]
     if all(row == mine for row in rows):
         return

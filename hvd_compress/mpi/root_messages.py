@@ -22,6 +22,7 @@ from hvd_compress.errors import HvdCompressError, UnsupportedError
 from hvd_compress.exchange import Parcel, aligned_empty
 from hvd_compress.mpi.links import MOST_BYTES, WORD
 from hvd_compress.mpi.session import Session
+from hvd_compress.waiting import waiting
 
 __all__ = ["Channel", "Pending", "RootMessages"]
 
@@ -159,7 +160,8 @@ class Pending:
             return False
 
         # not `Waitall`, which would wait for ranks that have ended
-        self._wire.session.wait_until(are_done)
+        with waiting(f"for messages of the ranks {self._peers} that share a parameter server"):
+            self._wire.session.wait_until(are_done)
         _under_way.discard(self)
         arrived = iter([WORD * status.Get_count(mpi.INT64_T) for status in statuses])
         end = self._slots[0].start

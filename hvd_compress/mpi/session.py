@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from hvd_compress.errors import HvdCompressError
+from hvd_compress.waiting import waiting
 
 __all__ = ["Session", "session"]
 
@@ -87,7 +88,8 @@ class Session:
         """
         with self:
             request = comm.Ibarrier()
-        self.wait_until(request.Test)
+        with waiting("for all ranks to come to what they set up or give up together over MPI"):
+            self.wait_until(request.Test)
 
     def _end(self) -> None:
         with self._lock:

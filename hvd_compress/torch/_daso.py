@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import BF16, NoCompression
-from hvd_compress.daso import DasoSettings, Member
+from hvd_compress.daso import DasoSettings, Member, number_of
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.policy import Policy
@@ -47,19 +47,21 @@ class _Overrides:
         self._daso.after_update()
         return loss
 
-    def epoch_end(self: Any, loss: float | torch.Tensor | None = None) -> None:
+    def epoch_end(self: Any, loss: Any = None) -> None:
         """End an epoch: all ranks get the same parameters, and the schedule looks at the loss; a collective call.
 
         Named buffers, and with `average_state` the state of the optimizer, become their mean over the ranks.
 
         Args:
-            loss: of this rank in the epoch; ranks take the mean. None leaves B and S as they are.
+            loss: of this rank in the epoch, a number or a tensor or an array of one element; ranks take the mean. None
+                leaves B and S as they are.
 
         Raises:
-            MismatchError: some ranks give a loss, others None.
+            TypeError: the loss is no number.
+            MismatchError: some ranks give a loss, others None; or some have made more steps. Raised on all ranks.
         """
         self._daso.parameters.check(self.param_groups)
-        self._daso.end_epoch(None if loss is None else float(loss), self.state)
+        self._daso.end_epoch(number_of(loss), self.state)
 
     def daso_stats(self: Any) -> dict[str, Any]:
         """What this rank has done so far.
