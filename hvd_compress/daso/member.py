@@ -155,7 +155,7 @@ class Member:
         if everyone is None or (not self._syncs and what == _STEP):
             return
         self._settle()
-        told = {"the moment of DASO": f"{what} after {self._batches} batches", "a loss for epoch_end()": has_loss}
+        told = {"DASO's moment": f"{what} after {self._batches} batches", "a loss for epoch_end()": has_loss}
         self._end_agreement = everyone.begin_agreement(told)
 
     def _settle(self) -> None:

@@ -101,7 +101,7 @@ class Member:
             return
         self._averager.finish()
         described = [[name, list(b.shape), str(b.dtype)] for name, b in buffers.items()]
-        self._collectives.require_agreement({"what ranks call": "average_parameters()", "buffers": described})
+        self._collectives.require_agreement({"EventGraD's call": "average_parameters()", "buffers": described})
         means = self._means([*arrays, *buffers.values()])
         for x, mean in zip([*arrays, *buffers.values()], means, strict=True):
             x[...] = mean.reshape(x.shape)
@@ -118,7 +118,7 @@ class Member:
         if self._collectives is None:
             return 0.0
         self._averager.finish()
-        self._collectives.require_agreement({"what ranks call": "consensus_distance()"})
+        self._collectives.require_agreement({"EventGraD's call": "consensus_distance()"})
         exact = [x.astype(np.float64) for x in arrays]
         square = sum(float(np.square(x - mean).sum()) for x, mean in zip(exact, self._means(exact), strict=True))
         return math.sqrt(float(self._collectives.mean(np.array([square]), "consensus")[0]))
@@ -150,7 +150,7 @@ class Member:
         one_sided = self._collectives is not None and self._settings.is_one_sided
         if one_sided and self._collectives is not None:
             # what is under way is of the time before; this waits for all, as a barrier does
-            self._collectives.require_agreement({"what ranks call": "load_event_state_dict()"})
+            self._collectives.require_agreement({"EventGraD's call": "load_event_state_dict()"})
             self._averager.take_what_came()
         self._averager.load_state_dict(state)
         if one_sided and self._collectives is not None:
@@ -159,7 +159,7 @@ class Member:
     def close(self) -> None:
         """Give up windows of one-sided messages; a collective call."""
         if self._collectives is not None and self._settings.is_one_sided:
-            self._collectives.require_agreement({"what ranks call": "close()"})
+            self._collectives.require_agreement({"EventGraD's call": "close()"})
         self._averager.close()
 
     def _described(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Different numbers of steps and different programs on the ranks: an error on all, or a sentence about what is awaited."""
+"""Ranks that make different numbers of steps, or run different programs: an error on all, or a word on what is awaited."""
 
 from __future__ import annotations
 
