@@ -23,10 +23,19 @@ from hvd_compress.torch._ranks import NODES
 __all__ = ["DASO", "daso_process_sets"]
 
 
+class _NoNodes:
+    """What a copy of a wrapped optimizer has in the place of its nodes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            "a copy of a DASO optimizer knows no nodes: copy the model, and wrap an optimizer of the copy"
+        )
+
+
 class _Overrides:
     """Methods laid over those of `DistributedOptimizer` of one node."""
 
-    _daso: _Daso
+    _daso: Any = _NoNodes()
     _below_step: Callable[..., Any]
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
@@ -249,6 +258,7 @@ def DASO(
     )
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
+    _refuse_complex(parameters)
     sets = NODES.sets(ranks_per_node)
     daso = _Daso(parameters, buffers, settings, sets)
     wrapped = DistributedOptimizer(
@@ -273,6 +283,15 @@ def daso_process_sets(ranks_per_node: int | None = None, size: int | None = None
             `hvd.init(process_sets="dynamic")`.
     """
     return NODES.process_sets(ranks_per_node, size)
+
+
+def _refuse_complex(parameters: dict[str, torch.Tensor]) -> None:
+    if found := next((name for name, p in parameters.items() if p.is_complex()), None):
+        raise UnsupportedError(
+            f"DASO with parameter {found!r} of {parameters[found].dtype}: gradients in a node go through Horovod's "
+            "allreduce, which has no complex numbers. Keep it as a real parameter with a last dimension of 2, and "
+            "compute with torch.view_as_complex(p)"
+        )
 
 
 def _inside(parameters: dict[str, torch.Tensor]) -> Any:

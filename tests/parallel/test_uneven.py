@@ -1,4 +1,4 @@
-"""Ranks that make different numbers of steps, or run different programs: an error on all, or a word on what is awaited."""
+"""Ranks that make different numbers of steps, or run different programs: an error on all, or a word on why."""
 
 from __future__ import annotations
 
