@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hvd_compress.async_server import AsyncServerSettings, Member, Values
 from hvd_compress.compressors import NoCompression
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import HvdCompressError, UnsupportedError
 from hvd_compress.fingerprint import agree
 from hvd_compress.mpi.links import MOST_BYTES, MpiLink
 from hvd_compress.mpi.session import Session, session
@@ -324,8 +324,10 @@ def _end(mpi: Session) -> None:
 
 
 def _wait_for_others(mpi: Session) -> None:
-    while _leaving:
-        comm, barrier = _leaving.pop()
-        mpi.wait_until(barrier.Test)
-        with mpi:
-            comm.Free()
+    # MPI may end meanwhile, by a rank that is in none of these
+    with suppress(HvdCompressError):
+        while _leaving:
+            comm, barrier = _leaving.pop()
+            mpi.wait_until(barrier.Test)
+            with mpi:
+                comm.Free()

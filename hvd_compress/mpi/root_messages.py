@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -93,8 +94,11 @@ class _Wire:
         return [message, message.size // WORD, self.session.mpi.INT64_T]
 
     def _tell(self) -> None:
-        if self.session.has_ended:
-            return
+        # where MPI has ended, or does so meanwhile, all know
+        with suppress(HvdCompressError):
+            self._say_last_word()
+
+    def _say_last_word(self) -> None:
         # what is sent before the last word is there when that is; where this rank has failed, others may never take it
         failed = getattr(sys, "last_value", None) is not None
         deadline = time.monotonic() + (_PATIENCE_SECONDS if failed else math.inf)
