@@ -11,10 +11,21 @@ from typing import Any
 
 from hvd_compress import wire
 from hvd_compress.errors import MismatchError
+from hvd_compress.waiting import waiting
 
-__all__ = ["agree", "agree_by_name", "check_agreement", "digest", "scope_of", "serialize", "versions"]
+__all__ = [
+    "agree",
+    "agree_by_name",
+    "begin_agreement",
+    "check_agreement",
+    "digest",
+    "scope_of",
+    "serialize",
+    "versions",
+]
 
 DIGEST_BYTES = 32
+_MOST_SHOWN = 200
 
 _VERSIONS = ("package version", "wire version")
 
@@ -94,9 +105,46 @@ def agree_by_name(description: dict[str, Any], name: str, allgather: Callable[[b
         MismatchError: on all ranks, naming the first difference.
     """
     name = f"hvd_compress.fingerprint.{name}"
+    text, mine = _told(description)
+    with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
+        _compare(allgather(mine, f"{name}.digest"), text, mine, name, allgather)
+
+
+def begin_agreement(
+    description: dict[str, Any], scope: str, start: Callable[[bytes, str], Callable[[], bytes]]
+) -> Callable[[], None]:
+    """The same as `agree` in two parts, for ranks that have something to do meanwhile.
+
+    Args:
+        description: JSON-able.
+        scope: of the ranks that compare, see `scope_of`.
+        start: starts an allgather of bytes by name, and returns what waits for it.
+
+    Returns:
+        What ends it, and raises MismatchError on all ranks.
+    """
+    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
+    _calls[scope] += 1
+    text, mine = _told(description)
+    wait = start(mine, f"{name}.digest")
+
+    def end() -> None:
+        with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
+            _compare(wait(), text, mine, name, lambda data, label: start(data, label)())
+
+    return end
+
+
+def _told(description: dict[str, Any]) -> tuple[bytes, bytes]:
     text = serialize({**description, **versions()})
-    mine = digest(text) + len(text).to_bytes(8, "little")
-    everyone = allgather(mine, f"{name}.digest")
+    return text, digest(text) + len(text).to_bytes(8, "little")
+
+
+def _shortened(text: bytes) -> str:
+    return text.decode() if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN].decode(errors='ignore')} ..."
+
+
+def _compare(everyone: bytes, text: bytes, mine: bytes, name: str, allgather: Callable[[bytes, str], bytes]) -> None:
     rows = [everyone[i : i + len(mine)] for i in range(0, len(everyone), len(mine))]
     if all(row == mine for row in rows):
         return

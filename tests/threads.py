@@ -67,6 +67,10 @@ class ThreadRanks:
     def require_agreement(self, description: dict[str, Any]) -> None:
         check_agreement(self._all_of(self._post("agreement", serialize(description))))
 
+    def begin_agreement(self, description: dict[str, Any]) -> Callable[[], None]:
+        key = self._post("agreement", serialize(description))
+        return lambda: check_agreement(self._all_of(key))
+
     def start(self, collective: str, array: Any, name: str, sizes: Any = None, root: int = 0) -> Any:
         self._world.issued[self._members[self.position]] += 1
         return collective, self._post(name, (array, sizes)), root, name

@@ -10,7 +10,7 @@ from hvd_compress import saved
 from hvd_compress._keras.callbacks import LinkedCallback
 from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
-from hvd_compress.daso import DasoSettings, Member
+from hvd_compress.daso import DasoSettings, Member, number_of
 from hvd_compress.schedules import DasoSchedule, Moment
 
 __all__ = ["DASOCallback"]
@@ -108,7 +108,7 @@ class DASOCallback(LinkedCallback):
         """Make ranks equal, and let the schedule look at the loss."""
         member = self._member_of()
         loss = (logs or {}).get(self._monitor)
-        self._change(lambda arrays: member.end_epoch(arrays, None if loss is None else float(loss)))
+        self._change(lambda arrays: member.end_epoch(arrays, number_of(loss)))
         others = self._others()
         named = {f"{i}": x for i, x in enumerate(arrays_of(self.link, others))}
         member.average(named)

@@ -7,9 +7,10 @@ What carries arrays between ranks is a `Ranks` of an edge.
 
 from __future__ import annotations
 
+from hvd_compress.daso.loss import number_of
 from hvd_compress.daso.member import Member
 from hvd_compress.daso.nodes import Nodes
 from hvd_compress.daso.ranks import Groups, Ranks
 from hvd_compress.daso.settings import DasoSettings
 
-__all__ = ["DasoSettings", "Groups", "Member", "Nodes", "Ranks"]
+__all__ = ["DasoSettings", "Groups", "Member", "Nodes", "Ranks", "number_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from hvd_compress.tensors import Tensor
 __all__ = ["Member"]
 
 FORMAT = 1
+_STEP = "a step"
 
 
 class Member:
@@ -56,6 +57,8 @@ class Member:
         ]
         self._bytes = sum(t.numel * np.dtype(t.dtype).itemsize for t in tensors)
         self._batches = self._blocking = self._sent = self._merged = 0
+        self._end_agreement: Callable[[], None] | None = None
+        """Of the step in which what is under way was sent."""
         self._epochs: list[dict[str, Any]] = []
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -82,6 +85,7 @@ class Member:
         """
         compression = self.settings.compression_in(self.clock.phase if phase is None else phase)
         if moment.arrives is not None:
+            self._settle()
             for sync in self._syncs:
                 arrived = sync.receive()
                 # of what blocks all nodes take the mean of their present parameters: this would only pull it back
@@ -89,8 +93,10 @@ class Member:
                     sync.merge(arrays, arrived, moment.arrives)
             self._merged += not moment.blocks
         if moment.blocks:
+            self._tell(_STEP)
             for sync in self._syncs:
                 sync.send(arrays, compression, wait=0)
+            self._settle()
             for sync in self._syncs:
                 sync.take(arrays, sync.receive())
                 if sync.needs_values and compression != NoCompression():
@@ -99,6 +105,7 @@ class Member:
                     sync.take(arrays, sync.receive())
             self._blocking += 1
         if moment.sends:
+            self._tell(_STEP)
             for sync in self._syncs:
                 sync.send(arrays, compression, self.clock.wait)
             self._sent += 1
@@ -117,8 +124,8 @@ class Member:
         Raises:
             MismatchError: some ranks give a loss, others None.
         """
-        if self.groups.everyone is not None:
-            self.groups.everyone.require_agreement({"a loss for epoch_end()": loss is not None})
+        self._tell("epoch_end()", loss is not None)
+        self._settle()
         if loss is not None and self.groups.everyone is not None:
             loss = float(means(self.groups.everyone, [np.array([loss])], f"{self._name}.loss")[0][0])
         told, phase = self._told(self.clock.epoch, loss), self.clock.phase
@@ -142,6 +149,24 @@ class Member:
         self.settings = replace(self.settings, schedule=schedule)
         self.clock.schedule = schedule
         self._described["schedule"] = schedule.get_config()
+
+    def _tell(self, what: str, has_loss: bool = False) -> None:
+        """Begin to compare what all ranks do at this moment; of those that have made more steps the others are told.
+
+        It comes before all else of that moment, and under the same name wherever a rank may be.
+        """
+        everyone = self.groups.everyone
+        # on one node no step is a collective call
+        if everyone is None or (not self._syncs and what == _STEP):
+            return
+        self._settle()
+        told = {"DASO's moment": f"{what} after {self._batches} batches", "a loss for epoch_end()": has_loss}
+        self._end_agreement = everyone.begin_agreement(told)
+
+    def _settle(self) -> None:
+        end, self._end_agreement = self._end_agreement, None
+        if end is not None:
+            end()
 
     def average(self, arrays: Mapping[str, Array]) -> None:
         """Make buffers or optimizer states their mean over all ranks, in place; a collective call.
@@ -228,6 +253,7 @@ class Member:
             dict(saved.record("an epoch of a DASO state", told))
             for told in saved.sequence("epochs of a DASO state", given["epochs"])
         ]
+        self._settle()
         for sync, of_sync in zip(self._syncs, checked, strict=True):
             sync.load(of_sync)
         self.clock.load(clock)

@@ -18,6 +18,7 @@ from hvd_compress.errors import StateError
 from hvd_compress.exchange import COLLECTIVES, Bucket, Parcel, Transfer, aligned_empty, plan_together, ring_bytes
 from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy, compressor_for
+from hvd_compress.waiting import waiting
 
 __all__ = ["Outgoing"]
 
@@ -267,7 +268,8 @@ class Outgoing:
         self._start_the_rest()
         begin = time.perf_counter()
         handles, self._handles = self._handles, []
-        received = [self._across.wait(handle) for handle in handles]
+        with waiting(f"for the other nodes' parameters ({self._name})"):
+            received = [self._across.wait(handle) for handle in handles]
         self.seconds += time.perf_counter() - begin
         return received
 
@@ -289,7 +291,8 @@ class Outgoing:
     def _wait_for_change(self) -> Array:
         begin = time.perf_counter()
         handle, self._change = self._change, None
-        received = self._across.wait(handle)
+        with waiting(f"for the other nodes' changes ({self._name})"):
+            received = self._across.wait(handle)
         self.seconds += time.perf_counter() - begin
         return received
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hvd_compress.daso.lane import Array
@@ -20,6 +20,9 @@ class Ranks(Protocol):
 
     def require_agreement(self, description: dict[str, Any]) -> None:
         """Raise MismatchError on all ranks unless all say the same."""
+
+    def begin_agreement(self, description: dict[str, Any]) -> Callable[[], None]:
+        """The same in two parts: begins, and returns what ends it."""
 
     def start(self, collective: str, array: Array, name: str, sizes: Sequence[int] | None = None, root: int = 0) -> Any:
         """Start "allreduce" (a sum), "allgather", "alltoall" (with the elements for each rank) or "broadcast".

@@ -18,6 +18,7 @@ from hvd_compress.errors import StateError
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy
+from hvd_compress.waiting import waiting
 
 __all__ = ["NodeSync"]
 
@@ -159,7 +160,8 @@ class NodeSync:
         assert mine is not None
         self._flight = self._mine = None
         begin = time.perf_counter()
-        whole = self._shared(flight, mine)
+        with waiting(f"for the ranks of its node to share what has come ({self._name})"):
+            whole = self._shared(flight, mine)
         self.seconds_inside += time.perf_counter() - begin
         parts = []
         at = 0

@@ -12,6 +12,7 @@ from hvd_compress.exchange import aligned_empty
 from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.message import cut_message
 from hvd_compress.gossip.node import Node
+from hvd_compress.waiting import waiting
 
 __all__ = ["Alltoall"]
 
@@ -61,7 +62,8 @@ class Alltoall:
     def receive(self) -> None:
         """Take over what the neighbours have sent."""
         handle, self._handle = self._handle, None
-        received = self._wait(handle).view(np.uint8)
+        with waiting("for its neighbours' messages in a step or average_parameters() of EventGraD"):
+            received = self._wait(handle).view(np.uint8)
         at = 0
         for index in range(len(self._node.part.senders)):
             message = cut_message(received, at)

@@ -73,7 +73,6 @@ class Averager:
         if self.transport is None:
             return
         self.drain()
-        self._next = _Next.UNSENT
         if self.transport.waits:
             self.node.finished = True
             while not self.node.is_over:
@@ -91,6 +90,7 @@ class Averager:
         """When no rank sends any more: all hold these values now."""
         if self.transport is not None:
             self.take_what_came()
+            self._next = _Next.UNSENT
             self.node.all_agree_on(arrays)
             self._has_begun = True
 

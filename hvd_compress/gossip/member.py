@@ -96,13 +96,13 @@ class Member:
         """When no rank trains any more: make parameters and buffers their mean, in place; a collective call.
 
         Raises:
-            MismatchError: the ranks have other buffers.
+            MismatchError: the ranks have other buffers, or call something else.
         """
         if self._collectives is None:
             return
         self._averager.finish()
         described = [[name, list(b.shape), str(b.dtype)] for name, b in buffers.items()]
-        self._collectives.require_agreement({"buffers": described})
+        self._collectives.require_agreement({"EventGraD's call": "average_parameters()", "buffers": described})
         means = self._means([*arrays, *buffers.values()])
         for x, mean in zip([*arrays, *buffers.values()], means, strict=True):
             x[...] = mean.reshape(x.shape)
@@ -111,9 +111,15 @@ class Member:
         self._collectives.barrier()
 
     def consensus_distance(self, arrays: Sequence[Array]) -> float:
-        """Root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
+        """Root of the mean over ranks of ‖x - mean of x‖², when all have come here; a collective call.
+
+        Raises:
+            MismatchError: some ranks call something else.
+        """
         if self._collectives is None:
             return 0.0
+        self._averager.finish()
+        self._collectives.require_agreement({"EventGraD's call": "consensus_distance()"})
         exact = [x.astype(np.float64) for x in arrays]
         square = sum(float(np.square(x - mean).sum()) for x, mean in zip(exact, self._means(exact), strict=True))
         return math.sqrt(float(self._collectives.mean(np.array([square]), "consensus")[0]))
@@ -168,6 +174,8 @@ class Member:
 
     def close(self) -> None:
         """Give up windows of one-sided messages; a collective call."""
+        if self._collectives is not None and self._settings.is_one_sided:
+            self._collectives.require_agreement({"EventGraD's call": "close()"})
         self._averager.close()
 
     def _described(self) -> dict[str, Any]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.async_server import AsyncServerSettings, Member, Values, wait_until
+from hvd_compress.async_server import AsyncServerSettings, Member, Values
 from hvd_compress.compressors import NoCompression
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import HvdCompressError, UnsupportedError
 from hvd_compress.fingerprint import agree
 from hvd_compress.missing import missing_mpi
 from hvd_compress.mpi.links import MOST_BYTES, MpiLink
+from hvd_compress.mpi.session import Session, session
 from hvd_compress.policy import check_patterns
 from hvd_compress.tensors import Tensor
 
@@ -86,13 +87,13 @@ class AsyncParameterServer:
         settings = AsyncServerSettings(staleness, compression, answer, patience, server)
         values = _Arrays(parameters, update)
         try:
-            from mpi4py import MPI  # importing it starts MPI
+            mpi = session()
         except (ImportError, RuntimeError) as error:
             raise missing_mpi("AsyncParameterServer", error) from error
-
-        comm = MPI.COMM_WORLD if comm is None else comm
+        with mpi:
+            comm = (mpi.mpi.COMM_WORLD if comm is None else comm).Dup()
         self._values = values
-        self._member = join_server(values.tensors, settings, values, MPI, comm.Dup())
+        self._member = join_server(values.tensors, settings, values, mpi, comm)
 
     @property
     def is_server(self) -> bool:
@@ -131,7 +132,7 @@ class AsyncParameterServer:
         Raises:
             UnsupportedError: this rank is the server.
             ValueError: an unknown name, or another shape.
-            HvdCompressError: the server has failed.
+            HvdCompressError: the server has failed, or MPI has ended.
         """
         given = self._values.flat_gradients(gradients)
         self._member.step(lambda: given)
@@ -229,7 +230,7 @@ def _type_of(p: object) -> str:
 
 
 def join_server(
-    tensors: Sequence[Tensor], settings: AsyncServerSettings, values: Values, mpi: Any, comm: Any
+    tensors: Sequence[Tensor], settings: AsyncServerSettings, values: Values, mpi: Session, comm: Any
 ) -> Member:
     """This rank's part of an asynchronous parameter server, which is closed at exit; a collective call.
 
@@ -237,7 +238,7 @@ def join_server(
         tensors: of the parameters.
         settings: the same on all ranks.
         values: the parameters.
-        mpi: the module `mpi4py.MPI`.
+        mpi: its session.
         comm: a communicator of mpi4py that nobody else uses; it is freed.
 
     Raises:
@@ -248,7 +249,7 @@ def join_server(
     """
     size, position, server = int(comm.size), int(comm.rank), settings.server
     # first of all, so that whatever is refused below is refused on all ranks
-    agree(settings.description(tensors), "mpi", lambda data, name: b"".join(comm.allgather(data)))
+    agree(settings.description(tensors), "mpi", lambda data, name: b"".join(_gathered(mpi, comm, data)))
     for compression in (settings.compression, settings.answer):
         check_patterns(compression, [t.name for t in tensors])
     if size < 2:
@@ -260,7 +261,7 @@ def join_server(
         raise ValueError(f"server={server}: must be one of the ranks 0 to {size - 1}")
     if not tensors:
         raise ValueError("no parameters: give those that are trained")
-    if not comm.bcast(values.has_update, root=server):
+    if not _gathered(mpi, comm, values.has_update)[server]:
         raise TypeError(f"rank {server} is the server and was given update=None: it must know what an update is")
     to_server, to_worker = settings.gradient_bytes(tensors), settings.answer_bytes(tensors)
     if max(to_server, to_worker) > MOST_BYTES:
@@ -276,43 +277,65 @@ def join_server(
     return member
 
 
+def _gathered(mpi: Session, comm: Any, value: Any) -> list[Any]:
+    """What each rank gives."""
+    mpi.meet(comm)
+    with mpi:
+        values: list[Any] = comm.allgather(value)
+        return values
+
+
 class _MpiMember(Member):
     """Closes at exit: messages that nobody receives would keep MPI from ending."""
 
-    mpi: Any
+    mpi: Session
+    comm: Any
 
     def close(self) -> None:
         """See `Member.close`."""
-        if self in _open:
-            _open.remove(self)
-        if not self.mpi.Is_finalized():
+        if self not in _open:
+            return
+        _open.remove(self)
+        try:
             super().close()
+        finally:
+            with self.mpi:
+                _leaving.append((self.comm, self.comm.Ibarrier()))
 
 
 _open: list[_MpiMember] = []
-_communicators: list[Any] = []
+_leaving: list[tuple[Any, Any]] = []
+"""Communicators of members that are closed here, and a barrier which tells when they are on all ranks."""
 
 
-def _end_at_exit(member: _MpiMember, mpi: Any, comm: Any) -> None:
-    if not _communicators:
+def _end_at_exit(member: _MpiMember, mpi: Session, comm: Any) -> None:
+    if not _open and not _leaving:
         # after Horovod has registered its own end, and so before it
         atexit.register(_end, mpi)
-    member.mpi = mpi
+    member.mpi, member.comm = mpi, comm
     _open.append(member)
-    _communicators.append(comm)
 
 
-def _end(mpi: Any) -> None:
-    """Close what is open, and wait for all ranks: when one of them ends, Horovod ends MPI on all."""
+def _end(mpi: Session) -> None:
+    """Close what is open, and wait until others have closed it: when one rank ends, Horovod ends MPI on all.
+
+    Not until they have come to their end as well: they may wait for this rank in a collective of Horovod's, which fails
+    when this one ends.
+    """
+    if mpi.has_ended:
+        return
     with ExitStack() as stack:
+        stack.callback(_wait_for_others, mpi)
         # the last one that is pushed comes first, and all come, whichever raises
-        for comm in _communicators:
-            stack.callback(_leave, mpi, comm)
-        for member in reversed(_open):
+        for member in _open:
             stack.callback(member.close)
 
 
-def _leave(mpi: Any, comm: Any) -> None:
-    if not mpi.Is_finalized():
-        wait_until(comm.Ibarrier().Test)
-        comm.Free()
+def _wait_for_others(mpi: Session) -> None:
+    # MPI may end meanwhile, by a rank that is in none of these
+    with suppress(HvdCompressError):
+        while _leaving:
+            comm, barrier = _leaving.pop()
+            mpi.wait_until(barrier.Test)
+            with mpi:
+                comm.Free()

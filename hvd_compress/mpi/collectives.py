@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hvd_compress.fingerprint import scope_of
 from hvd_compress.gossip import Node, Transport, collective_name
 from hvd_compress.mpi.root_messages import RootMessages
+from hvd_compress.mpi.session import Session
 from hvd_compress.mpi.start import communicator, start_one_sided, start_root_messages
 from hvd_compress.topology import Neighbours
 
@@ -46,7 +47,7 @@ class HorovodRanks(ABC):
         """The transport of a parameter server over MPI's messages between two ranks."""
         return start_root_messages(self._hvd, self._gathered)
 
-    def communicator(self, asked: str, lacking: str, instead: str) -> tuple[Any, Any]:
+    def communicator(self, asked: str, lacking: str, instead: str) -> tuple[Session, Any]:
         """See `start.communicator`."""
         return communicator(self._hvd, self._gathered, asked, lacking, instead)
 

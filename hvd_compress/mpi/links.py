@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.exchange import aligned_empty
+from hvd_compress.mpi.session import Session
 
 __all__ = ["MOST_BYTES", "WORD", "MpiLink"]
 
@@ -29,37 +30,41 @@ class MpiLink:
     Args:
         peer: rank of the other end.
         most_bytes: of a message that comes from there.
-        mpi: the module `mpi4py.MPI`; importing it starts MPI, which is up to the caller.
+        session: MPI.
         comm: a communicator of mpi4py that nobody else uses.
     """
 
-    def __init__(self, peer: int, most_bytes: int, mpi: Any, comm: Any) -> None:
+    def __init__(self, peer: int, most_bytes: int, session: Session, comm: Any) -> None:
         self._peer = peer
-        self._mpi = mpi
+        self._session = session
+        self._mpi = session.mpi
         self._comm = comm
-        self._status = mpi.Status()
+        self._status = session.mpi.Status()
         self._room: Bytes = aligned_empty(most_bytes, np.uint8)
         self._sends: list[Any] = []
         self._receive: Any = None
 
     def send(self, message: Bytes) -> None:
         """Start sending; the bytes are in use until `flush` returns."""
-        self._sends.append(self._comm.Isend(self._words(message), self._peer, _TAG))
+        with self._session:
+            self._sends.append(self._comm.Isend(self._words(message), self._peer, _TAG))
 
     def flush(self) -> None:
         """Wait until no bytes are in use."""
-        self._mpi.Request.Waitall(self._sends)
+        if self._sends:
+            self._session.wait_until(lambda: bool(self._mpi.Request.Testall(self._sends)))
         self._sends.clear()
 
     def receive(self) -> Bytes | None:
         """A message that has arrived, which lasts until the next call; None if there is none. Never waits."""
         # callers ask where a message is to come, so that at the end no receive is left
-        if self._receive is None:
-            self._receive = self._comm.Irecv(self._words(self._room), self._peer, _TAG)
-        if not self._receive.Test(self._status):
-            return None
-        self._receive = None
-        return self._room[: WORD * self._status.Get_count(self._mpi.INT64_T)]
+        with self._session:
+            if self._receive is None:
+                self._receive = self._comm.Irecv(self._words(self._room), self._peer, _TAG)
+            if not self._receive.Test(self._status):
+                return None
+            self._receive = None
+            return self._room[: WORD * self._status.Get_count(self._mpi.INT64_T)]
 
     def _words(self, message: Bytes) -> list[Any]:
         return [message, message.size // WORD, self._mpi.INT64_T]

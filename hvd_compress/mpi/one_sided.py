@@ -22,6 +22,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.gossip import Node
 from hvd_compress.gossip.message import cut_message
+from hvd_compress.mpi.session import Session
 from hvd_compress.topology import Neighbours
 
 __all__ = ["OneSided"]
@@ -40,7 +41,7 @@ class OneSided:
     Args:
         node: whose messages; it was made with `in_order=False`.
         parts: of all ranks.
-        mpi: the module `mpi4py.MPI`; importing it starts MPI, which is up to the caller.
+        session: MPI.
         comm: of the ranks, in their order; a communicator of mpi4py.
 
     Raises:
@@ -49,8 +50,9 @@ class OneSided:
 
     waits = False
 
-    def __init__(self, node: Node, parts: Sequence[Neighbours], mpi: Any, comm: Any) -> None:
-        self._mpi = mpi
+    def __init__(self, node: Node, parts: Sequence[Neighbours], session: Session, comm: Any) -> None:
+        self._session = session
+        self._mpi = mpi = session.mpi
         self._node = node
         self._part = part = node.part
         self._room = _MESSAGES_IN_QUEUE * node.capacity
@@ -64,30 +66,44 @@ class OneSided:
         self._catch_up: Bytes = aligned_empty(node.capacity, np.uint8)
         # where my bytes and tail lie in the windows of my receivers, and my heads in those of my senders
         self._layouts = [_Layout(p, self._room) for p in parts]
-        self._window = _allocated(self._layouts[part.position].nbytes, mpi, comm)
-        if self._window.Get_attr(mpi.WIN_MODEL) != mpi.WIN_UNIFIED:
-            raise UnsupportedError(
-                'transport="one_sided": this MPI keeps a window apart from the memory that a rank reads. Use '
-                'transport="alltoall"'
-            )
-        self._window.Lock_all()
-        # an open epoch would outlive MPI, which Horovod ends when the process does
-        self._end_epoch = weakref.finalize(self, _unlock, mpi, self._window)
-        self._end_epoch.atexit = False
-        atexit.register(self._end_epoch)
-        self._memory: Bytes = np.frombuffer(self._window.tomemory(), np.uint8)
-        self._memory[:] = 0
-        self._window.Sync()
         self._heads = [0] * len(part.senders)
         self._tails = [0] * len(part.receivers)
-        comm.Barrier()
+        self._comm = comm
+        # a rank that fails above never comes here, and the others would wait for it within MPI
+        session.meet(comm)
+        with session:
+            self._window = _allocated(self._layouts[part.position].nbytes, mpi, comm)
+            if self._window.Get_attr(mpi.WIN_MODEL) != mpi.WIN_UNIFIED:
+                raise UnsupportedError(
+                    'transport="one_sided": this MPI keeps a window apart from the memory that a rank reads. Use '
+                    'transport="alltoall"'
+                )
+            self._window.Lock_all()
+            # an open epoch must not outlive MPI
+            self._end_epoch = weakref.finalize(self, _unlock, session, self._window)
+            self._end_epoch.atexit = False
+            self._memory: Bytes = np.frombuffer(self._window.tomemory(), np.uint8)
+            self._memory[:] = 0
+            self._window.Sync()
+        session.before_end(self._end_epoch)
+        atexit.register(self._end_epoch)
+        session.meet(comm)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, arrays: Sequence[Array | None]) -> None:
-        """Decide what to send of these values, and put it where there is room."""
+        """Decide what to send of these values, and put it where there is room.
+
+        Raises:
+            HvdCompressError: MPI has ended, as it does when another rank ends.
+        """
         node = self._node
         due = node.decide(arrays)
+        with self._session:
+            self._send(arrays, due)
+
+    def _send(self, arrays: Sequence[Array | None], due: npt.NDArray[np.bool_]) -> None:
+        node = self._node
         message = self._message[: node.write(arrays, self._message)]
         for i, receiver in enumerate(self._part.receivers):
             late = self._late[i]
@@ -128,7 +144,15 @@ class OneSided:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Take over what has arrived since the last time; never waits."""
+        """Take over what has arrived since the last time; never waits.
+
+        Raises:
+            HvdCompressError: MPI has ended, as it does when another rank ends.
+        """
+        with self._session:
+            self._receive()
+
+    def _receive(self) -> None:
         layout = self._layouts[self._part.position]
         for slot, sender in enumerate(self._part.senders):
             tail = self._own_word(layout.tail(slot))
@@ -177,9 +201,11 @@ class OneSided:
 
     def close(self) -> None:
         """Free the window; a collective call."""
+        self._session.meet(self._comm)
         self._end_epoch()
         self._memory = np.empty(0, np.uint8)
-        self._window.Free()
+        with self._session:
+            self._window.Free()
 
 
 class _Layout:
@@ -215,6 +241,7 @@ def _allocated(nbytes: int, mpi: Any, comm: Any) -> Any:
         ) from error
 
 
-def _unlock(mpi: Any, window: Any) -> None:
-    if not mpi.Is_finalized():
+def _unlock(session: Session, window: Any) -> None:
+    # called while MPI ends, too: by then no other thread is in a call of MPI
+    if not session.mpi.Is_finalized():
         window.Unlock_all()

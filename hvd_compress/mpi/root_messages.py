@@ -7,22 +7,34 @@ for the largest one, so no sizes are exchanged beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import HvdCompressError, UnsupportedError
 from hvd_compress.exchange import Parcel, aligned_empty
 from hvd_compress.mpi.links import MOST_BYTES, WORD
+from hvd_compress.mpi.session import Session
+from hvd_compress.waiting import waiting
 
 __all__ = ["Channel", "Pending", "RootMessages"]
 
 Bytes = npt.NDArray[np.uint8]
 
 _FEW = 64
+# the tag of a rank's last word; those of buckets are larger
+_GONE = 0
+_NOTHING: Bytes = np.empty(0, np.uint8)
+# what a rank that has failed leaves its messages to be taken, before it ends with them under way
+_PATIENCE_SECONDS = 5.0
 
 
 class _UnderWay:
@@ -43,41 +55,119 @@ class _UnderWay:
     def discard(self, pending: Pending) -> None:
         self._pending.discard(pending)
 
+    def has_left(self) -> bool:
+        """Whether all that this rank sends has gone."""
+        return all(pending.is_done() for pending in list(self._pending) if pending.is_sent)
+
 
 _under_way = _UnderWay()
+
+
+class _Wire:
+    """MPI and a communicator, and those of its ranks that have ended and say so.
+
+    Horovod tells nobody who waits for a message of MPI that its sender has ended; and it ends MPI, which would tell,
+    only where it has begun it itself.
+
+    Args:
+        session: MPI.
+        comm: see `RootMessages`.
+    """
+
+    def __init__(self, session: Session, comm: Any) -> None:
+        self.session, self.comm = session, comm
+        self._gone: set[int] = set()
+        self._told: list[Any] = []
+        # after Horovod has registered its own end, and so before it
+        atexit.register(self._tell)
+
+    def gone(self) -> set[int]:
+        """Ranks that send nothing any more; to be called within the session."""
+        status = self.session.mpi.Status()
+        while self.comm.Iprobe(tag=_GONE, status=status):
+            self.comm.Recv(self.words(_NOTHING), status.source, _GONE)
+            self._gone.add(status.source)
+        return self._gone
+
+    def words(self, message: Bytes) -> list[Any]:
+        """A message as MPI takes it; payloads, and so messages, are padded to whole words."""
+        return [message, message.size // WORD, self.session.mpi.INT64_T]
+
+    def _tell(self) -> None:
+        # where MPI has ended, or does so meanwhile, all know
+        with suppress(HvdCompressError):
+            self._say_last_word()
+
+    def _say_last_word(self) -> None:
+        # what is sent before the last word is there when that is; where this rank has failed, others may never take it
+        failed = getattr(sys, "last_value", None) is not None
+        deadline = time.monotonic() + (_PATIENCE_SECONDS if failed else math.inf)
+        self.session.wait_until(lambda: _under_way.has_left() or time.monotonic() > deadline)
+        with self.session:
+            others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+            self._told = [self.comm.Isend(self.words(_NOTHING), rank, _GONE) for rank in others]
 
 
 class Pending:
     """Messages under way, whose memory is kept until they are complete.
 
     Args:
-        mpi: the module `mpi4py.MPI`.
-        requests: of the messages, first those received.
+        wire: that carries them.
+        requests: of the messages, by the rank at the other end.
         memory: what they are received in, or sent from.
         slots: of the memory, one for each sender, this rank's own included.
         sizes: bytes in each slot; None where the message that comes will tell.
     """
 
     def __init__(
-        self, mpi: Any, requests: list[Any], memory: Bytes, slots: Sequence[slice], sizes: Sequence[int | None]
+        self,
+        wire: _Wire,
+        requests: Mapping[int, Any],
+        memory: Bytes,
+        slots: Sequence[slice],
+        sizes: Sequence[int | None],
     ) -> None:
-        self._mpi = mpi
-        self._requests = requests
+        self._wire = wire
+        self._peers, self._requests = list(requests), list(requests.values())
         self._memory = memory
         self._slots, self._sizes = slots, sizes
+        self.is_sent = None not in sizes
+        """Whether they are of this rank."""
         _under_way.add(self)
 
     def is_done(self) -> bool:
-        """Whether all have come and gone; never waits."""
+        """Whether all have come and gone; never waits.
+
+        Raises:
+            HvdCompressError: MPI has ended.
+        """
         # each call moves MPI on, so none is left out; and a request stays what it is until `wait`
-        return all([request.Get_status() for request in self._requests])  # noqa: C419
+        with self._wire.session:
+            return all([request.Get_status() for request in self._requests])  # noqa: C419
 
     def wait(self) -> Bytes:
-        """What has come, in the order of the senders without gaps, or what was sent."""
-        statuses = [self._mpi.Status() for _ in self._requests]
-        self._mpi.Request.Waitall(self._requests, statuses)
+        """What has come, in the order of the senders without gaps, or what was sent.
+
+        Raises:
+            HvdCompressError: MPI has ended, or the rank at the other end.
+        """
+        mpi = self._wire.session.mpi
+        statuses = [mpi.Status() for _ in self._requests]
+
+        def are_done() -> bool:
+            # in this order: what a rank has sent before its last word has come when that has
+            gone = self._wire.gone()
+            if mpi.Request.Testall(self._requests, statuses):
+                return True
+            if gone:
+                self._refuse_to_wait_for(gone)
+            return False
+
+        # not `Waitall`, which would wait for ranks that have ended
+        with waiting(f"for messages of the ranks {self._peers} that share a parameter server"):
+            self._wire.session.wait_until(are_done)
         _under_way.discard(self)
-        arrived = iter(WORD * status.Get_count(self._mpi.INT64_T) for status in statuses)
+        arrived = iter([WORD * status.Get_count(mpi.INT64_T) for status in statuses])
         end = self._slots[0].start
         begin = end
         for slot, size in zip(self._slots, self._sizes, strict=True):
@@ -87,35 +177,42 @@ class Pending:
             end += size
         return self._memory[begin:end]
 
+    def _refuse_to_wait_for(self, gone: set[int]) -> None:
+        for peer, request in zip(self._peers, self._requests, strict=True):
+            if peer in gone and not request.Get_status():
+                raise HvdCompressError(
+                    f"rank {peer} of {self._wire.comm.size} has ended, and this rank waits for a message of it: look "
+                    "for its error. If there is none, it has made fewer steps than this rank"
+                )
+
 
 class RootMessages:
     """Carries what buckets send to their roots, and the answers; one for all optimizers of the same ranks.
 
     Args:
-        mpi: the module `mpi4py.MPI`; importing it starts MPI, which is up to the caller.
+        session: MPI.
         comm: of the ranks that take part, in their order, for these messages alone; a communicator of mpi4py.
     """
 
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        self._mpi, self._comm = mpi, comm
-        self._channels = count()
+    def __init__(self, session: Session, comm: Any) -> None:
+        self._wire = _Wire(session, comm)
+        self._channels = count(1)
 
     def channel(self) -> Channel:
         """That of a new bucket; all ranks make them in the same order."""
-        return Channel(self._mpi, self._comm, next(self._channels))
+        return Channel(self._wire, next(self._channels))
 
 
 class Channel:
     """The messages of one bucket, which no others are taken for.
 
     Args:
-        mpi: the module `mpi4py.MPI`.
-        comm: see `RootMessages`.
-        number: of the bucket, the same on all ranks.
+        wire: see `Pending`.
+        number: of the bucket, from 1 on, the same on all ranks.
     """
 
-    def __init__(self, mpi: Any, comm: Any, number: int) -> None:
-        self._mpi, self._comm = mpi, comm
+    def __init__(self, wire: _Wire, number: int) -> None:
+        self._wire, self._comm = wire, wire.comm
         self._number = number
         self._memory: Bytes = aligned_empty(0, np.uint8)
 
@@ -133,18 +230,20 @@ class Channel:
         used = parcel.buffer.size if parcel.sizes is None else parcel.sizes[root]
         message = parcel.buffer[:used]
         if self._comm.rank != root:
-            request = self._comm.Isend(self._words(message), root, self._tag(answers=False))
-            return Pending(self._mpi, [request], message, [slice(0, 0)], [0])
+            with self._wire.session:
+                request = self._comm.Isend(self._wire.words(message), root, self._tag(answers=False))
+            return Pending(self._wire, {root: request}, message, [slice(0, 0)], [0])
         ranks, most = self._comm.size, parcel.buffer.size
         memory = self._room(ranks * most)
         slots = [slice(sender * most, (sender + 1) * most) for sender in range(ranks)]
         memory[slots[root]][:used] = message
-        requests = [
-            self._comm.Irecv(self._words(memory[slot]), sender, self._tag(answers=False))
-            for sender, slot in enumerate(slots)
-            if sender != root
-        ]
-        return Pending(self._mpi, requests, memory, slots, [used if r == root else None for r in range(ranks)])
+        with self._wire.session:
+            requests = {
+                sender: self._comm.Irecv(self._wire.words(memory[slot]), sender, self._tag(answers=False))
+                for sender, slot in enumerate(slots)
+                if sender != root
+            }
+        return Pending(self._wire, requests, memory, slots, [used if r == root else None for r in range(ranks)])
 
     def answer(self, root: int, message: Bytes, most: int) -> Pending:
         """Send a root's message to all; the others receive it.
@@ -161,11 +260,13 @@ class Channel:
         tag = self._tag(answers=True)
         if self._comm.rank == root:
             others = [rank for rank in range(self._comm.size) if rank != root]
-            requests = [self._comm.Isend(self._words(message), rank, tag) for rank in others]
-            return Pending(self._mpi, requests, message, [slice(0, message.size)], [message.size])
+            with self._wire.session:
+                requests = {rank: self._comm.Isend(self._wire.words(message), rank, tag) for rank in others}
+            return Pending(self._wire, requests, message, [slice(0, message.size)], [message.size])
         memory = message if message.size == most else self._room(most)
-        request = self._comm.Irecv(self._words(memory), root, tag)
-        return Pending(self._mpi, [request], memory, [slice(0, most)], [None])
+        with self._wire.session:
+            request = self._comm.Irecv(self._wire.words(memory), root, tag)
+        return Pending(self._wire, {root: request}, memory, [slice(0, most)], [None])
 
     def _room(self, nbytes: int) -> Bytes:
         if self._memory.size != nbytes:
@@ -174,10 +275,6 @@ class Channel:
 
     def _tag(self, answers: bool) -> int:
         return 2 * self._number + answers
-
-    def _words(self, message: Bytes) -> list[Any]:
-        # payloads, and so messages, are padded to whole words
-        return [message, message.size // WORD, self._mpi.INT64_T]
 
     def _check(self, nbytes: int) -> None:
         if nbytes > MOST_BYTES:

@@ -8,6 +8,7 @@ from typing import Any
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import Node, Transport
 from hvd_compress.mpi.root_messages import RootMessages
+from hvd_compress.mpi.session import Session, session
 from hvd_compress.topology import Neighbours
 
 __all__ = ["communicator", "start_one_sided", "start_root_messages"]
@@ -50,17 +51,18 @@ def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> R
         UnsupportedError: as `start_one_sided`.
     """
     mpi, comm = communicator(hvd, gathered, 'transport="mpi"', "messages between two ranks", 'transport="horovod"')
-    ranks = tuple(comm.group.Translate_ranks(range(comm.size), mpi.COMM_WORLD.group))
-    # optimizers come and go, communicators are few, and freeing one would have to wait for all ranks
-    if ranks in _messages:
-        comm.Free()
+    with mpi:
+        ranks = tuple(comm.group.Translate_ranks(range(comm.size), mpi.mpi.COMM_WORLD.group))
+        # optimizers come and go, communicators are few, and freeing one would have to wait for all ranks
+        if ranks in _messages:
+            comm.Free()
     return _messages.setdefault(ranks, RootMessages(mpi, comm))
 
 
 def communicator(
     hvd: Any, gathered: Callable[[int], Sequence[int]], asked: str, lacking: str, instead: str
-) -> tuple[Any, Any]:
-    """The module `mpi4py.MPI`, and a communicator of the ranks of a process set alone; a collective call.
+) -> tuple[Session, Any]:
+    """MPI, and a communicator of the ranks of a process set alone; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
@@ -81,7 +83,8 @@ def communicator(
         raise UnsupportedError(
             f"{asked} needs an MPI that several threads may call: Horovod calls it from its own thread. Use {instead}"
         )
-    # ranks of Horovod are those of MPI only if hvd.init() was given nothing else
+    # ranks of Horovod are those of MPI only if hvd.init() was given nothing else; all have a session before one of them
+    # comes further
     everyone = gathered(_rank_in_world())
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
@@ -89,15 +92,16 @@ def communicator(
             f"{asked} needs mpi4py with the MPI that Horovod uses, which ranks {missing} cannot load: "
             'pip install "hvd_compress[mpi]"'
         )
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    return MPI, world.Create_group(world.group.Incl(list(everyone)))
+    mpi = session()
+    with mpi:
+        world = mpi.mpi.COMM_WORLD
+        return mpi, world.Create_group(world.group.Incl(list(everyone)))
 
 
 def _rank_in_world() -> int:
     try:
-        from mpi4py import MPI
+        mpi = session()
     except (ImportError, RuntimeError):  # the latter where it finds no MPI
         return _NO_MPI4PY
-    return int(MPI.COMM_WORLD.rank)
+    with mpi:
+        return int(mpi.mpi.COMM_WORLD.rank)

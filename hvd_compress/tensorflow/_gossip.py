@@ -107,7 +107,7 @@ class EventGraD(LateMember):
 
     @tf.autograph.experimental.do_not_convert
     def consensus_distance(self, variables: Sequence[Any]) -> float:
-        """The root of the mean over ranks of ‖x - mean of x‖²; a collective call, after equally many steps."""
+        """The root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
         return self._member_of(variables).consensus_distance(self._arrays(variables, "consensus_distance"))
 
     def _member_of(self, variables: Sequence[Any]) -> Member:

@@ -6,7 +6,7 @@ start them in the same order, which `daso` does: never as time has it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvd_compress.fingerprint import begin_agreement, scope_of
 from hvd_compress.horovod_nodes import HorovodNodes
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._seams import known_process_sets
@@ -52,6 +53,15 @@ class TensorFlowRanks:
     def require_agreement(self, description: dict[str, Any]) -> None:
         """Raise MismatchError on all ranks unless all say the same."""
         require_agreement(description, self._process_set)
+
+    def begin_agreement(self, description: dict[str, Any]) -> Callable[[], None]:
+        """The same in two parts: begins, and returns what ends it."""
+
+        def start(data: bytes, name: str) -> Callable[[], bytes]:
+            handle = self.start("allgather", np.frombuffer(bytearray(data), np.uint8), name)
+            return lambda: self.wait(handle).tobytes()
+
+        return begin_agreement(description, scope_of(self._process_set), start)
 
     def start(
         self, collective: str, array: Array, name: str, sizes: Sequence[int] | None = None, root: int = 0

@@ -208,6 +208,8 @@ def AsyncParameterServerOptimizer(
     wrapped = laid_over(optimizer, _Overrides)
     wrapped._values, values.optimizer = values, wrapped
     wrapped._server = _joined(values, settings, process_set)
+    # a GradScaler would leave gradients as they are to a fused optimizer, which makes its step on the server
+    wrapped._step_supports_amp_scaling = False
     return wrapped
 
 

@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress.compressors import BF16, NoCompression
-from hvd_compress.daso import DasoSettings, Member
+from hvd_compress.daso import DasoSettings, Member, number_of
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.policy import Policy
@@ -23,10 +23,19 @@ from hvd_compress.torch._ranks import NODES
 __all__ = ["DASO", "daso_process_sets"]
 
 
+class _NoNodes:
+    """What a copy of a wrapped optimizer has in the place of its nodes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(
+            "a copy of a DASO optimizer knows no nodes: copy the model, and wrap an optimizer of the copy"
+        )
+
+
 class _Overrides:
     """Methods laid over those of `DistributedOptimizer` of one node."""
 
-    _daso: _Daso
+    _daso: Any = _NoNodes()
     _below_step: Callable[..., Any]
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
@@ -47,19 +56,21 @@ class _Overrides:
         self._daso.after_update()
         return loss
 
-    def epoch_end(self: Any, loss: float | torch.Tensor | None = None) -> None:
+    def epoch_end(self: Any, loss: Any = None) -> None:
         """End an epoch: all ranks get the same parameters, and the schedule looks at the loss; a collective call.
 
         Named buffers, and with `average_state` the state of the optimizer, become their mean over the ranks.
 
         Args:
-            loss: of this rank in the epoch; ranks take the mean. None leaves B and S as they are.
+            loss: of this rank in the epoch, a number or a tensor or an array of one element; ranks take the mean. None
+                leaves B and S as they are.
 
         Raises:
-            MismatchError: some ranks give a loss, others None.
+            TypeError: the loss is no number.
+            MismatchError: some ranks give a loss, others None; or some have made more steps. Raised on all ranks.
         """
         self._daso.parameters.check(self.param_groups)
-        self._daso.end_epoch(None if loss is None else float(loss), self.state)
+        self._daso.end_epoch(number_of(loss), self.state)
 
     def daso_stats(self: Any) -> dict[str, Any]:
         """What this rank has done so far.
@@ -247,6 +258,7 @@ def DASO(
     )
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
+    _refuse_complex(parameters)
     sets = NODES.sets(ranks_per_node)
     daso = _Daso(parameters, buffers, settings, sets)
     wrapped = DistributedOptimizer(
@@ -271,6 +283,15 @@ def daso_process_sets(ranks_per_node: int | None = None, size: int | None = None
             `hvd.init(process_sets="dynamic")`.
     """
     return NODES.process_sets(ranks_per_node, size)
+
+
+def _refuse_complex(parameters: dict[str, torch.Tensor]) -> None:
+    if found := next((name for name, p in parameters.items() if p.is_complex()), None):
+        raise UnsupportedError(
+            f"DASO with parameter {found!r} of {parameters[found].dtype}: gradients in a node go through Horovod's "
+            "allreduce, which has no complex numbers. Keep it as a real parameter with a last dimension of 2, and "
+            "compute with torch.view_as_complex(p)"
+        )
 
 
 def _inside(parameters: dict[str, torch.Tensor]) -> Any:

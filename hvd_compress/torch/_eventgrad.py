@@ -62,7 +62,7 @@ class _Overrides:
     def consensus_distance(self: Any) -> float:
         """How far the ranks are apart: the root of the mean over ranks of ‖x - mean of x‖²; a collective call.
 
-        With the transport "alltoall" all ranks must have made the same number of steps.
+        A rank that comes first answers its neighbours until the last one has come, as in `average_parameters`.
         """
         return float(self._gossip.consensus_distance())
 

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Parameters:
-    """The parameters that are exchanged.
+    """The parameters that are exchanged; complex ones as pairs of real numbers.
 
     Args:
         parameters: by name.
@@ -29,7 +29,7 @@ class Parameters:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: str) -> None:
-        self.tensors = [Tensor(name, tuple(p.shape), _dtype_of(name, p)) for name, p in parameters.items()]
+        self.tensors = [Tensor(name, _shape_of(p), _dtype_of(name, p)) for name, p in parameters.items()]
         self._parameters = list(parameters.values())
         self._known = {id(p) for p in self._parameters}
         self._optimizer = optimizer
@@ -68,7 +68,7 @@ class Parameters:
         """Take over arrays that share no memory with their parameters."""
         for p, array in zip(self._parameters, arrays, strict=True):
             if array is not None and not _is_shared(p):
-                p.copy_(torch.from_numpy(array).view(p.shape))
+                p.copy_(_shaped(array, p))
 
     def gradients(self) -> list[Array | None]:
         """Flat arrays of their gradients; None where there is none, or the parameter is frozen by now.
@@ -89,7 +89,7 @@ class Parameters:
     def set_gradients(self, gradients: Sequence[Array | None]) -> None:
         """Make flat arrays the gradients; they share memory where that can be."""
         for p, array in zip(self._parameters, gradients, strict=True):
-            gradient = None if array is None else torch.from_numpy(array).view(p.shape)
+            gradient = None if array is None else _shaped(array, p)
             p.grad = gradient if gradient is None or _is_shared(p) else torch.empty_like(p).copy_(gradient)
 
 
@@ -102,7 +102,7 @@ class Buffers:
 
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         # a count of batches has no mean, nor have complex tables
-        self._tensors = {name: b for name, b in named.items() if b.is_floating_point()}
+        self._tensors = {name: _distinct(b) for name, b in named.items() if b.is_floating_point()}
         self._copies: dict[str, torch.Tensor] = {}
 
     def arrays(self) -> dict[str, Array]:
@@ -158,30 +158,55 @@ def as_tensors(state: Any) -> Any:
     return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
 
 
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_DOUBLE = (torch.float64, torch.complex128)
+
+
 def _dtype_of(name: str, p: torch.Tensor) -> str:
-    if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"parameter {name!r} is {p.dtype}; what is exchanged is float16, bfloat16, float32 or float64")
-    return "float64" if p.dtype == torch.float64 else "float32"
+    if p.dtype not in (*_REAL, *_COMPLEX):
+        raise TypeError(
+            f"parameter {name!r} is {p.dtype}; what is exchanged is float16, bfloat16, float32 or float64, and complex "
+            "numbers of these. Convert it before its optimizer is made, or freeze it: p.requires_grad_(False)"
+        )
+    return "float64" if p.dtype in _DOUBLE else "float32"
+
+
+def _shape_of(p: torch.Tensor) -> tuple[int, ...]:
+    return (*p.shape, 2) if p.is_complex() else tuple(p.shape)
 
 
 def _host_type(p: torch.Tensor) -> torch.dtype:
-    return torch.float64 if p.dtype == torch.float64 else torch.float32
+    return torch.float64 if p.dtype in _DOUBLE else torch.float32
 
 
 def _summable(b: torch.Tensor) -> torch.dtype:
     """The type in which a buffer is averaged: its own, unless it holds less than float32."""
-    return torch.float32 if b.dtype in (torch.float16, torch.bfloat16) else b.dtype
+    return torch.float32 if b.element_size() < 4 else b.dtype
+
+
+def _distinct(b: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that lie in memory of their own: of an expanded one, what it was expanded from."""
+    return b[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in b.stride())] if 0 in b.stride() else b
 
 
 def _is_shared(p: torch.Tensor) -> bool:
-    return bool(p.is_cpu and p.is_contiguous() and p.dtype in (torch.float32, torch.float64))
+    exact = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return bool(p.is_cpu and p.is_contiguous() and p.dtype in exact and not p.is_conj() and not p.is_neg())
 
 
 def _flat(tensor: torch.Tensor) -> Array:
     """The values on the host; shared where that can be."""
     values = tensor.detach()
-    array: Array = (values if _is_shared(tensor) else _on_host(values, _host_type(tensor))).view(-1).numpy()
+    real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    array: Array = (real if _is_shared(tensor) else _on_host(real, _host_type(tensor))).reshape(-1).numpy()
     return array
+
+
+def _shaped(array: Array, p: torch.Tensor) -> torch.Tensor:
+    """Flat values in the shape of their parameter, and complex if that is."""
+    values = torch.from_numpy(array).view(_shape_of(p))
+    return torch.view_as_complex(values) if p.is_complex() else values
 
 
 def _on_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ from tests.parallel.launch import Outcome, launched, run
 STARTS = [2, 4, 8]
 # modules of workers that start MPI are not imported here: `mpirun` refuses to start below a process that has
 NUMPY_CASES = 16
-TORCH_CASES = 16
+TORCH_CASES = 19
 VICTIM = 1
 STEPS = 40
 

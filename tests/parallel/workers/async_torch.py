@@ -203,6 +203,42 @@ def a_gradient_that_is_not_finite_is_not_applied() -> None:
     optimizer.close()
 
 
+@cases.each({"plain": False, "fused": True})
+def a_scaler_unscales_before_gradients_are_sent(fused: bool) -> None:
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = wrapped(model, torch.optim.SGD(model.parameters(), lr=0.5, fused=fused), staleness=0)
+    if optimizer.is_server:
+        optimizer.serve()
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        x, y = batch(0, plain.rank())
+        scaler.scale((model(x) - y).square().mean()).backward()
+        expected = [b - 0.5 * p.grad / 1024 for b, p in zip(before, model.parameters(), strict=True)]
+        scaler.step(optimizer)
+        scaler.update()
+        # others' gradients may have been applied as well
+        if plain.size() == 2:
+            for p, e in zip(model.parameters(), expected, strict=True):
+                assert torch.allclose(p, e, atol=1e-6)
+    optimizer.close()
+
+
+@cases.add
+def complex_parameters_are_trained_as_pairs_of_reals() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0 + 2j, 3 - 1j]))
+    optimizer = hvd.AsyncParameterServerOptimizer(torch.optim.SGD([weight], lr=0.125), staleness=0)
+    if optimizer.is_server:
+        optimizer.serve()
+    else:
+        weight.abs().square().sum().backward()
+        optimizer.step()
+    optimizer.close()
+    if plain.size() == 2:
+        # the gradient of |w|^2 is 2w
+        assert torch.allclose(weight.detach(), 0.75 * torch.tensor([1.0 + 2j, 3 - 1j]))
+
+
 @cases.add
 def a_closure_is_called_once() -> None:
     model = network()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import os
@@ -269,6 +270,43 @@ def buffers_and_states_become_their_mean_when_an_epoch_ends() -> None:
     told = optimizer.daso_stats()["epochs"]
     assert [epoch["loss"] for epoch in told] == [(hvd.size() - 1) / 2]
     train(optimizer, model, 5, 8)
+
+
+LOSSES = {
+    "tracked": lambda p: (p.sum() * 0 + 2.0, 2.0),
+    "one-element": lambda p: ((p.sum() * 0 + 2.0).reshape(1), 2.0),
+    "bfloat16": lambda p: (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+    "numpy": lambda p: (np.float32(0.5), 0.5),
+    "numpy-array": lambda p: (np.array([0.5]), 0.5),
+    "integer": lambda p: (3, 3.0),
+    "infinite": lambda p: (torch.tensor(torch.inf), float("inf")),
+    "none": lambda p: (None, None),
+}
+
+
+@cases.each(LOSSES)
+def losses_are_taken_as_users_have_them(make) -> None:
+    # warnings are errors here: torch warns of a tracked tensor that becomes a number
+    model = network()
+    optimizer = wrapped(model)
+    train(optimizer, model, 0, 1)
+    given, expected = make(model[0].weight)
+    optimizer.epoch_end(given)
+    assert [epoch["loss"] for epoch in optimizer.daso_stats()["epochs"]] == [expected]
+
+
+@cases.add
+def what_is_no_loss_and_copies_are_refused() -> None:
+    model = network()
+    optimizer = wrapped(model)
+    for given in (torch.ones(2), torch.tensor(1j), "loss", []):
+        with pytest.raises(TypeError, match="give one real number, such as the mean loss"):
+            optimizer.epoch_end(given)
+    with pytest.raises(UnsupportedError, match="a copy of a DASO optimizer knows no nodes"):
+        copy.deepcopy(optimizer).step()
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UnsupportedError, match=r"'w' of torch.complex64.*view_as_complex"):
+        hvd.DASO(torch.optim.SGD([weight], lr=0.1), [("w", weight)], ranks_per_node=RANKS_PER_NODE)
 
 
 @cases.add

@@ -349,17 +349,21 @@ def buffers_that_have_no_mean_stay() -> None:
     model = network()
     big, table = torch.tensor(2**60 + 1), torch.tensor([0.76 + 0.64j])
     half = torch.full((3,), float(hvd.rank()), dtype=torch.float16)
+    # elements that share their memory, and eight bits each
+    expanded, tiny = torch.full((1, 2), float(hvd.rank())).expand(3, 2), torch.ones(2).to(torch.float8_e4m3fn)
     optimizer = hvd.EventGraDOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model.named_parameters(),
         # a buffer may have the name of a parameter
-        named_buffers=[("big", big), ("table", table), ("0.weight", half)],
+        named_buffers=[("big", big), ("table", table), ("0.weight", half), ("expanded", expanded), ("tiny", tiny)],
     )
     train(optimizer, model, 2)
     optimizer.average_parameters()
     assert int(big) == 2**60 + 1
     assert table[0] == torch.tensor(0.76 + 0.64j)
     assert half.tolist() == [(hvd.size() - 1) / 2] * 3
+    assert expanded.tolist() == [[(hvd.size() - 1) / 2] * 2] * 3
+    assert tiny.float().tolist() == [1.0, 1.0]
 
 
 @cases.each({"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16})
@@ -378,6 +382,39 @@ def other_types_are_averaged(dtype) -> None:
     assert torch.allclose(found, expected, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps)
     assert {p.dtype for p in model.parameters()} == {dtype}
     optimizer.average_parameters()
+
+
+LAYOUTS = {
+    "channels-last": lambda: torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels-last-bfloat16": lambda: torch.ones(2, 3, 4, 5).bfloat16().to(memory_format=torch.channels_last),
+    "strided": lambda: torch.arange(36.0).reshape(6, 6)[::2, ::3],
+    "0-d": lambda: torch.tensor(1.5),
+    "empty": lambda: torch.zeros(0, 3),
+    "complex64": lambda: torch.tensor([[1.0 + 2j, 3 - 1j]]),
+    "complex128-transposed": lambda: torch.tensor([[1.0 + 2j, 3 - 1j]], dtype=torch.complex128).t(),
+    "conjugated": lambda: torch.tensor([[1.0 + 2j, 3 - 1j]]).conj(),
+}
+
+
+@cases.each(LAYOUTS)
+def parameters_of_any_layout_are_averaged_and_keep_it(make) -> None:
+    values = make()
+    weight = torch.nn.Parameter(values.clone() + hvd.rank() if values.numel() else values)
+    stride, dtype = weight.stride(), weight.dtype
+    optimizer = hvd.DPSGDOptimizer(torch.optim.SGD([weight], lr=0.0))
+    optimizer.step()
+    mean = float((Ring().matrix(hvd.size())[hvd.rank()] * np.arange(hvd.size())).sum())
+    assert torch.allclose(weight.detach(), values + mean, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    optimizer.average_parameters()
+    assert torch.allclose(weight.detach(), values + (hvd.size() - 1) / 2, atol=1e-2)
+    assert (weight.stride(), weight.dtype) == (stride, dtype)
+
+
+@cases.add
+def a_parameter_that_has_no_mean_is_refused_with_a_remedy() -> None:
+    weight = torch.nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn))
+    with pytest.raises(TypeError, match=r"'parameter.0' is torch.float8_e4m3fn.*freeze it: p.requires_grad_"):
+        hvd.EventGraDOptimizer(torch.optim.SGD([weight], lr=0.1))
 
 
 @cases.add

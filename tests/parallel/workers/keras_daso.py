@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from typing import Any
 
 import numpy as np
 
 from hvd_compress import BF16, Adaptive, DasoSchedule, NoCompression, TopK
+from hvd_compress.errors import MismatchError
 from hvd_compress.schedules import Moment
 from tests.parallel.cases import Cases
 from tests.parallel.workers.keras_fit import FRAMEWORK, check_equal_on_all_ranks, hvd, keras
@@ -190,6 +192,31 @@ def validation_is_of_equal_weights_and_epochs_may_be_of_unknown_length() -> None
     assert len(seen) == 4
     stats = callback.daso_stats()
     assert (len(stats["epochs"]), stats["batches"]) == (4, 22)
+
+
+@cases.each({"told-by-keras": True, "found-at-the-end": False})
+def nodes_that_make_different_numbers_of_batches_are_told_so(has_length: bool) -> None:
+    model = linear()
+    model.compile(hvd.DASO(keras.optimizers.SGD(RATE), ranks_per_node=PER_NODE), "mse")
+    batches = 3 if hvd.rank() < PER_NODE else 2
+    x, y = data(hvd.rank(), 16 * batches)
+
+    def one_by_one() -> Any:
+        for begin in range(0, len(x), 16):
+            yield x[begin : begin + 16], y[begin : begin + 16]
+
+    given = {"x": x, "y": y, "batch_size": 16} if has_length else {"x": one_by_one()}
+    # no batch sends anything: what is under way when an error comes would be left to the cases after this one
+    callback = daso(global_skips=100, batches_to_wait=1)
+
+    def fit() -> None:
+        # Keras says that a generator has ended
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        model.fit(**given, epochs=1, shuffle=False, verbose=0, callbacks=[callback])
+
+    where = "steps_per_epoch" if has_length else "epoch_end() after 3 batches"
+    with warnings.catch_warnings():
+        raises(MismatchError, fit, "the ranks disagree on", where)
 
 
 @cases.add

@@ -1,0 +1,133 @@
+"""Ranks that make different numbers of steps, or run different programs: they are told so, and do not wait for ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress import ConstantThreshold, NoCompression, OneBit
+from hvd_compress.errors import MismatchError
+from tests.parallel.cases import Cases
+
+cases = Cases()
+
+SIZE = int(os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
+RANKS_PER_NODE = {2: 1, 4: 2}[SIZE]
+PROCESS_SETS = hvd.daso_process_sets(ranks_per_node=RANKS_PER_NODE)
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 5))
+
+
+def daso(model: torch.nn.Module, **settings):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    return hvd.DASO(
+        sgd, model.named_parameters(), ranks_per_node=RANKS_PER_NODE, blocking_compression=NoCompression(), **settings
+    )
+
+
+def train(optimizer, model, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(4, 30) * (1 + hvd.rank())).square().mean().backward()
+        optimizer.step()
+
+
+def on_first_node() -> bool:
+    return hvd.rank() < RANKS_PER_NODE
+
+
+SCHEDULES = {
+    "warm-up": ({"warmup_epochs": 1}, 1),
+    "waits": ({"global_skips": 2, "batches_to_wait": 0}, 1),
+    "sends": ({"global_skips": 4, "batches_to_wait": 1}, 1),
+    "arrives": ({"global_skips": 2, "batches_to_wait": 1}, 2),
+    "changes": ({"global_skips": 2, "batches_to_wait": 2, "compression": OneBit()}, 5),
+    "steps-known": ({"global_skips": 2, "batches_to_wait": 1, "steps_per_epoch": 4}, 1),
+}
+
+
+@cases.each(SCHEDULES)
+def a_node_that_makes_more_steps_of_daso_than_the_other(settings) -> None:
+    schedule, more = settings
+    model = network()
+    optimizer = daso(model, **schedule)
+
+    def unequal() -> None:
+        # 3 are sent by all, the next ones by one node
+        train(optimizer, model, 3 + (more if on_first_node() else 0))
+        optimizer.epoch_end(1.0)
+
+    with pytest.raises(MismatchError, match=r"disagree on DASO's moment: .* after 3 batches"):
+        unequal()
+
+
+@cases.add
+def a_rank_that_wraps_one_more_optimizer_than_the_others_that_end_an_epoch() -> None:
+    model = network()
+    optimizer = daso(model)
+    train(optimizer, model, 2)
+
+    def wrap_again() -> None:
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), OneBit())
+
+    with pytest.raises(MismatchError, match="the ranks disagree on"):
+        (optimizer.epoch_end if hvd.rank() else wrap_again)()
+
+
+@cases.add
+def ranks_that_average_and_ranks_that_measure() -> None:
+    model = network()
+    optimizer = hvd.EventGraDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    with pytest.raises(MismatchError, match="the ranks disagree on EventGraD's call"):
+        (optimizer.consensus_distance if hvd.rank() else optimizer.average_parameters)()
+
+
+@cases.each({"plain": {}, "ahead": {"overlap": True}})
+def distances_are_measured_after_any_numbers_of_steps(settings) -> None:
+    model, other = network(), network()
+    # what is measured in between changes nothing
+    for m, measures in ((model, True), (other, False)):
+        sgd = torch.optim.SGD(m.parameters(), lr=0.1)
+        optimizer = hvd.EventGraDOptimizer(sgd, m.named_parameters(), trigger=ConstantThreshold(0), **settings)
+        for _ in range(2):
+            train(optimizer, m, 2)
+            if measures:
+                assert optimizer.consensus_distance() > 0
+        train(optimizer, m, 1 + hvd.rank())
+        if measures:
+            assert optimizer.consensus_distance() > 0
+        optimizer.average_parameters()
+        assert optimizer.consensus_distance() < 1e-6
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@cases.add
+def a_rank_that_waits_for_long_says_what_for() -> None:
+    told: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("hvd_compress").addHandler(handler)
+    try:
+        if hvd.rank() == 0:
+            # longer than HOROVOD_STALL_CHECK_TIME_SECONDS of this start
+            time.sleep(3.5)
+        model = network()
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), OneBit())
+    finally:
+        logging.getLogger("hvd_compress").removeHandler(handler)
+    if hvd.rank():
+        assert f"this rank ({hvd.rank()}) has waited for" in told[0]
+        assert "to compare" in told[0]
