@@ -56,6 +56,9 @@ class Routing:
 
     def compresses(self, tensor: Tensor, ranks: int) -> bool:
         """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod."""
+        if tensor.dtype.startswith("complex"):
+            # signs, means and sizes are those of real numbers
+            return False
         compressor = self.compressor_of(tensor.name)
         # whatever is sent as it is has no size from which on that pays
         least = 0 if is_uncompressed(compressor) else self.min_numel

@@ -11,7 +11,7 @@ import torch
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Routing, average_share, compressor_of_call, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.torch import _unnamed
+from hvd_compress.torch import _differentiable
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch.compression import horovod_compressor
 
@@ -68,7 +68,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once, which share their exchanges."""
     if compressor_of_call(compression) is None:
-        return _unnamed.grouped_allreduce(
+        return _differentiable.grouped_allreduce(
             list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip
@@ -93,7 +93,7 @@ def _reduce(
     compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
 
     def plain(tensor: torch.Tensor, its_name: str | None) -> torch.Tensor:
-        return _unnamed.allreduce(
+        return _differentiable.allreduce(
             tensor, average, its_name, horovods, op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip

@@ -38,11 +38,13 @@ from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._bucket import Bucket as TorchBucket
+from hvd_compress.torch._carried import refuse_other_types
+from hvd_compress.torch._collectives import sparse_allreduce_async
 from hvd_compress.torch._engine import Engine, described, precondition, with_tensors
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups, make_class
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering, left_out
-from hvd_compress.torch.compression import dense_route, horovod_compressor
+from hvd_compress.torch.compression import dense_route, route_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -134,9 +136,11 @@ class _Overrides:
 
     def _sparse_gathered(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         self._sparse_now.add(self._parameter_names[p])
-        handle, ctx = HorovodOptimizer._allreduce_grad_async(self, p)
-        # the type to go back to, which Horovod's fp16 asks for although sparse gradients travel as they are (l. 223)
-        return handle, p.dtype if self._compression is hvd.Compression.fp16 else ctx
+        return HorovodOptimizer._allreduce_grad_async(self, p)
+
+    def _sparse_allreduce_grad_async(self: Any, p: torch.Tensor, name: str) -> tuple[Any, Any]:
+        # Horovod's own knows no bfloat16 (l. 220-223)
+        return sparse_allreduce_async(p.grad, name, self.op, self.process_set), None
 
     def _dense_compression(self: Any, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
@@ -478,6 +482,19 @@ def _describe_parameters(optimizer: torch.optim.Optimizer, named: list[tuple[str
     return [[names.get(id(p), i), list(p.shape), str(p.dtype), p.requires_grad] for i, p in enumerate(params)]
 
 
+def _refuse_types(optimizer: torch.optim.Optimizer, named: Any, adagrad: AdaGrad | None) -> None:
+    """Raise TypeError for parameters whose gradients cannot be combined; all ranks have compared their types."""
+    names = {id(p): name for name, p in named or []}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    by_name = {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(params)}
+    refuse_other_types(by_name, "DistributedOptimizer")
+    if adagrad is not None and (unreal := [n for n, p in by_name.items() if p.requires_grad and p.is_complex()]):
+        raise TypeError(
+            f"{adagrad!r} with the complex parameter {unreal[0]!r}: it divides by roots of sums of squares of real "
+            "numbers. Use torch.optim.Adagrad in place of adagrad, or keep the parameter as torch.view_as_real"
+        )
+
+
 def _describe_groups(optimizer: torch.optim.Optimizer, groups: Any) -> Any:
     if not isinstance(groups, list):
         return groups
@@ -549,7 +566,7 @@ def DistributedOptimizer(
     exchange = exchange_of(adagrad, exchange, compression)
     if adagrad is not None:
         refuse_other_ops(op, hvd.Average, hvd.Sum)
-    horovods = horovod_compressor(compression)
+    horovods = route_of(compression)
     ours = exchanged(compression)
     named = list(named_parameters) if named_parameters is not None else None
     if op == hvd.Adasum and hvd.size() > 1:
@@ -572,6 +589,7 @@ def DistributedOptimizer(
             adagrad=adagrad,
         )  # fmt: skip
         require_agreement(told, process_set)
+    _refuse_types(optimizer, named, adagrad)
     cls: Any = make_class(type(optimizer), _Overrides)
     wrapped: Any = cls(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,
