@@ -94,8 +94,8 @@ def refuse_other_types(named: Mapping[str, torch.Tensor], by: str) -> None:
     for name, p in named.items():
         if p.requires_grad and p.dtype not in _GRADIENTS:
             raise TypeError(
-                f"{by}: parameter {name!r} is {_named(p.dtype)}, and gradients of this type cannot be combined; those of "
-                f"{', '.join(map(_named, _GRADIENTS))} can. Keep it as one of these, or freeze it: "
+                f"{by}: parameter {name!r} is {_named(p.dtype)}, and gradients of this type cannot be combined; those "
+                f"of {', '.join(map(_named, _GRADIENTS))} can. Keep it as one of these, or freeze it: "
                 "p.requires_grad_(False)"
             )
 

@@ -124,8 +124,8 @@ def allreduce_(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> torch.Tensor:
     """Average or reduce a tensor over all ranks in place; see `horovod.torch.allreduce_`."""
-    done = synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
-    return done  # type: ignore[no-any-return]
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    return synchronize(handle)
 
 
 def grouped_allreduce_async(
@@ -281,7 +281,7 @@ def broadcast_(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> torch.Tensor:
     """Make a tensor of all ranks that of the root, in place; see `horovod.torch.broadcast_`."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
 def allgather_async(

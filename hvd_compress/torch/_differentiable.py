@@ -1,7 +1,7 @@
 """Horovod's functions that pass gradients on, for tensors of any type and layout.
 
-What a gradient is, is Horovod's convention: that of a mean or sum is the same reduction of gradients; an allgather's and a
-broadcast's are averaged, and each rank, or the root, gets its part.
+Gradients are those of Horovod: of a mean or sum, the same reduction of gradients; of an allgather or broadcast, their
+average, of which each rank, or the root, gets its part.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def broadcast(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> torch.Tensor:
     """The root's tensor on all ranks; see `horovod.torch.broadcast`."""
-    return _Broadcast.apply(name, root_rank, process_set, tensor)  # type: ignore[no-any-return]
+    return _Broadcast.apply(name, root_rank, process_set, tensor)
 
 
 def allgather(
@@ -126,7 +126,7 @@ def allgather(
 
     Tensors without dimensions become elements of a vector.
     """
-    return _Allgather.apply(name, process_set, torch.atleast_1d(tensor))  # type: ignore[no-any-return]
+    return _Allgather.apply(name, process_set, torch.atleast_1d(tensor))
 
 
 def grouped_allgather(
@@ -135,7 +135,7 @@ def grouped_allgather(
     """`allgather` of several tensors as one operation."""
     # of several tensors it would return a tuple
     vectors = [torch.atleast_1d(tensor) for tensor in tensors]
-    return _GroupedAllgather.apply(name, process_set, *vectors)  # type: ignore[no-any-return]
+    return _GroupedAllgather.apply(name, process_set, *vectors)
 
 
 def alltoall(

@@ -138,7 +138,7 @@ class _Overrides:
         self._sparse_now.add(self._parameter_names[p])
         return HorovodOptimizer._allreduce_grad_async(self, p)
 
-    def _sparse_allreduce_grad_async(self: Any, p: torch.Tensor, name: str) -> tuple[Any, Any]:
+    def _sparse_allreduce_grad_async(self: Any, p: Any, name: str) -> tuple[Any, Any]:
         # Horovod's own knows no bfloat16 (l. 220-223)
         return sparse_allreduce_async(p.grad, name, self.op, self.process_set), None
 

@@ -161,7 +161,10 @@ def as_arrays(state: Any) -> Any:
 
 def _dtype_of(name: str, p: torch.Tensor) -> str:
     if p.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"parameter {name!r} is {p.dtype}; what is exchanged is float16, bfloat16, float32 or float64")
+        raise TypeError(
+            f"parameter {name!r} is {p.dtype}; what is exchanged is float16, bfloat16, float32 or float64. Keep it as "
+            "one of these, complex numbers as torch.view_as_real, or freeze it: p.requires_grad_(False)"
+        )
     return "float64" if p.dtype == torch.float64 else "float32"
 
 

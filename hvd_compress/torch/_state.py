@@ -125,7 +125,7 @@ class _Sent(NamedTuple):
 def _content(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Settings of each group, and the state of each parameter by its group and its place there."""
     params = [(p, (i, j)) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
-    places: dict[Any, Any] = {p: place for p, place in params}
+    places: dict[Any, Any] = dict(params)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     # some optimizers keep what belongs to none of the parameters under a name of its own
     kept = {key: entry for key, entry in optimizer.state.items() if key in places or not isinstance(key, torch.Tensor)}

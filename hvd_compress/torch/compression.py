@@ -54,7 +54,9 @@ class HalfRoute(DenseRoute):
         """What Horovod is to reduce, and the gradient."""
         if not gradient.is_floating_point():
             return DenseRoute.compress(gradient)
-        return gradient.detach().to(torch.float16, memory_format=torch.contiguous_format), gradient
+        # one that is float16 already keeps its layout in `to`
+        sent = gradient.detach().to(torch.float16, memory_format=torch.contiguous_format).contiguous()
+        return sent, gradient
 
 
 class UsersRoute:
