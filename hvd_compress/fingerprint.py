@@ -10,7 +10,7 @@ from typing import Any
 
 from hvd_compress.errors import MismatchError
 
-__all__ = ["agree", "check_agreement", "digest", "scope_of", "serialize"]
+__all__ = ["DIGEST_BYTES", "agree", "check_agreement", "digest", "scope_of", "serialize"]
 
 DIGEST_BYTES = 32
 

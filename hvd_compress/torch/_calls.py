@@ -13,7 +13,7 @@ from hvd_compress.exchange import ParameterServer, Parcel
 from hvd_compress.mpi import Channel
 from hvd_compress.torch._gossip import TorchCollectives
 
-__all__ = ["Calls", "calls_for"]
+__all__ = ["Calls", "calls_for", "name_of_collective"]
 
 Array = np.ndarray[Any, Any]
 
@@ -57,6 +57,11 @@ def calls_for(exchange: str | ParameterServer, process_set: hvd.ProcessSet) -> C
     return lambda: HorovodCalls(process_set)
 
 
+def name_of_collective(collective: str, bucket: str) -> str:
+    """What Horovod calls a collective of a bucket."""
+    return f"hvd_compress.{collective}.{bucket}"
+
+
 class HorovodCalls:
     """Horovod's asynchronous collectives.
 
@@ -71,7 +76,7 @@ class HorovodCalls:
     def start(self, collective: str, bucket: _Bucket, parcel: Parcel) -> Any:
         """See `Calls`."""
         # named by tensor and stage: ranks may issue them in any order
-        settings = {"name": f"hvd_compress.{collective}.{bucket.name}", "process_set": self._process_set}
+        settings = {"name": name_of_collective(collective, bucket.name), "process_set": self._process_set}
         buffer = torch.from_numpy(parcel.buffer)
         if collective == "allgather":
             return hvd.allgather_async(buffer, **settings)

@@ -14,7 +14,7 @@ import torch
 
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["is_reducible", "movable", "moved", "reduced", "reducible", "refuse_other_types", "settled"]
+__all__ = ["is_reducible", "movable", "moved", "name_of", "reduced", "reducible", "refuse_other_types", "settled"]
 
 _MOVED = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64)
@@ -64,7 +64,7 @@ def reducible(tensor: torch.Tensor, op: Any, function: str) -> torch.Tensor:
     if dtype.is_complex:
         if op not in (None, hvd.Average, hvd.Sum):
             raise UnsupportedError(
-                f"{function} of a {_named(dtype)} tensor with op={_name_of(op)}: only op=Average and op=Sum mean the "
+                f"{function} of a {_named(dtype)} tensor with op={name_of(op)}: only op=Average and op=Sum mean the "
                 "same for the parts of complex numbers. Reduce torch.view_as_real(tensor), or tensor.abs()"
             )
         wide = tensor if dtype in (torch.complex64, torch.complex128) else tensor.to(torch.complex64)
@@ -119,6 +119,7 @@ def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _name_of(op: Any) -> str:
+def name_of(op: Any) -> str:
+    """What Horovod calls one of its reductions."""
     names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
     return next((name for name in names if op == getattr(hvd, name)), repr(op))

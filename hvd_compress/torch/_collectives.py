@@ -89,7 +89,7 @@ def allreduce_async(
     Raises:
         TypeError: a type that Horovod does not reduce.
     """
-    name = _name("allreduce", name, process_set)
+    name = name_of_call("allreduce", name, process_set)
     sent = reducible(tensor, op, "allreduce")
     handle = hvd.allreduce_async(sent, average, name, op, prescale_factor, postscale_factor, process_set)
     return _handle(handle, lambda result: reduced(result, tensor))
@@ -108,7 +108,7 @@ def allreduce_async_(
 
     A tensor that Horovod cannot work in has its result when `synchronize` has returned.
     """
-    name = _name("allreduce", name, process_set)
+    name = name_of_call("allreduce", name, process_set)
     sent = reducible(tensor, op, "allreduce_")
     handle = hvd.allreduce_async_(sent, average, name, op, prescale_factor, postscale_factor, process_set)
     return _handle(handle, lambda result: settled(reduced(result, tensor), tensor))
@@ -138,7 +138,7 @@ def grouped_allreduce_async(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
     """`allreduce_async` of several tensors as one operation."""
-    name, tensors = _name("grouped_allreduce", name, process_set), list(tensors)
+    name, tensors = name_of_call("grouped_allreduce", name, process_set), list(tensors)
     sent = [reducible(t, op, "grouped_allreduce") for t in tensors]
     handle = hvd.grouped_allreduce_async(sent, average, name, op, prescale_factor, postscale_factor, process_set)
     return _handle(handle, lambda results: tuple(map(reduced, results, tensors)))
@@ -154,7 +154,7 @@ def grouped_allreduce_async_(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
     """`allreduce_async_` of several tensors as one operation."""
-    name, tensors = _name("grouped_allreduce", name, process_set), list(tensors)
+    name, tensors = name_of_call("grouped_allreduce", name, process_set), list(tensors)
     sent = [reducible(t, op, "grouped_allreduce_") for t in tensors]
     handle = hvd.grouped_allreduce_async_(sent, average, name, op, prescale_factor, postscale_factor, process_set)
     return _handle(
@@ -192,7 +192,7 @@ def reducescatter_async(
     Raises:
         ValueError: a tensor without dimensions.
     """
-    name = _name("reducescatter", name, process_set)
+    name = name_of_call("reducescatter", name, process_set)
     sent = reducible(_divisible(tensor, "reducescatter"), op, "reducescatter")
     with torch.inference_mode(False):
         handle = hvd.reducescatter_async(sent, name, op, process_set, prescale_factor, postscale_factor)
@@ -208,7 +208,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Any:
     """`reducescatter_async` of several tensors as one operation."""
-    name, tensors = _name("grouped_reducescatter", name, process_set), list(tensors)
+    name, tensors = name_of_call("grouped_reducescatter", name, process_set), list(tensors)
     function = "grouped_reducescatter"
     sent = [reducible(_divisible(t, function), op, function) for t in tensors]
     with torch.inference_mode(False):
@@ -259,7 +259,7 @@ def broadcast_async(
 
     See `horovod.torch.broadcast_async`.
     """
-    handle = hvd.broadcast_async(movable(tensor), root_rank, _name("broadcast", name, process_set), process_set)
+    handle = hvd.broadcast_async(movable(tensor), root_rank, name_of_call("broadcast", name, process_set), process_set)
     return _handle(handle, lambda result: moved(result, tensor))
 
 
@@ -270,7 +270,7 @@ def broadcast_async_(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
     """Start a broadcast that writes to the other ranks' tensors, at the latest in `synchronize`."""
-    handle = hvd.broadcast_async_(movable(tensor), root_rank, _name("broadcast", name, process_set), process_set)
+    handle = hvd.broadcast_async_(movable(tensor), root_rank, name_of_call("broadcast", name, process_set), process_set)
     return _handle(handle, lambda result: settled(moved(result, tensor), tensor))
 
 
@@ -291,7 +291,7 @@ def allgather_async(
 
     See `horovod.torch.allgather_async`. Tensors without dimensions become elements of a vector.
     """
-    name = _name("allgather", name, process_set)
+    name = name_of_call("allgather", name, process_set)
     # the thread of Horovod that sizes the result is not in inference mode
     with torch.inference_mode(False):
         handle = hvd.allgather_async(movable(torch.atleast_1d(tensor)), name, process_set)
@@ -302,7 +302,7 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: hvd.ProcessSet = hvd.global_process_set
 ) -> Any:
     """`allgather_async` of several tensors as one operation."""
-    name, tensors = _name("grouped_allgather", name, process_set), list(tensors)
+    name, tensors = name_of_call("grouped_allgather", name, process_set), list(tensors)
     with torch.inference_mode(False):
         sent = [movable(torch.atleast_1d(t)) for t in tensors]
         handle = hvd.grouped_allgather_async(sent, name, process_set)
@@ -322,7 +322,7 @@ def alltoall_async(
     Raises:
         ValueError: a tensor without dimensions.
     """
-    name = _name("alltoall", name, process_set)
+    name = name_of_call("alltoall", name, process_set)
     with torch.inference_mode(False):
         parts = splits.contiguous() if isinstance(splits, torch.Tensor) else splits
         handle = hvd.alltoall_async(movable(_divisible(tensor, "alltoall")), parts, name, process_set)
@@ -332,7 +332,8 @@ def alltoall_async(
 # -- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _name(kind: str, name: str | None, process_set: hvd.ProcessSet) -> str:
+def name_of_call(kind: str, name: str | None, process_set: hvd.ProcessSet) -> str:
+    """The name that the user gave, or one that counts the calls of this kind."""
     if name is not None:
         return name
     # ranks outside of a process set do not count its calls

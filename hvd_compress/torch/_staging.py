@@ -15,6 +15,7 @@ __all__ = [
     "Staged",
     "all_finite",
     "flat_of",
+    "is_compressible",
     "is_ours_alone",
     "is_seen_elsewhere",
     "memory_of",
@@ -49,6 +50,11 @@ class Staged(NamedTuple):
         restored = torch.empty_like(self.gradient)
         restored.copy_(result.view(self.gradient.shape))
         return restored
+
+
+def is_compressible(tensor: torch.Tensor) -> bool:
+    """Whether kernels take elements of its type, as they are or widened."""
+    return tensor.dtype in _KNOWN
 
 
 def own_memory(gradient: torch.Tensor) -> torch.Tensor | None:
