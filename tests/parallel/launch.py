@@ -24,7 +24,10 @@ BIN = Path(sys.executable).parent
 _TORCH = {
     "adagrad": "test_adagrad",
     "buckets": "test_buckets",
+    "resuming": "test_resuming",
+    "calls": "test_calls",
     "choosing": "test_choosing",
+    "functions": "test_functions",
     "interface": "test_interface",
     "parameter_server": "test_parameter_server",
     "training": "test_training",
