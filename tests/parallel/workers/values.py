@@ -27,7 +27,6 @@ from tests.parallel.workers.common import (
     gradient,
     loss_of,
     numbers,
-    raises,
     residuals,
     to_numpy,
     train,
