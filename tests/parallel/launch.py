@@ -25,7 +25,6 @@ _TORCH = {
     "adagrad": "test_adagrad",
     "buckets": "test_buckets",
     "resuming": "test_resuming",
-    "calls": "test_calls",
     "choosing": "test_choosing",
     "functions": "test_functions",
     "interface": "test_interface",

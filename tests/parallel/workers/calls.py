@@ -1,4 +1,8 @@
-"""Single allreduces with compression: ranks that do not call them in one way are all told so, and nothing hangs."""
+"""Single allreduces with compression: ranks that do not call them in one way are all told so, and nothing hangs.
+
+In a start of its own: where only some ranks send a group without compression, an operation stays with Horovod, which
+ends all ranks when it has waited for as long as the tests allow.
+"""
 
 from __future__ import annotations
 
