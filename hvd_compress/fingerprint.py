@@ -14,6 +14,7 @@ from hvd_compress.errors import MismatchError
 from hvd_compress.waiting import waiting
 
 __all__ = [
+    "DIGEST_BYTES",
     "agree",
     "agree_by_name",
     "begin_agreement",

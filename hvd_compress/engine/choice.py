@@ -103,13 +103,14 @@ def compressor_of_call(compression: Any) -> Compressor | None:
     """`exchanged`, of a call that reduces single tensors.
 
     Raises:
-        UnsupportedError: what chooses for the tensors of an optimizer.
+        UnsupportedError: what chooses for the tensors of an optimizer, or an elastic run.
     """
     chosen = exchanged(resolved(compression))
     if isinstance(chosen, Policy | Auto):
         raise UnsupportedError(
             f"allreduce with {chosen!r}: it chooses for the tensors of an optimizer; give the compressor of this one"
         )
+    _refuse_elastic(chosen)
     return chosen
 
 
@@ -250,7 +251,10 @@ def check_settings(
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
     if groups is not None and not isinstance(groups, list) and groups <= 0:
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
-    ours = exchanged(compression)
+    _refuse_elastic(exchanged(compression))
+
+
+def _refuse_elastic(ours: Compressor | Policy | Auto | None) -> None:
     if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(
             f"{ours!r} in an elastic run: exchanges are laid out for the ranks that there are, and residuals of those "

@@ -60,6 +60,9 @@ class Routing:
         Not where that would send as many bytes as an allreduce or more: with settings that keep nearly everything, or
         an allgather among many ranks.
         """
+        if tensor.dtype.startswith("complex"):
+            # signs, means and sizes are those of real numbers
+            return False
         compressor = self.compressor_of(tensor.name)
         # whatever is sent as it is has no size from which on that pays
         least = 0 if is_uncompressed(compressor) else self.min_numel

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.fingerprint import agree, agree_by_name, scope_of
+from hvd_compress.errors import MismatchError
+from hvd_compress.fingerprint import DIGEST_BYTES, agree, agree_by_name, check_agreement, digest, scope_of, serialize
 
-__all__ = ["require_agreement", "require_agreement_through"]
+__all__ = [
+    "Collective",
+    "is_mismatch",
+    "require_agreement",
+    "require_agreement_of_call",
+    "require_agreement_through",
+    "without_compression",
+]
+
+Collective = tuple[str, str]
+"""What kind of collective it is, and its name."""
 
 
 def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) -> None:
@@ -64,3 +78,83 @@ def require_agreement_through(
         return bytes(everyone.numpy().tobytes())
 
     agree_by_name(description, f"{scope_of(process_set)}.{collective}.{name}", allgather)
+
+
+def require_agreement_of_call(
+    call: str, told: dict[str, Any], name: str, tensors: int, process_set: hvd.ProcessSet, earlier: Iterable[Collective]
+) -> None:
+    """Compare what the ranks say of a call of allreduce; a collective call that does not hang where they differ.
+
+    It goes by the Horovod name of the call without compression, so that a rank that calls in that way fails, and by
+    those of the first collectives of the call before, so that a rank that has not changed does.
+
+    Args:
+        call: for errors.
+        told: what this rank says.
+        name: of the call.
+        tensors: how many there are; several are named as a group.
+        process_set: the ranks that take part.
+        earlier: the first collectives of the last call of this name, if that was another one.
+
+    Raises:
+        MismatchError: on all ranks, naming the first difference where all of them compare.
+    """
+    text = serialize(told)
+    mine = digest(text) + len(text).to_bytes(8, "little")
+    # of type int32, which compression refuses and its payloads are not
+    rows = torch.zeros(process_set.size(), len(mine) // 4, dtype=torch.int32)
+    rows[process_set.rank()] = torch.frombuffer(bytearray(mine), dtype=torch.int32)
+    common = {"name": name, "process_set": process_set}
+    waiting = {"rows": hvd.allreduce_async_(rows, op=hvd.Sum, **common)}
+    if tensors != 1:
+        marks = [torch.zeros(1, dtype=torch.int32) for _ in range(tensors)]
+        waiting["group"] = hvd.grouped_allreduce_async_(marks, op=hvd.Sum, **common)
+    for collective, its_name in earlier:
+        start = getattr(hvd, f"{collective}_async")
+        mark = torch.zeros(process_set.size(), dtype=torch.int32)
+        waiting[its_name] = start(mark, name=its_name, process_set=process_set)
+    while waiting:
+        for kind in [kind for kind, handle in waiting.items() if hvd.poll(handle)]:
+            try:
+                hvd.synchronize(waiting.pop(kind))
+            except HorovodInternalError as error:
+                if not is_mismatch(error):
+                    raise
+                # ranks that call as before have failed as well, and compare now
+                if kind in ("rows", "group"):
+                    raise MismatchError(without_compression(call, error)) from error
+            if kind == "rows":
+                _compare(call, text, [row.numpy().tobytes() for row in rows], name, process_set)
+        time.sleep(_SECONDS_BETWEEN_POLLS)
+
+
+def is_mismatch(error: HorovodInternalError) -> bool:
+    """Whether ranks have started different operations of one name, of which at least one compares calls."""
+    return "Mismatched" in str(error) and "int32" in str(error)
+
+
+def without_compression(call: str, error: HorovodInternalError) -> str:
+    """What is told where a rank that compresses has met one that does not."""
+    return (
+        f"{call}: the ranks disagree on compression: one of them compresses this tensor, and another one does not, or "
+        f"gives int32. All ranks must give the same compression. Horovod says: {error}"
+    )
+
+
+def _compare(call: str, text: bytes, rows: list[bytes], name: str, process_set: hvd.ProcessSet) -> None:
+    if len(set(rows)) == 1:
+        return
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    joined = hvd.allgather(mine, name=f"hvd_compress.told.{name}", process_set=process_set).numpy().tobytes()
+    texts = []
+    for row in rows:
+        length = int.from_bytes(row[DIGEST_BYTES:], "little")
+        texts.append(joined[:length])
+        joined = joined[length:]
+    try:
+        check_agreement(texts)
+    except MismatchError as error:
+        raise MismatchError(f"{call}: {error}") from None
+
+
+_SECONDS_BETWEEN_POLLS = 0.0005

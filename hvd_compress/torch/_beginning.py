@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.torch._calls import awaited
 from hvd_compress.torch._waits import Wait
 
 __all__ = ["Beginning", "compare_beginnings"]
@@ -55,7 +54,7 @@ def compare_beginnings(
     name = f"hvd_compress.beginning.{next(iter(tensors), '')}{label}"
     handle = hvd.allgather_async(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
     yield Wait(partial(hvd.poll, handle))
-    rows = awaited(handle).numpy().reshape(-1, len(tensors), 2)
+    rows = hvd.synchronize(handle).numpy().reshape(-1, len(tensors), 2)
     sparse_dims = {}
     for i, tensor in enumerate(tensors):
         kinds = {int(kind) for kind in rows[:, i, 0] if kind >= _SPARSE}

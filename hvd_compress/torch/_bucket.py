@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
@@ -183,12 +185,14 @@ class Bucket(engine.Bucket):
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals stay as before the step."""
-        # a rank on which a collective was complete in time has started the next one already
-        while self.wait_next():
-            pass
+        # one that has failed, because another rank took part in another way, is over too
+        with suppress(HorovodInternalError):
+            # a rank on which a collective was complete in time has started the next one already
+            while self.wait_next():
+                pass
         if self._handle is not None:
-            self._calls.wait(self._handle)
-        self._ended()
+            with suppress(HorovodInternalError):
+                self._receive()
         self._forget()
         super().abandon()
 

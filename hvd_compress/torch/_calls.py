@@ -8,39 +8,19 @@ from typing import Any, Protocol
 import horovod.torch as hvd
 import numpy as np
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import ParameterServer, Parcel
 from hvd_compress.mpi import Channel
 from hvd_compress.torch._gossip import TorchCollectives
 
-__all__ = ["Calls", "awaited", "calls_for", "collective_name"]
+__all__ = ["Calls", "calls_for", "collective_name"]
 
 Array = np.ndarray[Any, Any]
 
 
-def collective_name(collective: str, name: str, label: str) -> str:
+def collective_name(collective: str, name: str, label: str = "") -> str:
     """What Horovod knows a collective of a bucket by; `name` is that of the bucket."""
     return f"hvd_compress.{collective}.{name}{label}"
-
-
-def awaited(handle: int) -> Any:
-    """What an operation of Horovod has brought.
-
-    Raises:
-        MismatchError: other ranks have started another one of the same name, such as one that compares settings anew.
-    """
-    try:
-        return hvd.synchronize(handle)
-    except HorovodInternalError as error:
-        if "Mismatched" not in str(error):
-            raise
-        raise MismatchError(
-            "the ranks are not at the same point of their programs: one exchanges gradients, another one something "
-            f"else. Horovod says: {error} All ranks must freeze, unfreeze and add parameters before the same step, and "
-            "use optimizers wrapped with the same settings."
-        ) from error
 
 
 class _Bucket(Protocol):
@@ -116,7 +96,7 @@ class HorovodCalls:
 
     def wait(self, handle: Any) -> Array:
         """See `Calls`."""
-        output = awaited(handle)
+        output = hvd.synchronize(handle)
         tensor = output[0] if isinstance(output, tuple) else output
         array: Array = tensor.numpy()
         return array

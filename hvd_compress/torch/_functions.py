@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Routing, average_share, compressor_of_call, names_of_call, op_of_call
-from hvd_compress.errors import UnsupportedError
-from hvd_compress.torch import _unnamed
+from hvd_compress import wire
+from hvd_compress.engine import (
+    Routing,
+    average_share,
+    compressor_of_call,
+    describe,
+    names_of_call,
+    op_of_call,
+)
+from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress.torch import _differentiable
+from hvd_compress.torch._agreement import (
+    Collective,
+    is_mismatch,
+    require_agreement_of_call,
+    without_compression,
+)
+from hvd_compress.torch._calls import collective_name
+from hvd_compress.torch._carried import name_of
+from hvd_compress.torch._collectives import name_of_call
 from hvd_compress.torch._engine import Engine
+from hvd_compress.torch._staging import is_compressible
 from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _engines: dict[tuple[Any, ...], Engine] = {}
+
+
+class _Call(NamedTuple):
+    """What a call was given beside its tensors; `base` is its name, or one that was made for it.
+
+    `compressor` is one of ours, or Horovod's where a call follows a compressed one of its name.
+    """
+
+    function: str
+    base: str
+    is_named: bool
+    compressor: Any
+    op: Any
+    prescale_factor: float
+    postscale_factor: float
+    process_set: hvd.ProcessSet
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        return f"{self.function} of {self.base!r}"
+
+    @property
+    def scope(self) -> tuple[str, int, int]:
+        """Whose calls are compared with each other."""
+        return self.base, self.process_set.process_set_id, self.process_set.size()
+
+
+class _Agreed(NamedTuple):
+    """The last call of a name, on which all ranks have agreed, and how its exchange begins."""
+
+    key: tuple[Any, ...]
+    first: list[Collective]
+
+
+_agreed: dict[tuple[str, int, int], _Agreed] = {}
 
 
 def allreduce(
@@ -38,8 +93,12 @@ def allreduce(
     memory is used again when nothing refers to it any more. Tensors that compression would not make smaller travel as
     they are.
 
+    With a compressor of hvd_compress the ranks compare all arguments in the first call of a name, in one that differs
+    from the call of this name before, and in each call without a name, which takes one more collective.
+
     Args:
-        tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; not changed.
+        tensor: float16, bfloat16, float32, float64, complex64 or complex128 for a compressor of hvd_compress; not
+            changed.
         average: old form of `op`.
         name: the same on all ranks.
         compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
@@ -49,11 +108,23 @@ def allreduce(
         process_set: the ranks that take part.
 
     Raises:
-        UnsupportedError: another `op`, or a tensor that requires a gradient, with a compressor of hvd_compress.
+        MismatchError: the ranks' arguments differ, with a compressor of hvd_compress on some of them; raised on all.
+        UnsupportedError: another `op`, a tensor that requires a gradient, or an elastic run, with a compressor of
+            hvd_compress.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
-    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
-    return _reduce([tensor], compression, *arguments)[0]
+    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    if process_set.size() > 1 and (compressor is not None or _was_compressed(name, process_set)):
+        call = _call(
+            "allreduce", name, compressor or horovods, average, op, prescale_factor, postscale_factor, process_set
+        )
+        if compressor is not None:
+            return _reduce([tensor], call)[0]
+        _leave([tensor], call)
+    with _told_of_compression("allreduce", name, [tensor]):
+        return _differentiable.allreduce(
+            tensor, average, name, horovods, op, prescale_factor, postscale_factor, process_set
+        )
 
 
 def grouped_allreduce(
@@ -67,12 +138,20 @@ def grouped_allreduce(
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once, which share their exchanges."""
-    if compressor_of_call(compression) is None:
-        return _unnamed.grouped_allreduce(
-            list(tensors), average, name, horovod_compressor(compression), op, prescale_factor, postscale_factor,
+    tensors = list(tensors)
+    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    if process_set.size() > 1 and (compressor is not None or _was_compressed(name, process_set)):
+        call = _call(
+            "grouped_allreduce", name, compressor or horovods, average, op, prescale_factor, postscale_factor,
             process_set,
         )  # fmt: skip
-    return _reduce(tensors, compression, average, name, op, prescale_factor, postscale_factor, process_set)
+        if compressor is not None:
+            return _reduce(tensors, call)
+        _leave(tensors, call)
+    with _told_of_compression("grouped_allreduce", name, tensors):
+        return _differentiable.grouped_allreduce(
+            tensors, average, name, horovods, op, prescale_factor, postscale_factor, process_set
+        )
 
 
 def forget_residuals() -> None:
@@ -80,59 +159,137 @@ def forget_residuals() -> None:
     _engines.clear()
 
 
-def _reduce(
-    tensors: Sequence[torch.Tensor],
-    compression: Any,
-    average: bool | None,
+def _call(
+    function: str,
     name: str | None,
+    compressor: Any,
+    average: bool | None,
     op: Any,
     prescale_factor: float,
     postscale_factor: float,
     process_set: hvd.ProcessSet,
-) -> list[torch.Tensor]:
-    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+) -> _Call:
+    op = op_of_call(average, op, hvd.Average, hvd.Sum)
+    # counted like the calls without compression, whose Horovod name a rank may wait for
+    base = name_of_call(function, name, process_set)
+    return _Call(
+        function, base, name is not None, compressor, op, float(prescale_factor), float(postscale_factor), process_set
+    )
 
-    def plain(tensor: torch.Tensor, its_name: str | None) -> torch.Tensor:
-        return _unnamed.allreduce(
-            tensor, average, its_name, horovods, op, prescale_factor, postscale_factor,
-            process_set,
+
+def _reduce(tensors: Sequence[torch.Tensor], call: _Call) -> list[torch.Tensor]:
+    _agree(tensors, call)
+    _refuse(tensors, call)
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    results = _exchanged(real, tensors, call)
+    return [torch.view_as_complex(r) if t.is_complex() else r for r, t in zip(results, tensors, strict=True)]
+
+
+def _exchanged(real: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], call: _Call) -> list[torch.Tensor]:
+    names = names_of_call(call.base, len(real))
+    engine = _engine(real, names, call)
+
+    def plain(tensor: torch.Tensor, its_name: str) -> torch.Tensor:
+        return _differentiable.allreduce(
+            tensor, None, its_name, hvd.Compression.none, call.op, call.prescale_factor, call.postscale_factor,
+            call.process_set,
         )  # fmt: skip
 
-    if compressor is None or process_set.size() == 1:
-        return [plain(tensor, name) for tensor in tensors]
-    op, average = op_of_call(average, op, hvd.Average, hvd.Sum), None
-    share = average_share(compressor, op, hvd.Average, hvd.Sum, process_set.size())
-    scale = prescale_factor * postscale_factor * share
-    names = names_of_call(name, len(tensors))
-    engine = _engine(tensors, names, name is not None, compressor, scale, process_set)
-    for tensor, its_name in zip(tensors, names, strict=True):
-        if engine.exchanges(its_name):
-            engine.start(its_name, tensor, keep=True)
-    results = engine.combine(engine.wait())
-    return [results[n] if n in results else plain(t, n) for t, n in zip(tensors, names, strict=True)]
+    try:
+        for tensor, its_name in zip(real, names, strict=True):
+            if engine.exchanges(its_name):
+                engine.start(its_name, tensor, keep=True)
+        results = engine.combine(engine.wait())
+        return [results[n] if n in results else plain(t, n) for t, n in zip(real, names, strict=True)]
+    except HorovodInternalError as error:
+        if not is_mismatch(error):
+            raise
+        engine.abandon()
+        if engine.buckets or len(real) > 1:
+            # another rank compares this call, which differs from its last one: be told the same as that rank
+            require_agreement_of_call(call.label, _told(tensors, call), call.base, len(real), call.process_set, ())
+        raise MismatchError(without_compression(call.label, error)) from error
 
 
-def _engine(
-    tensors: Sequence[torch.Tensor],
-    names: list[str],
-    keep: bool,
-    compressor: Compressor,
-    scale: float,
-    process_set: hvd.ProcessSet,
-) -> Engine:
-    for tensor, name in zip(tensors, names, strict=True):
+# -- what the ranks must agree on ------------------------------------------------------------------------------------
+
+
+def _told(tensors: Sequence[torch.Tensor], call: _Call) -> dict[str, Any]:
+    return {
+        "wire version": wire.VERSION,
+        "compression": describe(call.compressor),
+        "op": name_of(call.op),
+        "prescale_factor": call.prescale_factor,
+        "postscale_factor": call.postscale_factor,
+        "function": call.function,
+        "tensors": [f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors],
+        "tensors that require gradients": [t.requires_grad and torch.is_grad_enabled() for t in tensors],
+    }
+
+
+def _agree(tensors: Sequence[torch.Tensor], call: _Call) -> None:
+    last, key = _agreed.get(call.scope), (call, *((t.dtype, t.shape, t.requires_grad) for t in tensors))
+    if last is not None and last.key == key:
+        return
+    first = [] if last is None else last.first
+    require_agreement_of_call(call.label, _told(tensors, call), call.base, len(tensors), call.process_set, first)
+    if call.is_named:
+        _agreed[call.scope] = _Agreed(key, [])
+
+
+def _was_compressed(name: str | None, process_set: hvd.ProcessSet) -> bool:
+    return bool(_agreed) and (name, process_set.process_set_id, process_set.size()) in _agreed
+
+
+def _leave(tensors: Sequence[torch.Tensor], call: _Call) -> None:
+    """A name whose last call was compressed goes on without: all ranks must do so."""
+    _agree(tensors, call)
+    del _agreed[call.scope]
+
+
+def _refuse(tensors: Sequence[torch.Tensor], call: _Call) -> None:
+    """Raise for what cannot be compressed; all ranks have agreed on it, so that none is left waiting."""
+    for tensor in tensors:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"allreduce of {name!r} with {compressor!r}: the tensor requires a gradient, which compression does "
-                "not pass on. Give tensor.detach(), or use compression=hvd.Compression.none"
+                f"{call.label} with {call.compressor!r}: the tensor requires a gradient, which compression does not "
+                "pass on. Give tensor.detach(), or use compression=hvd.Compression.none"
             )
+        if not tensor.is_complex() and not is_compressible(tensor):
+            raise TypeError(
+                f"{call.label} with {call.compressor!r}: the tensor is {tensor.dtype}; compressors take float16, "
+                "bfloat16, float32, float64, complex64 and complex128. Use compression=hvd.Compression.none"
+            )
+
+
+@contextmanager
+def _told_of_compression(function: str, name: str | None, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Say it where a call without compression has met one with it; Horovod tells of types only."""
+    try:
+        yield
+    except HorovodInternalError as error:
+        if is_mismatch(error) and all(tensor.dtype != torch.int32 for tensor in tensors):
+            raise MismatchError(without_compression(f"{function} of {name!r}", error)) from error
+        raise
+
+
+def _engine(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> Engine:
+    ranks = call.process_set.size()
+    share = average_share(call.compressor, call.op, hvd.Average, hvd.Sum, ranks)
+    scale = call.prescale_factor * call.postscale_factor * share
     described = tuple((name, tuple(t.shape), t.dtype) for name, t in zip(names, tensors, strict=True))
-    key = (process_set.process_set_id, process_set.size(), described, compressor)
+    key = (call.process_set.process_set_id, ranks, described, call.compressor)
     engine = _engines.get(key)
     if engine is None:
-        routing = Routing(compressor, min_numel=0)
-        engine = Engine(routing, scale, process_set, zip(names, tensors, strict=True))
-        if keep:
+        routing = Routing(call.compressor, min_numel=0)
+        engine = Engine(routing, scale, call.process_set, zip(names, tensors, strict=True))
+        if call.is_named:
             _engines[key] = engine
+    if call.scope in _agreed:
+        begun = [(bucket.collectives[0], bucket.name) for bucket in engine.buckets]
+        first = [(collective, collective_name(collective, name)) for collective, name in begun]
+        if not first and len(names) > 1:
+            first = [("allreduce", names[0])]
+        _agreed[call.scope] = _agreed[call.scope]._replace(first=first)
     engine.scale = scale
     return engine

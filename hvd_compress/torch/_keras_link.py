@@ -14,13 +14,14 @@ from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.engine import Bucket, Ledger, Routing, average_share, description, exchanged
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import require_agreement
+from hvd_compress.torch._collectives import allreduce_async, broadcast_async, synchronize
 from hvd_compress.torch._engine import Engine, described, precondition
 from hvd_compress.torch._functions import allreduce
 from hvd_compress.torch._gossip import TorchCollectives
 from hvd_compress.torch._ranks import NODES
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering, left_out
-from hvd_compress.torch.compression import dense_route, horovod_compressor
+from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["LINK"]
 
@@ -37,13 +38,9 @@ class TorchLink(Link):
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
         handles = []
         for i, variable in enumerate(variables):
-            # Horovod broadcasts no scalars and no bfloat16, which float32 holds exactly
-            values = variable.value.detach().reshape(-1)
-            values = values.float() if values.dtype == torch.bfloat16 else values
-            handles.append((values, variable, hvd.broadcast_async_(values, root_rank, f"hvd_compress.variable.{i}")))
-        for values, variable, handle in handles:
-            hvd.synchronize(handle)
-            variable.assign(values.reshape(tuple(variable.shape)).to(variable.value.dtype))
+            handles.append((variable, broadcast_async(variable.value, root_rank, f"hvd_compress.variable.{i}")))
+        for variable, handle in handles:
+            variable.assign(synchronize(handle))
 
     def keep_uncompiled(self, optimizer: Any, method: str) -> None:
         # torch.compile looks methods up in the class that an object says it is of, which is not that of the overrides;
@@ -146,7 +143,7 @@ class TorchExchange:
             for i, dense in waiting.items():
                 if dense is not None:
                     handle, context, horovods = dense
-                    result = horovods.decompress(hvd.synchronize(handle), context)
+                    result = horovods.decompress(synchronize(handle), context)
                     finite = finite and (not engine.owes or all_finite(result))
                     finite = precondition(engine, self._names[i], result) and finite
                     results[i] = result
@@ -189,15 +186,15 @@ class TorchExchange:
             return None
         settings = self._settings
         factor = settings["gradient_predivide_factor"] if settings["op"] == hvd.Average else 1.0
-        horovods = dense_route(engine.routing.compressor_of(name)) if self._chooses else self._horovods
+        chosen = horovod_compressor(engine.routing.compressor_of(name)) if self._chooses else self._horovods
         gradient = engine.with_debt(name, gradient, keep=True)
-        sent, context = horovods.compress(gradient)
+        sent, context = chosen.compress(gradient)
         engine.count_dense(name, sent.numel() * sent.element_size(), gradient.numel() * gradient.element_size())
-        handle = hvd.allreduce_async(
+        handle = allreduce_async(
             sent, name=f"hvd_compress.{name}", op=settings["op"], prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=settings["process_set"],
         )  # fmt: skip
-        return handle, context, horovods
+        return handle, context, chosen
 
     @property
     def keeps_state(self) -> bool:

@@ -25,13 +25,27 @@ from hvd_compress.engine import (
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy, check_patterns
+from hvd_compress.torch._carried import refuse_other_types
 from hvd_compress.torch._engine import described
 from hvd_compress.torch._horovod import make_class, refuse_wrapped
 from hvd_compress.torch._overrides import Overrides
 from hvd_compress.torch._wrapping import Wrapping, label_for, take_over
-from hvd_compress.torch.compression import horovod_compressor
+from hvd_compress.torch.compression import route_of
 
 __all__ = ["DistributedOptimizer"]
+
+
+def _refuse_types(optimizer: torch.optim.Optimizer, named: Any, adagrad: AdaGrad | None) -> None:
+    """Raise TypeError for parameters whose gradients cannot be combined; all ranks have compared their types."""
+    names = {id(p): name for name, p in named or []}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    by_name = {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(params)}
+    refuse_other_types(by_name, "DistributedOptimizer")
+    if adagrad is not None and (unreal := [n for n, p in by_name.items() if p.requires_grad and p.is_complex()]):
+        raise TypeError(
+            f"{adagrad!r} with the complex parameter {unreal[0]!r}: it divides by roots of sums of squares of real "
+            "numbers. Use torch.optim.Adagrad in place of adagrad, or keep the parameter as torch.view_as_real"
+        )
 
 
 def DistributedOptimizer(
@@ -98,7 +112,7 @@ def DistributedOptimizer(
     exchange = exchange_of(adagrad, exchange, compression)
     if adagrad is not None:
         refuse_other_ops(op, hvd.Average, hvd.Sum)
-    horovods = horovod_compressor(compression)
+    horovods = route_of(compression)
     ours = exchanged(compression)
     named = list(named_parameters) if named_parameters is not None else None
     if op == hvd.Adasum and hvd.size() > 1:
@@ -122,6 +136,7 @@ def DistributedOptimizer(
     )  # fmt: skip
     if takes_part:
         wrapping.agree(optimizer.param_groups, {id(p): name for name, p in named or []})
+    _refuse_types(optimizer, named, adagrad)
     cls: Any = make_class(type(optimizer), Overrides)
     wrapped: Any = cls(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,

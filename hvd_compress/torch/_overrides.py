@@ -20,11 +20,11 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.engine import Bucket, Counters, Ledger, Routing, empty_state, refuse_residuals
-from hvd_compress.errors import GradientError, StateError, UnsupportedError
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.exchange import AdaGrad
 from hvd_compress.torch._beginning import compare_beginnings
 from hvd_compress.torch._bucket import Bucket as TorchBucket
-from hvd_compress.torch._calls import awaited
+from hvd_compress.torch._collectives import sparse_allreduce_async
 from hvd_compress.torch._engine import Engine, precondition, with_tensors
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups
 from hvd_compress.torch._members import Members
@@ -268,13 +268,10 @@ class Overrides:
         )  # fmt: skip
         return handle, ctx
 
-    def _sparse_gathered(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+    def _sparse_gathered(self: Any, p: Any) -> tuple[Any, Any]:
         name = self._parameter_names[p]
         self._sparse_now.add(name)
-        handle = hvd.sparse_allreduce_async(
-            p.grad, name=name + self._wrapping.label, op=self.op, process_set=self.process_set
-        )
-        return handle, None
+        return sparse_allreduce_async(p.grad, name + self._wrapping.label, self.op, self.process_set), None
 
     def _dense_compression(self: Any, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
@@ -525,12 +522,18 @@ class Overrides:
                 self._combined, self._is_open = self._given, False
             else:
                 yield from self._combining_ranks()
-        except HorovodInternalError:
+        except HorovodInternalError as error:
             # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
             self._handles.clear()
             self._sparse_now.clear()
             self._close()
-            raise
+            if "Mismatched" not in str(error):
+                raise
+            raise MismatchError(
+                "the ranks are not at the same point of their programs: one exchanges gradients, another one something "
+                f"else. Horovod says: {error} All ranks must freeze, unfreeze and add parameters before the same step, "
+                "and use optimizers wrapped with the same settings."
+            ) from error
         except BaseException:
             # not ready: it is for `load_state_dict` to give the step up
             self._given = {}
@@ -678,14 +681,14 @@ class Overrides:
             if handle is _EXCHANGED:
                 continue
             if isinstance(key, tuple):
-                for p, output, its_ctx in zip(key, awaited(handle), ctx, strict=True):
+                for p, output, its_ctx in zip(key, hvd.synchronize(handle), ctx, strict=True):
                     yield p, self._compression.decompress(output, its_ctx)
             elif callable(handle):
                 # sparse gradients travel as they are
                 yield key, handle()
             else:
                 compression = self._dense_compression(self._parameter_names[key])
-                yield key, compression.decompress(awaited(handle), ctx)
+                yield key, compression.decompress(hvd.synchronize(handle), ctx)
 
     def _take_result(self: Any, name: str, gradient: Any, output: torch.Tensor) -> None:
         """Make a combined gradient what `.grad` is: the same tensor, in its memory where others may see that."""

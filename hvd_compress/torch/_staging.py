@@ -15,6 +15,7 @@ __all__ = [
     "Staged",
     "all_finite",
     "flat_of",
+    "is_compressible",
     "is_ours_alone",
     "is_seen_elsewhere",
     "memory_of",
@@ -54,6 +55,11 @@ class Staged(NamedTuple):
         )
         target = self.gradient if is_room and not (self.keep or apart) else torch.empty_like(self.gradient)
         return target.copy_(result.view(self.gradient.shape))
+
+
+def is_compressible(tensor: torch.Tensor) -> bool:
+    """Whether kernels take elements of its type, as they are or widened."""
+    return tensor.dtype in _KNOWN
 
 
 def own_memory(gradient: torch.Tensor) -> torch.Tensor | None:

@@ -24,8 +24,10 @@ BIN = Path(sys.executable).parent
 _TORCH = {
     "adagrad": "test_adagrad",
     "buckets": "test_buckets",
+    "resuming": "test_resuming",
     "choosing": "test_choosing",
     "habits": "test_habits",
+    "functions": "test_functions",
     "interface": "test_interface",
     "parameter_server": "test_parameter_server",
     "training": "test_training",

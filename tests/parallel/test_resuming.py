@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launched
+from tests.parallel.workers import resuming
+
+STARTS = [(2, "gloo"), (4, "mpi")]
+
+
+@pytest.mark.parametrize("case", resuming.cases)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_resuming(case: str, ranks: int, launcher: str) -> None:
+    launched("resuming", ranks, launcher).check(case)
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_every_rank_took_part(ranks: int, launcher: str) -> None:
+    launched("resuming", ranks, launcher).check_ended_well()

@@ -1,0 +1,176 @@
+"""Single allreduces with compression: ranks that do not call them in one way are all told so, and nothing hangs.
+
+In a start of its own: where only some ranks send a group without compression, an operation stays with Horovod, which
+ends all ranks when it has waited for as long as the tests allow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as horovod
+import numpy as np
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress import BF16, QSGD, OneBit, Threshold, TopK
+from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress.loopback import Loopback
+from hvd_compress.torch import _functions
+from tests.parallel.cases import Cases
+from tests.parallel.workers.common import raises, to_numpy
+
+cases = Cases()
+SHAPE = (20, 20)
+
+
+def odd_one() -> bool:
+    return horovod.rank() == horovod.size() - 1
+
+
+def mine(rank: int | None = None, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
+    x = torch.arange(400.0) + (horovod.rank() if rank is None else rank)
+    return x[: int(np.prod(shape))].reshape(shape)
+
+
+def call(
+    name: str | None,
+    grouped: bool,
+    *,
+    shape: tuple[int, ...] = SHAPE,
+    dtype: torch.dtype = torch.float32,
+    number: int = 2,
+    tracked: bool = False,
+    compression: Any = OneBit(),  # noqa: B008 - it is immutable
+    **settings: Any,
+) -> Any:
+    x = mine(shape=shape).to(dtype).requires_grad_(tracked)
+    if grouped:
+        return hvd.grouped_allreduce([x + i for i in range(number)], name=name, compression=compression, **settings)
+    return hvd.allreduce(x, name=name, compression=compression, **settings)
+
+
+# what the last rank gives, what the others give, and what the error says
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "op": ({"op": hvd.Sum}, {}, ("op", "'Sum'", "'Average'")),
+    "other-op": ({"op": hvd.Max}, {}, ("op", "'Max'")),
+    "prescale": ({"prescale_factor": 2.0}, {}, ("prescale_factor", "2.0")),
+    "postscale": ({"postscale_factor": 2.0}, {}, ("postscale_factor", "2.0")),
+    "feedback": ({"compression": OneBit(error_feedback=False)}, {}, ("error_feedback",)),
+    "seed": ({"compression": QSGD(seed=1)}, {"compression": QSGD(seed=0)}, ("compression.seed",)),
+    "tau": ({"compression": Threshold(1.0)}, {"compression": Threshold(0.5)}, ("compression.tau", "0.5")),
+    "compressor": ({"compression": TopK(0.1)}, {}, ("compression.id", "'topk'", "'onebit'")),
+    "none": ({"compression": hvd.Compression.none}, {}, ("compression",)),
+    "fp16": ({"compression": hvd.Compression.fp16}, {}, ("compression",)),
+    "dtype": ({"dtype": torch.float64}, {}, ("float64", "float32")),
+    "bfloat16 and none": ({"dtype": torch.bfloat16, "compression": hvd.Compression.none}, {}, ("compression",)),
+    "integers": ({"dtype": torch.int64}, {}, ("int64", "float32")),
+    "shape": ({"shape": (40, 10)}, {}, ("(40, 10)", "(20, 20)")),
+    "too small to compress": ({"shape": (2,)}, {}, ("(2,)", "(20, 20)")),
+    "both too small": ({"shape": (2,), "compression": hvd.Compression.none}, {"shape": (2,)}, ("compression",)),
+    "gradient": ({"tracked": True}, {}, ("require gradients",)),
+}
+WAYS = {
+    f"{label}, {'group' if grouped else 'single'}": (*difference, grouped)
+    for label, difference in {**DIFFERENCES, "number": ({"number": 3}, {}, ("number of tensors",))}.items()
+    for grouped in (False, True)
+    if grouped or label != "number"
+}
+
+
+@cases.each(WAYS)
+def ranks_that_call_in_different_ways_are_all_told(
+    setting: tuple[dict[str, Any], dict[str, Any], tuple[str, ...], bool],
+) -> None:
+    odd, others, words, grouped = setting
+    label = f"{sorted(map(str, odd))} {sorted(map(str, odd.values()))} {grouped}"
+    given = odd if odd_one() else others
+    raises(MismatchError, lambda: call(f"first {label}", grouped, **given), *words)
+    # a name that all ranks have used in one way before
+    before = [call(f"later {label}", grouped, **others) for _ in range(2)]
+    assert before
+    raises(MismatchError, lambda: call(f"later {label}", grouped, **given), *words)
+
+
+@cases.each({k: v for k, v in WAYS.items() if not k.startswith("number")})
+def calls_without_a_name_are_compared_too(
+    setting: tuple[dict[str, Any], dict[str, Any], tuple[str, ...], bool],
+) -> None:
+    odd, others, words, grouped = setting
+    raises(MismatchError, lambda: call(None, grouped, **(odd if odd_one() else others)), *words)
+
+
+def loopback_of(compressor: Any, name: str, calls: int) -> list[np.ndarray]:
+    loopback = Loopback(horovod.size(), compressor)
+    given = [to_numpy(mine(rank)) for rank in range(horovod.size())]
+    return [loopback.allreduce(given, name=name)[0] for _ in range(calls)]
+
+
+@cases.add
+def what_is_owed_outlives_a_disagreement() -> None:
+    expected = loopback_of(TopK(0.1), "owed", 3)
+    for step in range(3):
+        result = call("owed", False, compression=TopK(0.1))
+        assert to_numpy(result).tobytes() == expected[step].tobytes()
+        raises(MismatchError, lambda: call("owed", False, compression=TopK(0.2 if odd_one() else 0.1)), "ratio")
+
+
+@cases.add
+def what_all_ranks_change_at_once_is_accepted() -> None:
+    expected = loopback_of(TopK(0.1), "changed", 1)[0]
+    for grouped in (False, True):
+        name = f"changed {grouped}"
+        for compression in (OneBit(), TopK(0.1), hvd.Compression.none, TopK(0.1), OneBit()):
+            result = call(name, grouped, compression=compression, op=hvd.Sum)
+            if compression is hvd.Compression.none:
+                first = result[0] if grouped else result
+                everyone = sum(mine(rank) for rank in range(horovod.size()))
+                assert torch.equal(first, everyone)
+    result = call("changed", False, compression=TopK(0.1))
+    assert to_numpy(result).tobytes() == expected.tobytes()
+    shapes = [SHAPE, (40, 10), SHAPE]
+    results = [call("shapes in turns", False, shape=shape, compression=BF16()) for shape in shapes]
+    mean = sum(mine(rank) for rank in range(horovod.size())) / horovod.size()
+    torch.testing.assert_close(results[1], mean.view(40, 10), rtol=1e-2, atol=1e-2)
+
+
+@cases.add
+def calls_of_one_name_are_compared_once() -> None:
+    compared: list[str] = []
+    compare: Callable[..., None] = _functions.require_agreement_of_call
+
+    def counting(label: str, *arguments: Any) -> None:
+        compared.append(label)
+        compare(label, *arguments)
+
+    _functions.require_agreement_of_call = counting  # type: ignore[assignment]
+    try:
+        for _ in range(4):
+            call("once", False)
+            call("once, grouped", True)
+    finally:
+        _functions.require_agreement_of_call = compare
+    assert compared == ["allreduce of 'once'", "grouped_allreduce of 'once, grouped'"]
+
+
+@cases.add
+def complex_numbers_are_compressed_as_two_real_ones() -> None:
+    z = [torch.complex(mine(rank), -mine(rank)) for rank in range(horovod.size())]
+    result = hvd.allreduce(z[horovod.rank()], name="complex", compression=TopK(0.25))
+    loopback = Loopback(horovod.size(), TopK(0.25))
+    expected = loopback.allreduce([to_numpy(torch.view_as_real(x)) for x in z], name="complex")[0]
+    assert result.dtype == torch.complex64
+    assert to_numpy(torch.view_as_real(result)).tobytes() == expected.tobytes()
+
+
+@cases.add
+def elastic_runs_refuse_it() -> None:
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        for grouped in (False, True):
+            raises(UnsupportedError, lambda g=grouped: call("elastic", g), "elastic")
+            call("elastic", grouped, compression=hvd.Compression.none)
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
