@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvd_compress.elastic import is_elastic
 from hvd_compress.errors import MismatchError
 
 __all__ = ["agree", "check_agreement", "digest", "scope_of", "serialize"]
@@ -58,7 +59,10 @@ def scope_of(process_set: Any) -> str:
 
 
 def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes]) -> None:
-    """Compare the description of this rank with those of all others; a collective call.
+    """Compare the description of this rank with those of all others; a collective call, but for elastic runs.
+
+    There nothing is compared: who joins comes here while the others wait in their states' `sync`, or train. What has to
+    be the same on all ranks beyond what Horovod compares itself is refused in such runs.
 
     Args:
         description: JSON-able.
@@ -68,6 +72,8 @@ def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, s
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
+    if is_elastic():
+        return
     # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
     name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
     _calls[scope] += 1

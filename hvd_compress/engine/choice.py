@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -19,6 +18,7 @@ from hvd_compress.compressors import (
     Threshold,
     TopK,
 )
+from hvd_compress.elastic import refuse_elastic
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with, unchecked
 from hvd_compress.policy import Auto, Policy, horovods_own
@@ -102,13 +102,15 @@ def compressor_of_call(compression: Any) -> Compressor | None:
     """`exchanged`, of a call that reduces single tensors.
 
     Raises:
-        UnsupportedError: what chooses for the tensors of an optimizer.
+        UnsupportedError: what chooses for the tensors of an optimizer, or an elastic run.
     """
     chosen = exchanged(resolved(compression))
     if isinstance(chosen, Policy | Auto):
         raise UnsupportedError(
             f"allreduce with {chosen!r}: it chooses for the tensors of an optimizer; give the compressor of this one"
         )
+    if chosen is not None:
+        refuse_elastic(chosen)
     return chosen
 
 
@@ -181,13 +183,15 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | ParameterServer, compre
 
     Raises:
         TypeError: `adagrad` is something else.
-        UnsupportedError: an exchange without owners, or `Auto`.
+        UnsupportedError: an exchange without owners, `Auto`, or an elastic run.
     """
     if adagrad is not None and isinstance(compression, Auto):
         raise UnsupportedError(
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
+    if adagrad is not None:
+        refuse_elastic(adagrad)
     return exchange_with(adagrad, checked_exchange(exchange))
 
 
@@ -252,9 +256,5 @@ def check_settings(
     if groups is not None and not isinstance(groups, list) and groups <= 0:
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
     ours = exchanged(compression)
-    if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise UnsupportedError(
-            f"{ours!r} in an elastic run: exchanges are laid out for the ranks that there are, and residuals of those "
-            "that leave would be lost. Start with a fixed number of ranks, and use hvd_compress.feedback.redistribute "
-            "to change it between runs"
-        )
+    if ours is not None:
+        refuse_elastic(ours)

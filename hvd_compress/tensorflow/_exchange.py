@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvd_compress.compressors import FP16
 from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
+from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -33,9 +34,10 @@ from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._carried import carried_dtype, dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._root_bucket import RootBucket, after_others, let_others_follow
-from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
+from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
@@ -101,7 +103,8 @@ class GradientExchange(Ledger[Bucket]):
         self._compressor = exchanged(settings.compression)
         self._wire_names = {s.name: _claim(s.name, settings.process_set) for s in sources}
         process_set = settings.process_set
-        self.takes_part = process_set.included() and process_set.size() > 1
+        # in an elastic run others may join
+        self.takes_part = process_set.included() and (process_set.size() > 1 or is_elastic())
         if self.takes_part and compared:
             require_agreement(self._description(), process_set)
         ranks = process_set.size() if self.takes_part else 1
@@ -213,15 +216,15 @@ class GradientExchange(Ledger[Bucket]):
         for group in self._groups(gradients, ours):
             if len(group) == 1 and settings.groups is None:
                 (i,) = group
-                name = f"hvd_compress.allreduce.{self._wire_names[self._sources[i].name]}"
+                name = _name_in_graph(f"{ALLREDUCE}.{self._wire_names[self._sources[i].name]}")
                 # Horovod names the two allgathers of a sparse gradient itself
-                results[i] = hvd.allreduce(
+                results[i] = dense_allreduce(
                     gradients[i], name=name, ignore_name_scope=True,
                     compression=self._horovods_of(self._sources[i].name), **reduce,
                 )  # fmt: skip
             elif group:
-                name = f"hvd_compress.grouped_allreduce.{self._wire_names[self._sources[group[0]].name]}"
-                combined = hvd.grouped_allreduce(
+                name = _name_in_graph(f"{ALLREDUCE}.grouped.{self._wire_names[self._sources[group[0]].name]}")
+                combined = dense_grouped_allreduce(
                     [gradients[i] for i in group], name=name, ignore_name_scope=True,
                     compression=self._horovods_of(self._sources[group[0]].name), **reduce,
                 )  # fmt: skip
@@ -316,8 +319,9 @@ class GradientExchange(Ledger[Bucket]):
     def _dense_bytes(self, gradient: tf.Tensor, horovods: Any) -> tuple[int, int]:
         numel = int(np.prod(gradient.shape.as_list(), dtype=np.int64))
         with tf.init_scope():
-            sent, _ = horovods.compress(tf.zeros([1], gradient.dtype))
-        return numel * sent.dtype.size, numel * gradient.dtype.size
+            sent, _ = horovods.compress(tf.zeros([1], carried_dtype(gradient.dtype)))
+        pairs = 2 if gradient.dtype.is_complex else 1
+        return pairs * numel * sent.dtype.size, numel * gradient.dtype.size
 
     def _forget(self, turn: np.int64) -> np.int64:
         # of a step that has failed
@@ -403,9 +407,21 @@ class GradientExchange(Ledger[Bucket]):
 def _claim(name: str, process_set: hvd.ProcessSet) -> str:
     """`name` for collectives: what a graph allows, and unique in this process, on all ranks in the same way."""
     allowed = re.sub(r"[^A-Za-z0-9_.-]", ".", name)
+    if is_elastic():
+        # who joins has not made what the others have; `_name_in_graph` makes it unique
+        return allowed
     taken = _names[process_set.process_set_id, allowed]
     _names[process_set.process_set_id, allowed] += 1
     return f"{allowed}.again{taken}" if taken else allowed
+
+
+def _name_in_graph(name: str) -> str:
+    """`name` for Horovod; in an elastic run unique in the current graph, which does not depend on the graphs before."""
+    if not is_elastic():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    with graph.name_scope(None):
+        return str(graph.unique_name(name))
 
 
 def _same(gradient: Gradient) -> Gradient:

@@ -12,11 +12,11 @@ import tensorflow as tf
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import compressor_of_call, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
-from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow.compression import horovod_compressor
 
-__all__ = ["allreduce", "broadcast_variables", "forget_residuals", "grouped_allreduce"]
+__all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _exchanges: dict[tuple[Any, ...], GradientExchange] = {}
@@ -41,8 +41,8 @@ def allreduce(
     without a name it is lost. Tensors that compression would not make smaller travel as they are.
 
     Args:
-        tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; `tf.IndexedSlices` travel as
-            Horovod sends them.
+        tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; without one, all that Horovod
+            takes, bfloat16 and complex numbers. `tf.IndexedSlices` travel as Horovod sends them.
         average: old form of `op`.
         device_dense: of Horovod's allreduce.
         device_sparse: of Horovod's allgathers.
@@ -60,9 +60,10 @@ def allreduce(
     """
     compressor = compressor_of_call(compression)
     if compressor is None or isinstance(tensor, tf.IndexedSlices) or process_set.size() == 1:
-        return hvd.allreduce(
-            tensor, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
-            postscale_factor, name, process_set, ignore_name_scope,
+        return dense_allreduce(
+            tensor, average, device_dense, device_sparse, horovod_compressor(compression), op=op,
+            prescale_factor=prescale_factor, postscale_factor=postscale_factor, name=name, process_set=process_set,
+            ignore_name_scope=ignore_name_scope,
         )  # fmt: skip
     factor = prescale_factor * postscale_factor
     return _exchange([tensor], average, compressor, op, factor, name, process_set)[0]
@@ -84,25 +85,13 @@ def grouped_allreduce(
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
     compressor = compressor_of_call(compression)
     if compressor is None or process_set.size() == 1 or not tensors:
-        combined: list[Any] = hvd.grouped_allreduce(
-            tensors, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
-            postscale_factor, process_set, ignore_name_scope, name,
+        return dense_grouped_allreduce(
+            tensors, average, op, device_dense=device_dense, device_sparse=device_sparse,
+            compression=horovod_compressor(compression), prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor, process_set=process_set, ignore_name_scope=ignore_name_scope, name=name,
         )  # fmt: skip
-        return combined
     factor = prescale_factor * postscale_factor
     return _exchange(tensors, average, compressor, op, factor, name, process_set)
-
-
-def broadcast_variables(variables: Sequence[Any], root_rank: int, *arguments: Any, **settings: Any) -> Any:
-    """`horovod.tensorflow.broadcast_variables`, which takes variables of TensorFlow only, for those of Keras 3 too.
-
-    Args:
-        variables: to become those of the root.
-        root_rank: whose values all take.
-        arguments: Horovod's others, in its order.
-        settings: Horovod's others, by name.
-    """
-    return hvd.broadcast_variables([raw(v) for v in variables], root_rank, *arguments, **settings)
 
 
 def forget_residuals() -> None:

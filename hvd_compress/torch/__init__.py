@@ -19,6 +19,7 @@ import horovod.torch
 from horovod.torch import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.submodules import offer
 from hvd_compress.torch._async_server import AsyncParameterServerOptimizer
 from hvd_compress.torch._daso import DASO, daso_process_sets
 from hvd_compress.torch._eventgrad import DPSGDOptimizer, EventGraDOptimizer
@@ -41,6 +42,8 @@ __all__ = [
     "forget_residuals",
     "grouped_allreduce",
 ]
+
+offer(__name__, "horovod.torch")
 
 if TYPE_CHECKING:
 
