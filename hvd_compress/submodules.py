@@ -1,4 +1,4 @@
-"""The submodules of Horovod under the names of an edge, which stands in their place in the user's imports."""
+"""The submodules of Horovod under the names of an edge, which stands in Horovod's place in the user's imports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["offer"]
 
 
 def offer(edge: str, horovods: str, **others: Any) -> None:
-    """Make each imported submodule of a package of Horovod importable below an edge, with the edge's own names in it.
+    """Make the imported submodules of a package of Horovod importable below an edge, with the edge's own names in them.
 
-    What the edge has a name for comes from the edge; all else is Horovod's. Submodules that the edge has itself stay.
+    What the edge has a name for comes from the edge; all else is Horovod's. A submodule that the edge has itself gets
+    what it lacks.
 
     Args:
         edge: name of the edge's package, imported as far as its names go.
@@ -25,15 +26,21 @@ def offer(edge: str, horovods: str, **others: Any) -> None:
         `from horovod.torch.mpi_ops import allreduce`, with compression.
     """
     mine = sys.modules[edge]
-    for name, theirs in list(sys.modules.items()):
+    ours = {**vars(mine), **others}
+    for name, theirs in sorted(sys.modules.items()):
         inner = name.removeprefix(f"{horovods}.")
-        if inner == name or "." in inner or inner.startswith("_"):
+        if inner == name or inner.startswith("_"):
             continue
-        if f"{edge}.{inner}" in sys.modules or find_spec(f"{edge}.{inner}") is not None:
+        if "." in inner:
+            # below a submodule nothing is ours
+            sys.modules.setdefault(f"{edge}.{inner}", theirs)
             continue
-        made = ModuleType(f"{edge}.{inner}", theirs.__doc__)
-        ours = {**vars(mine), **others}
-        made.__dict__.update({n: ours.get(n, v) for n, v in vars(theirs).items() if not n.startswith("_")})
-        made.__all__ = [n for n in vars(made) if not n.startswith("_")]  # type: ignore[attr-defined]
-        sys.modules[made.__name__] = made
-        setattr(mine, inner, made)
+        if f"{edge}.{inner}" not in sys.modules:
+            if find_spec(f"{edge}.{inner}") is not None:
+                # not imported yet, as it takes a while
+                continue
+            sys.modules[f"{edge}.{inner}"] = ModuleType(f"{edge}.{inner}", theirs.__doc__)
+            setattr(mine, inner, sys.modules[f"{edge}.{inner}"])
+        public = {n: ours.get(n, value) for n, value in vars(theirs).items() if not n.startswith("_")}
+        names = vars(sys.modules[f"{edge}.{inner}"])
+        names.update({n: value for n, value in public.items() if n not in names})

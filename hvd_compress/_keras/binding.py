@@ -50,7 +50,7 @@ def _bound_elastic(keras: Any, link: Link, module: str) -> ModuleType:
     made = ModuleType(module, "Elastic runs, whose ranks come and go; nothing is compressed in them.")
     made.__dict__.update(_joined(_OF_ELASTIC_RUNS, keras.callbacks.Callback, link, module))
     made.__dict__.update(_joined([elastic.KerasState], link.object_state, link, module))
-    made.__dict__["run"] = link.elastic_run
+    made.__dict__.update(run=link.elastic_run, TensorFlowKerasState=made.__dict__["KerasState"])
     return made
 
 

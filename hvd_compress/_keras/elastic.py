@@ -58,13 +58,14 @@ class KerasState(VariablesState):
     Args:
         model: built.
         optimizer: of the model; by default the one that it is compiled with. It is built here, if it is not yet.
+        backend: Horovod's, for TensorFlow 1; not used.
         kwargs: further values, which become attributes.
 
     Raises:
         ValueError: the model has no weights yet, or no optimizer.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         if not getattr(model, "built", True):
             raise ValueError("the model has no weights yet: call model.build(input_shape) before KerasState(model)")
         self.model = model

@@ -86,7 +86,7 @@ class TensorFlowKerasState(KerasState, ObjectState):
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         _require_eager("TensorFlowKerasState", None)
-        super().__init__(model, optimizer, **kwargs)
+        super().__init__(model, optimizer, backend, **kwargs)
 
 
 def _require_eager(state: str, session: Any) -> None:

@@ -29,6 +29,8 @@ from hvd_compress.tensorflow.keras._link import LINK
 _OWN = bound(keras, LINK, __name__)
 globals().update(_OWN)
 offer(__name__, "horovod.tensorflow.keras")
+# this one has imported more of it
+offer("hvd_compress.tensorflow", "horovod.tensorflow")
 
 __all__ = [
     *(name for name in dir(horovod.tensorflow.keras) if not name.startswith("_")),
