@@ -58,7 +58,9 @@ def scope_of(process_set: Any) -> str:
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
 
 
-def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes]) -> None:
+def agree(
+    description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes], name: str | None = None
+) -> None:
     """Compare the description of this rank with those of all others; a collective call, but for elastic runs.
 
     There nothing is compared: who joins comes here while the others wait in their states' `sync`, or train. What has to
@@ -68,18 +70,21 @@ def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, s
         description: JSON-able.
         scope: of the ranks that compare, see `scope_of`.
         allgather: bytes of this rank and the name of the collective -> bytes of all ranks, joined in their order.
+        name: of the collective, where another rank may start one that is not ours under the same name: Horovod then
+            raises an error on both. By default a number.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
     if is_elastic():
         return
-    # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
-    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
-    _calls[scope] += 1
+    if name is None:
+        # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
+        name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
+        _calls[scope] += 1
     text = serialize(description)
     mine = digest(text) + len(text).to_bytes(8, "little")
-    everyone = allgather(mine, f"{name}.digest")
+    everyone = allgather(mine, name)
     rows = [everyone[i : i + len(mine)] for i in range(0, len(everyone), len(mine))]
     if all(row == mine for row in rows):
         return

@@ -41,7 +41,7 @@ from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
-__all__ = ["GradientExchange", "Settings", "Source"]
+__all__ = ["GradientExchange", "Settings", "Source", "allowed_name"]
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
@@ -406,13 +406,18 @@ class GradientExchange(Ledger[Bucket]):
 
 def _claim(name: str, process_set: hvd.ProcessSet) -> str:
     """`name` for collectives: what a graph allows, and unique in this process, on all ranks in the same way."""
-    allowed = re.sub(r"[^A-Za-z0-9_.-]", ".", name)
+    allowed = allowed_name(name)
     if is_elastic():
         # who joins has not made what the others have; `_name_in_graph` makes it unique
         return allowed
     taken = _names[process_set.process_set_id, allowed]
     _names[process_set.process_set_id, allowed] += 1
     return f"{allowed}.again{taken}" if taken else allowed
+
+
+def allowed_name(name: str) -> str:
+    """`name` with what a graph does not allow in names replaced."""
+    return re.sub(r"[^A-Za-z0-9_.-]", ".", name)
 
 
 def _name_in_graph(name: str) -> str:

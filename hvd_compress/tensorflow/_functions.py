@@ -10,10 +10,11 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import compressor_of_call, names_of_call, op_of_call
+from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
-from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
+from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source, allowed_name
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
@@ -55,7 +56,10 @@ def allreduce(
         ignore_name_scope: of Horovod's allreduce; collectives of an exchange never use the scope.
 
     Raises:
-        UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress.
+        UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress; a type that
+            has no sum; an elastic run.
+        MismatchError: the ranks disagree on op, type, shape, factors or compressor; on the first use of a name, raised
+            on all of them. A rank that does not compress at all there gets Horovod's error of mismatched operations.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
     compressor = compressor_of_call(compression)
@@ -123,6 +127,7 @@ def _exchange(
     key = (process_set.process_set_id, process_set.size(), op, compression, *sources)
     exchange = _exchanges.get(key)
     if exchange is None:
+        _require_agreement(compression, op, factor, sources, process_set, _horovods_name(name, given))
         exchange = GradientExchange(settings, sources, compared=False)
         if name is not None:
             _exchanges[key] = exchange
@@ -140,6 +145,35 @@ def _exchange(
     combined = combine(*given)
     combined = list(combined) if isinstance(combined, list | tuple) else [combined]
     return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
+
+
+def _require_agreement(
+    compression: Compressor,
+    op: Any,
+    factor: float,
+    sources: Sequence[Source],
+    process_set: hvd.ProcessSet,
+    name: str,
+) -> None:
+    """Compare on the first use of a name what would make ranks wait for each other, or get different results."""
+    told = description(
+        compression, op, [[s.name, s.shape, s.dtype.name] for s in sources],
+        **{"prescale_factor * postscale_factor": factor},
+    )  # fmt: skip
+    require_agreement(told, process_set, name)
+
+
+def _horovods_name(name: str | None, tensors: Sequence[tf.Tensor]) -> str:
+    """What Horovod calls this operation on a rank that does not compress; of a group, its first tensor."""
+    several = len(tensors) > 1
+    if tf.executing_eagerly():
+        own = "HorovodGroupedAllreduce" if several else "HorovodAllreduce"
+    elif several:
+        own = name or f"HorovodGroupedAllreduce_{tensors[0].name}_{tensors[-1].name}"
+    else:
+        own = name or f"HorovodAllreduce_{tensors[0].name}"
+    scope = "" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_name_scope()
+    return f"{scope}/{allowed_name(own)}".strip("/") + (f"_1of{len(tensors)}" if several else "")
 
 
 def _for_one_call(compressor: Compressor) -> Compressor:

@@ -529,6 +529,49 @@ def ranks_that_disagree_are_told_so() -> None:
     raises(MismatchError, lambda: gradients(variables(), given(0), lambda t: wrapped(t, pi)), "ratio", "0.1", "0.2")
 
 
+@cases.each(
+    {
+        "op": ({"op": (hvd.Average, hvd.Sum)}, "op"),
+        "factor": ({"prescale_factor": (1.0, 2.0)}, "prescale_factor"),
+        "compressor": ({"compression": (OneBit(), TopK(0.1))}, "onebit"),
+        "feedback": ({"compression": (OneBit(), OneBit(error_feedback=False))}, "error_feedback"),
+        "dtype": ({"tensor": (tf.ones([100, 300]), tf.ones([100, 300], tf.float64))}, "float64"),
+        "shape": ({"tensor": (tf.ones([100, 300]), tf.ones([101, 300]))}, "101"),
+    }
+)
+def calls_that_differ_are_told_so_on_all_ranks(setting: Any) -> None:
+    given_to, told = setting
+    mine = {key: of_ranks[min(horovod.rank(), 1)] for key, of_ranks in given_to.items()}
+    arguments = {"tensor": tf.ones([100, 300]), "compression": OneBit(), **mine}
+    name = f"differs{next(_runs)}"
+    for named in (name, None):
+        raises(MismatchError, lambda named=named: hvd.allreduce(name=named, **arguments), told)
+        # AutoGraph makes another error of it
+        raises(Exception, lambda named=named: tf.function(hvd.allreduce)(name=named, **arguments), told)
+    # and nothing is left behind
+    found = hvd.allreduce(tf.ones([100, 300]), name=f"{name}.after", compression=OneBit())
+    np.testing.assert_allclose(found, np.ones([100, 300]))
+
+
+@cases.add
+def one_rank_that_does_not_compress_is_an_error_on_all() -> None:
+    compression = OneBit() if horovod.rank() == 0 else hvd.Compression.none
+    x, name = tf.ones([100, 300]), f"partly{next(_runs)}"
+
+    def scoped() -> Any:
+        with tf.name_scope("outer"):
+            return hvd.allreduce(x, name=name, compression=compression)
+
+    calls = (
+        lambda: hvd.allreduce(x, name=name, compression=compression),
+        lambda: hvd.allreduce(x, compression=compression),
+        tf.function(lambda: hvd.allreduce(x, name=f"{name}.graph", compression=compression)),
+        tf.function(scoped),
+    )
+    for call in calls:
+        raises(Exception, call, "Mismatched")
+
+
 @cases.add
 def what_cannot_be_done_is_refused() -> None:
     v = tf.Variable(tf.zeros([100, 200]))
