@@ -36,14 +36,13 @@ from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
 from hvd_compress.tensorflow._carried import carried_dtype, dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._collectives import TensorFlowCollectives
+from hvd_compress.tensorflow._gradients import KINDS, Gradient, all_finite, first_value, kind_of, refuse_unfit, same
 from hvd_compress.tensorflow._root_bucket import RootBucket, after_others, let_others_follow
 from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
 __all__ = ["GradientExchange", "Settings", "Source", "allowed_name"]
-
-Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
 _names: Counter[tuple[int, str]] = Counter()
 
@@ -94,7 +93,7 @@ class GradientExchange(Ledger[Bucket]):
 
     Raises:
         MismatchError: the ranks disagree; raised on all of them.
-        UnsupportedError: a tensor to be compressed whose shape is not known.
+        UnsupportedError: a tensor to be compressed whose shape is not known, or whose type is no floating one.
     """
 
     def __init__(self, settings: Settings, sources: Sequence[Source], compared: bool = True) -> None:
@@ -105,7 +104,9 @@ class GradientExchange(Ledger[Bucket]):
         process_set = settings.process_set
         # in an elastic run others may join
         self.takes_part = process_set.included() and (process_set.size() > 1 or is_elastic())
-        if self.takes_part and compared:
+        self._compares = self.takes_part and compared
+        self._compared: set[tuple[str, ...]] = set()
+        if self._compares:
             require_agreement(self._description(), process_set)
         ranks = process_set.size() if self.takes_part else 1
         position = process_set.rank() if self.takes_part else 0
@@ -119,6 +120,8 @@ class GradientExchange(Ledger[Bucket]):
             self._bucket_maker(), self._named_groups(),
             hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
         )  # fmt: skip
+        for source in sources:
+            refuse_unfit(source.name, source.dtype, self.exchanges(source.name))
         self._horovods = horovod_compressor(settings.compression)
         self._turn = Turn()
         self._compiled = tf.function(self._lay, autograph=False)
@@ -142,9 +145,12 @@ class GradientExchange(Ledger[Bucket]):
             loss_scale: that the gradients are multiplied with; where it changes, residuals are converted.
 
         Raises:
-            TypeError: a gradient to be compressed is not of a floating type.
             UnsupportedError: the function is compiled by XLA, or a sparse gradient comes to AdaGrad.
+            MismatchError: a gradient is None, or sparse, on some ranks only; raised on all of them where that is so in
+                the first step, or from one step on.
         """
+        if self._compares:
+            self._compare_kinds(gradients)
         if not self.keeps_state or all(g is None for g in gradients):
             return list(gradients)
         if tf.executing_eagerly():
@@ -176,11 +182,11 @@ class GradientExchange(Ledger[Bucket]):
             if loss_scale is not None and self.owes:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
         results = self._lay_dense(prepared, set(exchanged), turn)
-        finite = [_all_finite(g) for g in results if g is not None] if self.owes else []
+        finite = [all_finite(g) for g in results if g is not None] if self.owes else []
         if self.accumulators is not None:
             results, are_finite = self._lay_adagrad(results, turn)
             finite += are_finite
-        ends = [_first_value(g) for g in results if g is not None]
+        ends = [first_value(g) for g in results if g is not None]
         with tf.device("CPU:0"):
             # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
             buckets = [bucket for bucket in self.buckets if not exchanged.keys().isdisjoint(bucket.tensors)]
@@ -202,7 +208,7 @@ class GradientExchange(Ledger[Bucket]):
         """Results of what goes through Horovod's own allreduce, not before this step's turn; None for the others."""
         ours = {i for i, source in enumerate(self._sources) if source.name in exchanged}
         with tf.control_dependencies([turn]):
-            gradients = [g if g is None or i in ours else _same(g) for i, g in enumerate(gradients)]
+            gradients = [g if g is None or i in ours else same(g) for i, g in enumerate(gradients)]
         if not self.takes_part:
             return gradients
         settings = self.settings
@@ -280,6 +286,18 @@ class GradientExchange(Ledger[Bucket]):
 
         self._turn.write(tf.numpy_function(end, [turn, *ends], tf.int64, stateful=False))
 
+    def _compare_kinds(self, gradients: Sequence[Gradient]) -> None:
+        """Whether all ranks have gradients of the same kinds, which decide what collectives there are.
+
+        Only where they are of other kinds than in the steps before, as most never are.
+        """
+        kinds = tuple(kind_of(g, self.settings.sparse_as_dense) for g in gradients)
+        if kinds in self._compared:
+            return
+        told = {s.name: kind for s, kind in zip(self._sources, kinds, strict=True)}
+        require_agreement({KINDS: told}, self.settings.process_set)
+        self._compared.add(kinds)
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _prepared(self, gradient: Gradient, source: Source) -> Gradient:
@@ -289,11 +307,6 @@ class GradientExchange(Ledger[Bucket]):
             return gradient
         gradient = tf.convert_to_tensor(gradient)
         if self.exchanges(source.name):
-            if not gradient.dtype.is_floating:
-                raise TypeError(
-                    f"gradient of {source.name!r} is {gradient.dtype.name}; compressors take float16, bfloat16, "
-                    "float32 and float64. Leave such tensors to another tape or optimizer without compression"
-                )
             gradient.shape.assert_is_compatible_with(source.shape)
         return gradient
 
@@ -427,20 +440,3 @@ def _name_in_graph(name: str) -> str:
     graph = tf.compat.v1.get_default_graph()
     with graph.name_scope(None):
         return str(graph.unique_name(name))
-
-
-def _same(gradient: Gradient) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
-    return tf.identity(gradient)
-
-
-def _first_value(gradient: Gradient) -> tf.Tensor:
-    """What exists when the gradient does, and is small."""
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.reshape(values, [-1])[:1]
-
-
-def _all_finite(gradient: Gradient) -> tf.Tensor:
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
