@@ -335,7 +335,7 @@ def wrap(
     keras = keras_of(optimizer)
     if distributed(optimizer) is not None:
         raise UnsupportedError(
-            "this optimizer is distributed already: wrap an optimizer once. To wrap it with other settings, as when a "
+            "this optimizer is distributed already: wrap it once. To wrap one with other settings, as when a "
             "cell of a notebook runs again, keep the plain optimizer and wrap that, or use "
             "optimizer.set_compression(...)"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, FP16, Adaptive, NoCompression, OneBit, TopK
+from hvd_compress import BF16, FP16, AdaGrad, Adaptive, Auto, NoCompression, OneBit, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
     Bucket,
@@ -19,15 +19,19 @@ from hvd_compress.engine import (
     average_share,
     backward_buckets,
     check_settings,
+    compressor_of_call,
     empty_state,
+    exchange_of,
     exchanged,
     horovod_compressor,
     names_of_call,
     op_of_call,
     refuse_other_ops,
     refuse_residuals,
+    resolved,
 )
 from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.fingerprint import agree
 from tests.stages import last_message
 
 TENSORS = [
@@ -468,6 +472,17 @@ def test_settings_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     check_settings(**{**good, "compression": NoCompression()})
     with pytest.raises(UnsupportedError, match="elastic"):
         check_settings(**good)
+    for refused in (
+        lambda: compressor_of_call(OneBit()),
+        lambda: exchange_of(AdaGrad(), "two_phase", NoCompression()),
+        lambda: check_settings(**{**good, "compression": Auto()}),
+        lambda: check_settings(**{**good, "compression": resolved(NoCompression(), "parameter_server")}),
+    ):
+        with pytest.raises(UnsupportedError, match="elastic"):
+            refused()
+    assert compressor_of_call(NoCompression()) is None
+    # nothing is compared either: the gather would wait for ranks that train
+    agree({"seed": 1}, "all", lambda *_: pytest.fail("a collective"))
 
 
 def test_ops() -> None:

@@ -238,7 +238,7 @@ def a_wrapped_optimizer_is_not_copied_to_a_plain_one() -> None:
     again = wrapped(mine.__class__.from_config(mine.get_config()))
     check_equal_on_all_ranks(trained(again, epochs=1))
     assert type(type(mine).from_config(mine.get_config())) is mine.__class__
-    raises(UnsupportedError, lambda: wrapped(mine), "wrap an optimizer once", "set_compression")
+    raises(UnsupportedError, lambda: wrapped(mine), "wrap it once", "set_compression")
 
 
 @cases.add
