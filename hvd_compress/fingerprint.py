@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress import wire
+from hvd_compress.elastic import is_elastic
 from hvd_compress.errors import MismatchError
 from hvd_compress.waiting import waiting
 
 __all__ = [
     "DIGEST_BYTES",
     "agree",
-    "agree_by_name",
     "begin_agreement",
     "check_agreement",
     "digest",
@@ -82,33 +82,32 @@ def scope_of(process_set: Any) -> str:
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
 
 
-def agree(description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes]) -> None:
-    """Compare the description of this rank, and `versions`, with those of all others; a collective call.
+def agree(
+    description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes], name: str | None = None
+) -> None:
+    """Compare the description of this rank, and `versions`, with all others; a collective call, but for elastic runs.
+
+    There nothing is compared: who joins comes here while the others wait in their states' `sync`, or train. What has to
+    be the same on all ranks beyond what Horovod compares itself is refused in such runs.
 
     Args:
         description: JSON-able.
         scope: of the ranks that compare, see `scope_of`.
         allgather: bytes of this rank and the name of the collective -> bytes of all ranks, joined in their order.
+        name: of the collective, where another rank may start one that is not ours under the same name: Horovod then
+            raises an error on both. By default a number.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
-    # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
-    name = f"{scope}.{_calls[scope]}"
-    _calls[scope] += 1
-    agree_by_name(description, name, allgather)
-
-
-def agree_by_name(description: dict[str, Any], name: str, allgather: Callable[[bytes, str], bytes]) -> None:
-    """`agree` where all ranks know of one name for the comparison.
-
-    Raises:
-        MismatchError: on all ranks, naming the first difference.
-    """
-    name = f"hvd_compress.fingerprint.{name}"
+    if is_elastic():
+        return
+    if name is None:
+        # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
+        name = _numbered(scope)
     text, mine = _told(description)
     with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
-        _compare(allgather(mine, f"{name}.digest"), text, mine, name, allgather)
+        _compare(allgather(mine, name), text, mine, name, allgather)
 
 
 def begin_agreement(
@@ -124,16 +123,21 @@ def begin_agreement(
     Returns:
         What ends it, and raises MismatchError on all ranks.
     """
-    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
-    _calls[scope] += 1
+    name = _numbered(scope)
     text, mine = _told(description)
-    wait = start(mine, f"{name}.digest")
+    wait = start(mine, name)
 
     def end() -> None:
         with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
             _compare(wait(), text, mine, name, lambda data, label: start(data, label)())
 
     return end
+
+
+def _numbered(scope: str) -> str:
+    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
+    _calls[scope] += 1
+    return name
 
 
 def _told(description: dict[str, Any]) -> tuple[bytes, bytes]:

@@ -18,6 +18,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "LinkedCallback",
     "MetricAverageCallback",
+    "variables_of",
 ]
 
 
@@ -103,11 +104,15 @@ class BroadcastGlobalVariablesCallback(LinkedCallback):
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
-        of_optimizer = self.model.optimizer.variables
-        of_optimizer = of_optimizer if isinstance(of_optimizer, list) else of_optimizer()
-        variables = [v for v in [*self.model.weights, *of_optimizer] if not any(v is local for local in self._local)]
-        self.link.broadcast(variables, self.root_rank)
+        variables = variables_of(self.model, self.model.optimizer)
+        self.link.broadcast([v for v in variables if not any(v is local for local in self._local)], self.root_rank)
         self.broadcast_done = True
+
+
+def variables_of(model: Any, optimizer: Any) -> list[Any]:
+    """The weights of a model and the variables of an optimizer, as far as they exist."""
+    of_optimizer = optimizer.variables
+    return [*model.weights, *(of_optimizer if isinstance(of_optimizer, list) else of_optimizer())]
 
 
 class MetricAverageCallback(LinkedCallback):

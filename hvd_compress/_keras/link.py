@@ -46,6 +46,8 @@ class Link(ABC):
         horovod_compressor: of the edge.
         require_agreement: of the edge.
         nodes: of the edge.
+        object_state: Horovod's class for the state of elastic runs.
+        functions: of the edge, with its `allgather`, `broadcast` and `reducescatter`.
     """
 
     def __init__(
@@ -55,8 +57,12 @@ class Link(ABC):
         horovod_compressor: Callable[[Any], Any],
         require_agreement: Callable[[dict[str, Any], Any], None],
         nodes: HorovodNodes,
+        object_state: type,
+        functions: Any,
     ) -> None:
-        self.nodes = nodes
+        self._functions = functions
+        self.nodes, self.object_state = nodes, object_state
+        self.broadcast_object, self.elastic_run = hvd.broadcast_object, hvd.elastic.run
         self.none, self.average_op, self.all_ranks = hvd.Compression.none, hvd.Average, hvd.global_process_set
         self._hvd = hvd
         self._allreduce = allreduce
@@ -117,15 +123,15 @@ class Link(ABC):
 
     def allgather(self, value: Any, name: str | None) -> Any:
         """See `Interface.allgather`."""
-        return self._hvd.allgather(self.tensor(value), name=name)
+        return self._functions.allgather(self.tensor(value), name=name)
 
     def broadcast_value(self, value: Any, root_rank: int, name: str | None) -> Any:
         """See `Interface.broadcast`."""
-        return self._hvd.broadcast(self.tensor(value), root_rank, name=name)
+        return self._functions.broadcast(self.tensor(value), root_rank, name=name)
 
     def reducescatter(self, value: Any, name: str | None, op: Any) -> Any:
         """See `Interface.reducescatter`."""
-        return self._hvd.reducescatter(self.tensor(value), op=op, name=name)
+        return self._functions.reducescatter(self.tensor(value), op=op, name=name)
 
     # -- what a framework has in its own way -------------------------------------------------------------------------
 

@@ -152,6 +152,17 @@ class _Distributed:
 
     _hvd: Distribution
 
+    @classmethod
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """A plain optimizer of the class that was wrapped; without settings there is nothing to wrap it with."""
+        return cls.__bases__[1].from_config(config, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _no_copy(self, "copy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _no_copy(self, "pickle")
+
     def register_local_var(self, var: Any) -> None:
         """Keep the gradient of `var` to this rank: divided by the number of ranks, but not combined.
 
@@ -207,8 +218,6 @@ class _Distributed:
 class _Keras3(_Distributed):
     """Combines where Keras 3 clips: after local accumulation and unscaling, before clipping and the update."""
 
-    _loss_scale_factor: float | None = None
-
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
         self._hvd.of_gradients = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
@@ -217,22 +226,17 @@ class _Keras3(_Distributed):
         combined = self._hvd.combine(grads, self._hvd.of_gradients, self._trainable_variables)
         return super()._clip_gradients(combined)  # type: ignore[misc]
 
-    @property
-    def loss_scale_factor(self: Any) -> Any:
-        """A static loss scale, or None."""
-        return self._loss_scale_factor
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self: Any, value: Any) -> None:
-        # LossScaleOptimizer.__init__ sets None on what it wraps
-        if value is None and hasattr(self, "_hvd"):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # LossScaleOptimizer.__init__ does this to what it wraps; a property would not hear of it on TensorFlow, where
+        # Keras first looks whether the value changes
+        if name == "loss_scale_factor" and value is None and "_hvd" in self.__dict__:
             raise UnsupportedError(
                 "a LossScaleOptimizer around hvd.DistributedOptimizer would let each rank decide on its own gradients "
                 "whether to take part in a step, and the others would wait for ever. Wrap the other way round: "
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). model.compile adds a "
                 "LossScaleOptimizer of its own where the model computes in float16"
             )
-        object.__setattr__(self, "_loss_scale_factor", value)
+        super().__setattr__(name, value)
 
 
 class _Keras3Apply(_Distributed):
@@ -286,6 +290,16 @@ class _Keras2Legacy(_Keras2):
         return self.aggregate_gradients(grads_and_vars)
 
 
+def _no_copy(optimizer: Any, what: str) -> UnsupportedError:
+    name = type(optimizer).__name__
+    return UnsupportedError(
+        f"cannot {what} {name}, which hvd.DistributedOptimizer has wrapped: what its ranks owe each other belongs to "
+        f"this one, and Keras would make a plain {name}, which exchanges nothing. Make another one of its "
+        "configuration and wrap that: hvd.DistributedOptimizer(optimizer.__class__.from_config("
+        "optimizer.get_config()), ...). Saved models load without this, see hvd.load_model"
+    )
+
+
 def local_variables(local_layers: Any) -> list[Any]:
     """The trainable weights of one or several Keras layers.
 
@@ -326,7 +340,11 @@ def wrap(
     """
     keras = keras_of(optimizer)
     if distributed(optimizer) is not None:
-        raise UnsupportedError("this optimizer is distributed already: wrap it once")
+        raise UnsupportedError(
+            "this optimizer is distributed already: wrap it once. To wrap one with other settings, as when a "
+            "cell of a notebook runs again, keep the plain optimizer and wrap that, or use "
+            "optimizer.set_compression(...)"
+        )
     if int(keras.__version__.partition(".")[0]) < 3:
         return _wrap_keras2(optimizer, link, settings, groups, backward_passes_per_step,
                             average_aggregated_gradients, scale_local_gradients)  # fmt: skip
@@ -344,8 +362,6 @@ def wrap(
     wrapped = _same_object(optimizer, _Keras3Apply if has_own_apply else _Keras3)
     if backward_passes_per_step > 1:
         _accumulate(getattr(wrapped, "inner_optimizer", wrapped), backward_passes_per_step)
-    if not has_own_apply:
-        wrapped._loss_scale_factor = optimizer.loss_scale_factor
     wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale)
     link.keep_uncompiled(wrapped, "apply")
     return wrapped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -18,6 +17,7 @@ from hvd_compress.compressors import (
     Threshold,
     TopK,
 )
+from hvd_compress.elastic import refuse_elastic
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with, unchecked
 from hvd_compress.policy import Auto, Policy, horovods_own, meant, refuse_class
@@ -110,7 +110,8 @@ def compressor_of_call(compression: Any) -> Compressor | None:
         raise UnsupportedError(
             f"allreduce with {chosen!r}: it chooses for the tensors of an optimizer; give the compressor of this one"
         )
-    _refuse_elastic(chosen)
+    if chosen is not None:
+        refuse_elastic(chosen)
     return chosen
 
 
@@ -181,13 +182,15 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | ParameterServer, compre
 
     Raises:
         TypeError: `adagrad` is something else.
-        UnsupportedError: an exchange without owners, or `Auto`.
+        UnsupportedError: an exchange without owners, `Auto`, or an elastic run.
     """
     if adagrad is not None and isinstance(compression, Auto):
         raise UnsupportedError(
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
+    if adagrad is not None:
+        refuse_elastic(adagrad)
     return exchange_with(adagrad, checked_exchange(exchange))
 
 
@@ -251,13 +254,6 @@ def check_settings(
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
     if groups is not None and not isinstance(groups, list) and groups <= 0:
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
-    _refuse_elastic(exchanged(compression))
-
-
-def _refuse_elastic(ours: Compressor | Policy | Auto | None) -> None:
-    if ours is not None and os.environ.get("HOROVOD_ELASTIC") == "1":
-        raise UnsupportedError(
-            f"{ours!r} in an elastic run: exchanges are laid out for the ranks that there are, and residuals of those "
-            "that leave would be lost. Start with a fixed number of ranks, and use hvd_compress.feedback.redistribute "
-            "to change it between runs"
-        )
+    ours = exchanged(compression)
+    if ours is not None:
+        refuse_elastic(ours)

@@ -24,7 +24,19 @@ except Exception as error:
 from horovod.tensorflow import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
-from hvd_compress.tensorflow._functions import allreduce, broadcast_variables, forget_residuals, grouped_allreduce
+from hvd_compress.submodules import offer
+from hvd_compress.tensorflow._carried import (
+    allgather,
+    alltoall,
+    broadcast,
+    broadcast_,
+    broadcast_variables,
+    grouped_allgather,
+    grouped_reducescatter,
+    reducescatter,
+)
+from hvd_compress.tensorflow._elastic import TensorFlowKerasState, TensorFlowState
+from hvd_compress.tensorflow._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.tensorflow._gossip import EventGraD
 from hvd_compress.tensorflow._optimizer import DistributedOptimizer
 from hvd_compress.tensorflow._tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -38,11 +50,20 @@ __all__ = [
     "DistributedOptimizer",
     "EventGraD",
     "PartialDistributedGradientTape",
+    "allgather",
     "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
     "broadcast_variables",
     "forget_residuals",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
 ]
+
+offer(__name__, "horovod.tensorflow", TensorFlowKerasState=TensorFlowKerasState, TensorFlowState=TensorFlowState)
 
 if TYPE_CHECKING:
 

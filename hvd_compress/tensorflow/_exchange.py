@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvd_compress.compressors import FP16
 from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
+from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -33,15 +34,15 @@ from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._carried import carried_dtype, dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._collectives import TensorFlowCollectives
+from hvd_compress.tensorflow._gradients import KINDS, Gradient, all_finite, first_value, kind_of, refuse_unfit, same
 from hvd_compress.tensorflow._root_bucket import RootBucket, after_others, let_others_follow
-from hvd_compress.tensorflow._seams import is_compiled_by_xla, split_list
+from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
-__all__ = ["GradientExchange", "Settings", "Source"]
-
-Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
+__all__ = ["GradientExchange", "Settings", "Source", "allowed_name"]
 
 _names: Counter[tuple[int, str]] = Counter()
 
@@ -92,7 +93,7 @@ class GradientExchange(Ledger[Bucket]):
 
     Raises:
         MismatchError: the ranks disagree; raised on all of them.
-        UnsupportedError: a tensor to be compressed whose shape is not known.
+        UnsupportedError: a tensor to be compressed whose shape is not known, or whose type is no floating one.
     """
 
     def __init__(self, settings: Settings, sources: Sequence[Source], compared: bool = True) -> None:
@@ -101,8 +102,11 @@ class GradientExchange(Ledger[Bucket]):
         self._compressor = exchanged(settings.compression)
         self._wire_names = {s.name: _claim(s.name, settings.process_set) for s in sources}
         process_set = settings.process_set
-        self.takes_part = process_set.included() and process_set.size() > 1
-        if self.takes_part and compared:
+        # in an elastic run others may join
+        self.takes_part = process_set.included() and (process_set.size() > 1 or is_elastic())
+        self._compares = self.takes_part and compared
+        self._compared: set[tuple[str, ...]] = set()
+        if self._compares:
             require_agreement(self._description(), process_set)
         check_patterns(settings.compression, [s.name for s in sources])
         ranks = process_set.size() if self.takes_part else 1
@@ -117,6 +121,8 @@ class GradientExchange(Ledger[Bucket]):
             self._bucket_maker(), self._named_groups(),
             hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
         )  # fmt: skip
+        for source in sources:
+            refuse_unfit(source.name, source.dtype, self.exchanges(source.name))
         self._horovods = horovod_compressor(settings.compression)
         self._turn = Turn()
         self._compiled = tf.function(self._lay, autograph=False)
@@ -140,9 +146,12 @@ class GradientExchange(Ledger[Bucket]):
             loss_scale: that the gradients are multiplied with; where it changes, residuals are converted.
 
         Raises:
-            TypeError: a gradient to be compressed is not of a floating type.
             UnsupportedError: the function is compiled by XLA, or a sparse gradient comes to AdaGrad.
+            MismatchError: a gradient is None, or sparse, on some ranks only; raised on all of them where that is so in
+                the first step, or from one step on.
         """
+        if self._compares:
+            self._compare_kinds(gradients)
         if not self.keeps_state or all(g is None for g in gradients):
             return list(gradients)
         if tf.executing_eagerly():
@@ -174,11 +183,11 @@ class GradientExchange(Ledger[Bucket]):
             if loss_scale is not None and self.owes:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
         results = self._lay_dense(prepared, set(exchanged), turn)
-        finite = [_all_finite(g) for g in results if g is not None] if self.owes else []
+        finite = [all_finite(g) for g in results if g is not None] if self.owes else []
         if self.accumulators is not None:
             results, are_finite = self._lay_adagrad(results, turn)
             finite += are_finite
-        ends = [_first_value(g) for g in results if g is not None]
+        ends = [first_value(g) for g in results if g is not None]
         with tf.device("CPU:0"):
             # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
             buckets = [bucket for bucket in self.buckets if not exchanged.keys().isdisjoint(bucket.tensors)]
@@ -200,7 +209,7 @@ class GradientExchange(Ledger[Bucket]):
         """Results of what goes through Horovod's own allreduce, not before this step's turn; None for the others."""
         ours = {i for i, source in enumerate(self._sources) if source.name in exchanged}
         with tf.control_dependencies([turn]):
-            gradients = [g if g is None or i in ours else _same(g) for i, g in enumerate(gradients)]
+            gradients = [g if g is None or i in ours else same(g) for i, g in enumerate(gradients)]
         if not self.takes_part:
             return gradients
         settings = self.settings
@@ -214,15 +223,15 @@ class GradientExchange(Ledger[Bucket]):
         for group in self._groups(gradients, ours):
             if len(group) == 1 and settings.groups is None:
                 (i,) = group
-                name = f"hvd_compress.allreduce.{self._wire_names[self._sources[i].name]}"
+                name = _name_in_graph(f"{ALLREDUCE}.{self._wire_names[self._sources[i].name]}")
                 # Horovod names the two allgathers of a sparse gradient itself
-                results[i] = hvd.allreduce(
+                results[i] = dense_allreduce(
                     gradients[i], name=name, ignore_name_scope=True,
                     compression=self._horovods_of(self._sources[i].name), **reduce,
                 )  # fmt: skip
             elif group:
-                name = f"hvd_compress.grouped_allreduce.{self._wire_names[self._sources[group[0]].name]}"
-                combined = hvd.grouped_allreduce(
+                name = _name_in_graph(f"{ALLREDUCE}.grouped.{self._wire_names[self._sources[group[0]].name]}")
+                combined = dense_grouped_allreduce(
                     [gradients[i] for i in group], name=name, ignore_name_scope=True,
                     compression=self._horovods_of(self._sources[group[0]].name), **reduce,
                 )  # fmt: skip
@@ -278,6 +287,18 @@ class GradientExchange(Ledger[Bucket]):
 
         self._turn.write(tf.numpy_function(end, [turn, *ends], tf.int64, stateful=False))
 
+    def _compare_kinds(self, gradients: Sequence[Gradient]) -> None:
+        """Whether all ranks have gradients of the same kinds, which decide what collectives there are.
+
+        Only where they are of other kinds than in the steps before, as most never are.
+        """
+        kinds = tuple(kind_of(g, self.settings.sparse_as_dense) for g in gradients)
+        if kinds in self._compared:
+            return
+        told = {s.name: kind for s, kind in zip(self._sources, kinds, strict=True)}
+        require_agreement({KINDS: told}, self.settings.process_set)
+        self._compared.add(kinds)
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _prepared(self, gradient: Gradient, source: Source) -> Gradient:
@@ -287,11 +308,6 @@ class GradientExchange(Ledger[Bucket]):
             return gradient
         gradient = tf.convert_to_tensor(gradient)
         if self.exchanges(source.name):
-            if not gradient.dtype.is_floating:
-                raise TypeError(
-                    f"gradient of {source.name!r} is {gradient.dtype.name}; compressors take float16, bfloat16, "
-                    "float32 and float64. Leave such tensors to another tape or optimizer without compression"
-                )
             gradient.shape.assert_is_compatible_with(source.shape)
         return gradient
 
@@ -317,8 +333,9 @@ class GradientExchange(Ledger[Bucket]):
     def _dense_bytes(self, gradient: tf.Tensor, horovods: Any) -> tuple[int, int]:
         numel = int(np.prod(gradient.shape.as_list(), dtype=np.int64))
         with tf.init_scope():
-            sent, _ = horovods.compress(tf.zeros([1], gradient.dtype))
-        return numel * sent.dtype.size, numel * gradient.dtype.size
+            sent, _ = horovods.compress(tf.zeros([1], carried_dtype(gradient.dtype)))
+        pairs = 2 if gradient.dtype.is_complex else 1
+        return pairs * numel * sent.dtype.size, numel * gradient.dtype.size
 
     def _forget(self, turn: np.int64) -> np.int64:
         # of a step that has failed
@@ -403,24 +420,24 @@ class GradientExchange(Ledger[Bucket]):
 
 def _claim(name: str, process_set: hvd.ProcessSet) -> str:
     """`name` for collectives: what a graph allows, and unique in this process, on all ranks in the same way."""
-    allowed = re.sub(r"[^A-Za-z0-9_.-]", ".", name)
+    allowed = allowed_name(name)
+    if is_elastic():
+        # who joins has not made what the others have; `_name_in_graph` makes it unique
+        return allowed
     taken = _names[process_set.process_set_id, allowed]
     _names[process_set.process_set_id, allowed] += 1
     return f"{allowed}.again{taken}" if taken else allowed
 
 
-def _same(gradient: Gradient) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
-    return tf.identity(gradient)
+def allowed_name(name: str) -> str:
+    """`name` with what a graph does not allow in names replaced."""
+    return re.sub(r"[^A-Za-z0-9_.-]", ".", name)
 
 
-def _first_value(gradient: Gradient) -> tf.Tensor:
-    """What exists when the gradient does, and is small."""
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.reshape(values, [-1])[:1]
-
-
-def _all_finite(gradient: Gradient) -> tf.Tensor:
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    return tf.reduce_all(tf.math.is_finite(values)) if values.dtype.is_floating else tf.constant(True)
+def _name_in_graph(name: str) -> str:
+    """`name` for Horovod; in an elastic run unique in the current graph, which does not depend on the graphs before."""
+    if not is_elastic():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    with graph.name_scope(None):
+        return str(graph.unique_name(name))

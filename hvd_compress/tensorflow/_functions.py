@@ -10,13 +10,14 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import compressor_of_call, names_of_call, op_of_call
+from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
-from hvd_compress.tensorflow._seams import raw
+from hvd_compress.tensorflow._agreement import require_agreement
+from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
+from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source, allowed_name
 from hvd_compress.tensorflow.compression import horovod_compressor
 
-__all__ = ["allreduce", "broadcast_variables", "forget_residuals", "grouped_allreduce"]
+__all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _exchanges: dict[tuple[Any, ...], GradientExchange] = {}
@@ -41,8 +42,8 @@ def allreduce(
     without a name it is lost. Tensors that compression would not make smaller travel as they are.
 
     Args:
-        tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; `tf.IndexedSlices` travel as
-            Horovod sends them.
+        tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; without one, all that Horovod
+            takes, bfloat16 and complex numbers. `tf.IndexedSlices` travel as Horovod sends them.
         average: old form of `op`.
         device_dense: of Horovod's allreduce.
         device_sparse: of Horovod's allgathers.
@@ -55,14 +56,18 @@ def allreduce(
         ignore_name_scope: of Horovod's allreduce; collectives of an exchange never use the scope.
 
     Raises:
-        UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress.
+        UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress; a type that
+            has no sum; an elastic run.
+        MismatchError: the ranks disagree on op, type, shape, factors or compressor; on the first use of a name, raised
+            on all of them. A rank that does not compress at all there gets Horovod's error of mismatched operations.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
     compressor = compressor_of_call(compression)
     if compressor is None or isinstance(tensor, tf.IndexedSlices) or process_set.size() == 1:
-        return hvd.allreduce(
-            tensor, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
-            postscale_factor, name, process_set, ignore_name_scope,
+        return dense_allreduce(
+            tensor, average, device_dense, device_sparse, horovod_compressor(compression), op=op,
+            prescale_factor=prescale_factor, postscale_factor=postscale_factor, name=name, process_set=process_set,
+            ignore_name_scope=ignore_name_scope,
         )  # fmt: skip
     factor = prescale_factor * postscale_factor
     return _exchange([tensor], average, compressor, op, factor, name, process_set)[0]
@@ -84,25 +89,13 @@ def grouped_allreduce(
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
     compressor = compressor_of_call(compression)
     if compressor is None or process_set.size() == 1 or not tensors:
-        combined: list[Any] = hvd.grouped_allreduce(
-            tensors, average, device_dense, device_sparse, horovod_compressor(compression), op, prescale_factor,
-            postscale_factor, process_set, ignore_name_scope, name,
+        return dense_grouped_allreduce(
+            tensors, average, op, device_dense=device_dense, device_sparse=device_sparse,
+            compression=horovod_compressor(compression), prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor, process_set=process_set, ignore_name_scope=ignore_name_scope, name=name,
         )  # fmt: skip
-        return combined
     factor = prescale_factor * postscale_factor
     return _exchange(tensors, average, compressor, op, factor, name, process_set)
-
-
-def broadcast_variables(variables: Sequence[Any], root_rank: int, *arguments: Any, **settings: Any) -> Any:
-    """`horovod.tensorflow.broadcast_variables`, which takes variables of TensorFlow only, for those of Keras 3 too.
-
-    Args:
-        variables: to become those of the root.
-        root_rank: whose values all take.
-        arguments: Horovod's others, in its order.
-        settings: Horovod's others, by name.
-    """
-    return hvd.broadcast_variables([raw(v) for v in variables], root_rank, *arguments, **settings)
 
 
 def forget_residuals() -> None:
@@ -134,6 +127,7 @@ def _exchange(
     key = (process_set.process_set_id, process_set.size(), op, compression, *sources)
     exchange = _exchanges.get(key)
     if exchange is None:
+        _require_agreement(compression, op, factor, sources, process_set, _horovods_name(name, given))
         exchange = GradientExchange(settings, sources, compared=False)
         if name is not None:
             _exchanges[key] = exchange
@@ -151,6 +145,35 @@ def _exchange(
     combined = combine(*given)
     combined = list(combined) if isinstance(combined, list | tuple) else [combined]
     return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
+
+
+def _require_agreement(
+    compression: Compressor,
+    op: Any,
+    factor: float,
+    sources: Sequence[Source],
+    process_set: hvd.ProcessSet,
+    name: str,
+) -> None:
+    """Compare on the first use of a name what would make ranks wait for each other, or get different results."""
+    told = description(
+        compression, op, [[s.name, s.shape, s.dtype.name] for s in sources],
+        **{"prescale_factor * postscale_factor": factor},
+    )  # fmt: skip
+    require_agreement(told, process_set, name)
+
+
+def _horovods_name(name: str | None, tensors: Sequence[tf.Tensor]) -> str:
+    """What Horovod calls this operation on a rank that does not compress; of a group, its first tensor."""
+    several = len(tensors) > 1
+    if tf.executing_eagerly():
+        own = "HorovodGroupedAllreduce" if several else "HorovodAllreduce"
+    elif several:
+        own = name or f"HorovodGroupedAllreduce_{tensors[0].name}_{tensors[-1].name}"
+    else:
+        own = name or f"HorovodAllreduce_{tensors[0].name}"
+    scope = "" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_name_scope()
+    return f"{scope}/{allowed_name(own)}".strip("/") + (f"_1of{len(tensors)}" if several else "")
 
 
 def _for_one_call(compressor: Compressor) -> Compressor:

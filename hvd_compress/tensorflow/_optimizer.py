@@ -60,7 +60,9 @@ def DistributedOptimizer(
             num_groups, groups, process_set, scale_local_gradients,
         )  # fmt: skip
     # importing Keras takes a while, and not every user of TensorFlow needs it
-    from hvd_compress.tensorflow import keras as of_keras
+    from hvd_compress.tensorflow import keras
+
+    of_keras: Any = keras
 
     return of_keras.DistributedOptimizer(
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,

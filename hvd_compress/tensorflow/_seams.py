@@ -9,7 +9,10 @@ from horovod.common import process_sets
 from horovod.common.util import split_list
 from tensorflow.python.ops import control_flow_util
 
-__all__ = ["is_compiled_by_xla", "known_process_sets", "overlay", "raw", "split_list"]
+__all__ = ["ALLREDUCE", "BROADCAST", "is_compiled_by_xla", "known_process_sets", "overlay", "raw", "split_list"]
+
+# hvd.elastic.run takes an error of TensorFlow for one of Horovod where its text has such a name (elastic.py l. 54)
+ALLREDUCE, BROADCAST = "HorovodAllreduce.hvd_compress", "HorovodBroadcast.hvd_compress"
 
 
 def is_compiled_by_xla() -> bool:

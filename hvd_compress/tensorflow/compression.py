@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import horovod.tensorflow as hvd
-import tensorflow as tf
 
 from hvd_compress import engine
 from hvd_compress.compressors import FP16, Compressor
@@ -26,28 +25,11 @@ class Compression(hvd.Compression, engine.Defaults):
     """
 
 
-class DenseRoute:
-    """How gradients that are not compressed travel beside compressed ones.
-
-    They go as they are, but bfloat16, which Horovod does not know, as float32.
-    """
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType | None]:
-        """The tensor in a type that Horovod can sum."""
-        return (tf.cast(tensor, tf.float32), tensor.dtype) if tensor.dtype == tf.bfloat16 else (tensor, None)
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: tf.DType | None) -> tf.Tensor:
-        """The tensor in the type it had."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
-
-
 def dense_route(compressor: Compressor) -> Any:
     """How a tensor whose chosen compressor is NoCompression or FP16 goes through Horovod's allreduce."""
-    return hvd.Compression.fp16 if isinstance(compressor, FP16) else DenseRoute
+    return hvd.Compression.fp16 if isinstance(compressor, FP16) else hvd.Compression.none
 
 
 def horovod_compressor(compression: Any) -> Any:
     """See `engine.horovod_compressor`."""
-    return engine.horovod_compressor(compression, hvd.Compression.none, DenseRoute)
+    return engine.horovod_compressor(compression, hvd.Compression.none, hvd.Compression.none)

@@ -24,6 +24,7 @@ except Exception as error:
 from horovod.torch import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.submodules import offer
 from hvd_compress.torch._async_server import AsyncParameterServerOptimizer
 from hvd_compress.torch._collectives import *  # noqa: F403
 from hvd_compress.torch._daso import DASO, daso_process_sets
@@ -50,6 +51,8 @@ __all__ = [
     "forget_residuals",
     "grouped_allreduce",
 ]
+
+offer(__name__, "horovod.torch")
 
 if TYPE_CHECKING:
 

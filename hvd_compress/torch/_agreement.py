@@ -11,7 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.fingerprint import DIGEST_BYTES, agree, agree_by_name, check_agreement, digest, scope_of, serialize
+from hvd_compress.fingerprint import DIGEST_BYTES, agree, check_agreement, digest, scope_of, serialize
 
 __all__ = [
     "Collective",
@@ -61,7 +61,7 @@ def require_agreement_through(
 
     def allgather(data: bytes, its_name: str) -> bytes:
         mine = torch.frombuffer(bytearray(data), dtype=torch.int8)
-        if not its_name.endswith(".digest"):
+        if its_name != name:
             # all ranks have met
             return bytes(hvd.allgather(mine, name=its_name, process_set=process_set).numpy().tobytes())
         if collective == "allgather":
@@ -77,7 +77,7 @@ def require_agreement_through(
             everyone, _ = hvd.synchronize(handle)
         return bytes(everyone.numpy().tobytes())
 
-    agree_by_name(description, f"{scope_of(process_set)}.{collective}.{name}", allgather)
+    agree(description, scope_of(process_set), allgather, name)
 
 
 def require_agreement_of_call(

@@ -8,9 +8,11 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.common.elastic import ObjectState
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
+from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import Bucket, Ledger, Routing, average_share, description, exchanged
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import require_agreement
@@ -81,7 +83,8 @@ class TorchExchange:
         self._settings = settings
         compression, process_set = settings["compression"], settings["process_set"]
         self._names = unique([stable_name(v.path) for v in variables])
-        self.takes_part = bool(process_set.included() and process_set.size() > 1)
+        # in an elastic run others may join
+        self.takes_part = bool(process_set.included() and (process_set.size() > 1 or is_elastic()))
         self._horovods = horovod_compressor(compression)
         self._engine: Engine | None = None
         self._alone: Ledger[Bucket] | None = None
@@ -229,4 +232,4 @@ class TorchExchange:
             holder.load_state_dict(state)
 
 
-LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement, NODES)
+LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement, NODES, ObjectState, hvd)

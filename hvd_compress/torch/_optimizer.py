@@ -9,6 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -124,7 +125,8 @@ def DistributedOptimizer(
         return hvd.DistributedOptimizer(
             optimizer, named, horovods, backward_passes_per_step, op, process_set=process_set
         )
-    takes_part = process_set.included() and process_set.size() > 1
+    # in elastic runs all is Horovod's own: who joins wraps its optimizer while the others train
+    takes_part = process_set.included() and process_set.size() > 1 and not is_elastic()
     scale = 1.0 if ours is None else average_share(ours, op, hvd.Average, hvd.Sum, process_set.size() or 1)
     wrapping = Wrapping(
         compression, ours, op, exchange, min_numel, bucket_bytes, groups, adagrad, process_set, scale,

@@ -13,7 +13,9 @@ from hvd_compress import (
     BF16,
     FP16,
     QSGD,
+    AdaGrad,
     Adaptive,
+    Auto,
     NoCompression,
     OneBit,
     ParameterServer,
@@ -30,16 +32,20 @@ from hvd_compress.engine import (
     average_share,
     backward_buckets,
     check_settings,
+    compressor_of_call,
     empty_state,
+    exchange_of,
     exchanged,
     horovod_compressor,
     names_of_call,
     op_of_call,
     refuse_other_ops,
     refuse_residuals,
+    resolved,
 )
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import make_plan
+from hvd_compress.fingerprint import agree
 from tests.stages import last_message
 
 TENSORS = [
@@ -515,6 +521,17 @@ def test_settings_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     check_settings(**{**good, "compression": NoCompression()})
     with pytest.raises(UnsupportedError, match="elastic"):
         check_settings(**good)
+    for refused in (
+        lambda: compressor_of_call(OneBit()),
+        lambda: exchange_of(AdaGrad(), "two_phase", NoCompression()),
+        lambda: check_settings(**{**good, "compression": Auto()}),
+        lambda: check_settings(**{**good, "compression": resolved(NoCompression(), "parameter_server")}),
+    ):
+        with pytest.raises(UnsupportedError, match="elastic"):
+            refused()
+    assert compressor_of_call(NoCompression()) is None
+    # nothing is compared either: the gather would wait for ranks that train
+    agree({"seed": 1}, "all", lambda *_: pytest.fail("a collective"))
 
 
 def test_ops() -> None:

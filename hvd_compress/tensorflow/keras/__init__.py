@@ -26,12 +26,16 @@ from horovod.tensorflow.keras import *  # noqa: F403
 from tensorflow import keras
 
 from hvd_compress._keras.binding import bound
+from hvd_compress.submodules import offer
 from hvd_compress.tensorflow.compression import Compression
 from hvd_compress.tensorflow.keras._link import LINK
 
 # those that an edge of Keras has of its own, in the place of Horovod's
 _OWN = bound(keras, LINK, __name__)
 globals().update(_OWN)
+offer(__name__, "horovod.tensorflow.keras")
+# this one has imported more of it
+offer("hvd_compress.tensorflow", "horovod.tensorflow")
 
 __all__ = [
     *(name for name in dir(horovod.tensorflow.keras) if not name.startswith("_")),

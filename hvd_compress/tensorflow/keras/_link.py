@@ -7,9 +7,12 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from horovod.common.elastic import ObjectState
 
 from hvd_compress._keras.link import Link
+from hvd_compress.tensorflow import _carried
 from hvd_compress.tensorflow._agreement import require_agreement
+from hvd_compress.tensorflow._carried import broadcast_variables
 from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings
 from hvd_compress.tensorflow._functions import allreduce
@@ -37,19 +40,7 @@ class TensorFlowLink(Link):
         return raw(variable)._unique_id
 
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
-        inner = [raw(v) for v in variables]
-
-        # named by position: paths hold counters of models and optimizers, which may differ from rank to rank
-        @tf.function(autograph=False)
-        def broadcast() -> list[tf.Tensor]:
-            with tf.device("CPU:0"):
-                return [
-                    hvd.broadcast(_sendable(v), root_rank, f"hvd_compress.variable.{i}", ignore_name_scope=True)
-                    for i, v in enumerate(inner)
-                ]
-
-        for variable, value in zip(inner, broadcast(), strict=True):
-            variable.assign(tf.cast(value, variable.dtype))
+        broadcast_variables(variables, root_rank)
 
     def mean(self, values: Sequence[float], name: str) -> list[float]:
         with tf.device("CPU:0"):
@@ -111,10 +102,4 @@ class Accumulators:
             total.assign(tf.zeros_like(total))
 
 
-def _sendable(variable: tf.Variable) -> tf.Tensor:
-    # Horovod does not know bfloat16, which float32 holds exactly
-    value = tf.convert_to_tensor(variable)
-    return tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
-
-
-LINK = TensorFlowLink(hvd, allreduce, horovod_compressor, require_agreement, NODES)
+LINK = TensorFlowLink(hvd, allreduce, horovod_compressor, require_agreement, NODES, ObjectState, _carried)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 import zlib
 from typing import Any
@@ -210,6 +212,50 @@ def all_that_an_optimizer_has_is_kept() -> None:
     assert int(mine.iterations) == 12
 
 
+@cases.each({"compiled again": False, "run eagerly": True})
+def frozen_layers_stay_as_they_are(eagerly: bool) -> None:
+    settings = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "run_eagerly": eagerly}
+    model = trained(wrapped(compression=TopK(0.05)), run_eagerly=eagerly)
+    first = model.layers[0].get_weights()
+    for trainable in (False, True):
+        model.layers[0].trainable = trainable
+        # Keras 2 looks at it when it compiles
+        if not eagerly or KERAS == 2:
+            model.compile(model.optimizer, **settings)
+        before = model.get_weights()
+        model.fit(*data(), batch_size=16, verbose=0, shuffle=False)
+        same = [(a == b).all() for a, b in zip(first, model.layers[0].get_weights(), strict=True)]
+        assert all(same) if not trainable else not all(same)
+        assert any((a != b).any() for a, b in zip(before[len(first) :], model.get_weights()[len(first) :], strict=True))
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def a_wrapped_optimizer_is_not_copied_to_a_plain_one() -> None:
+    mine = trained(wrapped(), epochs=1).optimizer
+    for copied in (copy.deepcopy, pickle.dumps):
+        raises(UnsupportedError, lambda copied=copied: copied(mine), "from_config", "exchanges nothing")
+    again = wrapped(mine.__class__.from_config(mine.get_config()))
+    check_equal_on_all_ranks(trained(again, epochs=1))
+    assert type(type(mine).from_config(mine.get_config())) is mine.__class__
+    raises(UnsupportedError, lambda: wrapped(mine), "wrap it once", "set_compression")
+
+
+@cases.add
+def a_wrapped_optimizer_clips_what_is_combined() -> None:
+    model = network()
+    model.set_weights([np.asarray(hvd.broadcast(w, 0, name=f"clip{i}")) for i, w in enumerate(model.get_weights())])
+    before = model.get_weights()
+    model = trained(wrapped(keras.optimizers.SGD(1.0, global_clipnorm=1e-3)), model=model, epochs=2)
+    moved = sum(((a - b) ** 2).sum() for a, b in zip(before, model.get_weights(), strict=True)) ** 0.5
+    assert 0 < moved <= 12 * 1e-3 * (1 + 1e-4)
+    check_equal_on_all_ranks(model)
+
+
+def a_loss_scale_around_a_wrapped_optimizer_is_refused() -> None:
+    raises(UnsupportedError, lambda: keras.optimizers.LossScaleOptimizer(wrapped()), "other way round")
+
+
 def several_optimizers_in_one_train() -> None:
     inner = {"first/.*": keras.optimizers.SGD(0.05)}
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01), inner))
@@ -362,6 +408,7 @@ def eventgrad_ends_with_equal_weights_after_different_numbers_of_batches(transpo
 
 
 if KERAS == 3:
+    cases.add(a_loss_scale_around_a_wrapped_optimizer_is_refused)
     cases.add(several_optimizers_in_one_train)
     cases.add(sparse_gradients_are_scaled_and_accumulated)
     cases.add(a_trained_optimizer_keeps_its_state_under_a_loss_scale)

@@ -51,13 +51,13 @@ def ranks_of_start() -> int:
     return int(os.environ.get("HOROVOD_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
 
 
-def raises(kind: type[BaseException], call: Callable[[], Any], *parts: str) -> None:
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], call: Callable[[], Any], *parts: str) -> None:
     """Fail unless the call raises an error of this kind that says all of these parts."""
     try:
         call()
     except kind as error:
         said = f"{type(error).__name__}: {error}"
     else:
-        raise AssertionError(f"{kind.__name__} was not raised")
+        raise AssertionError(f"{kind} was not raised")
     missing = [part for part in parts if part not in said]
     assert not missing, f"this does not say {missing}: {said}"

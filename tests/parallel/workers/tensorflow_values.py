@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress import QSGD, OneBit, Threshold, TopK
+from hvd_compress import QSGD, NoCompression, OneBit, Policy, Threshold, TopK
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
@@ -529,6 +529,205 @@ def functions() -> None:
 def ranks_that_disagree_are_told_so() -> None:
     pi = TopK(0.1 if horovod.rank() == 0 else 0.2)
     raises(MismatchError, lambda: gradients(variables(), given(0), lambda t: wrapped(t, pi)), "ratio", "0.1", "0.2")
+
+
+@cases.each(
+    {
+        "op": ({"op": (hvd.Average, hvd.Sum)}, "op"),
+        "factor": ({"prescale_factor": (1.0, 2.0)}, "prescale_factor"),
+        "compressor": ({"compression": (OneBit(), TopK(0.1))}, "onebit"),
+        "feedback": ({"compression": (OneBit(), OneBit(error_feedback=False))}, "error_feedback"),
+        "dtype": ({"tensor": (tf.ones([100, 300]), tf.ones([100, 300], tf.float64))}, "float64"),
+        "shape": ({"tensor": (tf.ones([100, 300]), tf.ones([101, 300]))}, "101"),
+    }
+)
+def calls_that_differ_are_told_so_on_all_ranks(setting: Any) -> None:
+    given_to, told = setting
+    mine = {key: of_ranks[min(horovod.rank(), 1)] for key, of_ranks in given_to.items()}
+    arguments = {"tensor": tf.ones([100, 300]), "compression": OneBit(), **mine}
+    name = f"differs{next(_runs)}"
+    for named in (name, None):
+        raises(MismatchError, lambda named=named: hvd.allreduce(name=named, **arguments), told)
+        # AutoGraph makes another error of it
+        raises(Exception, lambda named=named: tf.function(hvd.allreduce)(name=named, **arguments), told)
+    # and nothing is left behind
+    found = hvd.allreduce(tf.ones([100, 300]), name=f"{name}.after", compression=OneBit())
+    np.testing.assert_allclose(found, np.ones([100, 300]))
+
+
+@cases.add
+def one_rank_that_does_not_compress_is_an_error_on_all() -> None:
+    compression = OneBit() if horovod.rank() == 0 else hvd.Compression.none
+    x, name = tf.ones([100, 300]), f"partly{next(_runs)}"
+
+    def scoped() -> Any:
+        with tf.name_scope("outer"):
+            return hvd.allreduce(x, name=name, compression=compression)
+
+    calls = (
+        lambda: hvd.allreduce(x, name=name, compression=compression),
+        lambda: hvd.allreduce(x, compression=compression),
+        tf.function(lambda: hvd.allreduce(x, name=f"{name}.graph", compression=compression)),
+        tf.function(scoped),
+    )
+    for call in calls:
+        raises(Exception, call, "Mismatched")
+
+
+# -- types and shapes that Horovod's TensorFlow does not know ------------------------------------------------------
+
+TYPES = {
+    dtype.name: dtype
+    for dtype in (
+        tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.bool, tf.int8, tf.uint8,
+        tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64,
+    )
+}  # fmt: skip
+SUMMED = (
+    tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.int8, tf.uint8, tf.int32, tf.int64,
+)  # fmt: skip
+
+
+def of_rank(rank: int, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    value = tf.cast(tf.fill(shape, rank + 1), dtype)
+    return value * tf.constant(1 + 2j, dtype) if dtype.is_complex else value
+
+
+def same_numbers(found: Any, expected: Any) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert tf.reduce_all(tf.equal(found, expected)), (found, expected)
+
+
+@cases.each(TYPES)
+def every_type_is_moved(dtype: tf.DType) -> None:
+    ranks = range(horovod.size())
+    for shape in ((2 * horovod.size(), 3), (), (0, 3)):
+        mine, first = of_rank(horovod.rank(), shape, dtype), of_rank(0, shape, dtype)
+        rows = [of_rank(rank, shape or (1,), dtype) for rank in ranks]
+        same_numbers(hvd.allgather(mine), tf.concat(rows, 0))
+        same_numbers(tf.function(hvd.allgather)(mine), tf.concat(rows, 0))
+        same_numbers(hvd.grouped_allgather([mine, mine])[1], tf.concat(rows, 0))
+        same_numbers(hvd.broadcast(mine, 0), first)
+        for how in ({}, {"inplace": True}):
+            variable = tf.Variable(mine)
+            hvd.broadcast_variables([variable], 0, **how)
+            same_numbers(variable.read_value(), first)
+        variable = tf.Variable(mine)
+        hvd.broadcast_([variable], 0)
+        same_numbers(variable.read_value(), first)
+        if shape:
+            parts = [of_rank(rank, (shape[0] // horovod.size(), 3), dtype) for rank in ranks]
+            same_numbers(hvd.alltoall(mine), tf.concat(parts, 0))
+        else:
+            raises(ValueError, lambda mine=mine: hvd.alltoall(mine), "single number")
+    raises(UnsupportedError, lambda: hvd.allgather(tf.constant(["text"])), "allgather_object")
+
+
+@cases.each(TYPES)
+def every_type_is_summed_or_refused(dtype: tf.DType) -> None:
+    for shape in ((2 * horovod.size(), 3), (), (0, 3)):
+        mine = of_rank(horovod.rank(), shape, dtype)
+        if dtype not in SUMMED:
+            raises(UnsupportedError, lambda mine=mine: hvd.allreduce(mine, op=hvd.Sum), "tf.cast")
+            raises(UnsupportedError, lambda mine=mine: hvd.grouped_allreduce([mine], op=hvd.Sum), "tf.cast")
+            raises(UnsupportedError, lambda mine=mine: hvd.reducescatter(mine, op=hvd.Sum), "tf.cast")
+            continue
+        total = tf.add_n([of_rank(rank, shape, dtype) for rank in range(horovod.size())])
+        same_numbers(hvd.allreduce(mine, op=hvd.Sum), total)
+        same_numbers(tf.function(hvd.allreduce)(mine, op=hvd.Sum), total)
+        same_numbers(hvd.grouped_allreduce([mine, mine], op=hvd.Sum)[1], total)
+        if dtype.is_floating or dtype.is_complex:
+            same_numbers(hvd.allreduce(mine), total / horovod.size())
+            same_numbers(hvd.allreduce(mine, compression=hvd.Compression.fp16), total / horovod.size())
+        if not shape:
+            raises((ValueError, UnsupportedError), lambda mine=mine: hvd.reducescatter(mine), "reducescatter")
+        elif dtype not in (tf.int8, tf.uint8):
+            same_numbers(hvd.reducescatter(mine, op=hvd.Sum), total[: shape[0] // horovod.size()])
+            same_numbers(hvd.grouped_reducescatter([mine], op=hvd.Sum)[0], total[: shape[0] // horovod.size()])
+    if dtype.is_complex:
+        raises(UnsupportedError, lambda: hvd.allreduce(mine, op=hvd.Max), "op=Sum")
+
+
+@cases.each({"bfloat16": tf.bfloat16, "complex64": tf.complex64, "complex128": tf.complex128})
+def uncompressed_gradients_are_of_any_type(dtype: tf.DType) -> None:
+    ranks = range(horovod.size())
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, NoCompression()):
+        for settings in ({}, {"groups": 1}):
+            of = tf.Variable(tf.zeros([4, 3], dtype))
+
+            def step(of: Any = of, compression: Any = compression, settings: Any = settings) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(tf.math.real(of * of_rank(horovod.rank(), (4, 3), dtype)))
+                return hvd.DistributedGradientTape(tape, compression=compression, **settings).gradient(loss, [of])[0]
+
+            expected = tf.add_n([of_rank(rank, (4, 3), dtype) for rank in ranks]) / horovod.size()
+            expected = tf.math.conj(expected) if dtype.is_complex else expected
+            for found in (step(), tf.function(step)()):
+                same_numbers(found, expected)
+
+
+@cases.add
+def complex_numbers_are_not_compressed_and_the_remedies_work() -> None:
+    of = tf.Variable(tf.zeros([64, 301], tf.complex64), name="spectrum")
+    made = wrapped(tf.GradientTape())
+    told = ("complex64", "'spectrum'", "NoCompression()", "hvd.Compression.none")
+    raises(UnsupportedError, lambda: made.compression_stats([of]), *told)
+    policy = Policy([("spectrum", NoCompression())], default=OneBit())
+    for compression in (policy, hvd.Compression.none):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.math.real(of))
+        found = hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [of])[0]
+        same_numbers(found, tf.ones_like(of))
+
+
+# -- gradients that are not there on all ranks, or not any more --------------------------------------------------------
+
+
+@cases.each(
+    {
+        "none and dense": ("none", "dense"),
+        "none and sparse": ("none", "sparse"),
+        "dense and sparse": ("dense", "sparse"),
+    }
+)
+def gradients_of_other_kinds_on_some_ranks_are_an_error_on_all(kinds: tuple[str, str]) -> None:
+    kind = kinds[min(horovod.rank(), 1)]
+    for compression in (OneBit(), hvd.Compression.none):
+        table, weight = tf.Variable(tf.ones([500, 31]), name="table"), tf.Variable(tf.ones([48, 601]), name="weight")
+
+        def step(table: Any = table, weight: Any = weight, compression: Any = compression) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weight)
+                if kind == "dense":
+                    loss += tf.reduce_sum(table)
+                if kind == "sparse":
+                    loss += tf.reduce_sum(tf.gather(table, [3, 7]))
+            return wrapped(tape, compression).gradient(loss, [table, weight])
+
+        for call in (step, tf.function(step)):
+            raises(Exception, call, "the ranks disagree on", "table", "UnconnectedGradients.ZERO", "sparse_as_dense")
+
+
+@cases.add
+def frozen_variables_stay_as_they_are_and_unfrozen_ones_are_exchanged() -> None:
+    of = variables()
+
+    def train(trained: Sequence[tf.Variable], step: int) -> None:
+        wanted = [g for v, g in zip(of, given(step), strict=True) if any(v is t for t in trained)]
+        for g, v in zip(gradients(trained, wanted, lambda t: wrapped(t, TopK(0.05))), trained, strict=True):
+            v.assign_sub(0.5 * g)
+
+    train(of, 0)
+    before = [v.numpy() for v in of]
+    for step in (1, 2):
+        train(of[2:], step)
+    assert all((v.numpy() == b).all() for v, b in zip(of[:2], before, strict=False))
+    assert all((v.numpy() != b).any() for v, b in zip(of[2:], before[2:], strict=True))
+    train(of, 3)
+    assert (of[0].numpy() != before[0]).any()
+    for v in of:
+        same_numbers(v.read_value(), hvd.broadcast(v, 0))
 
 
 @cases.add

@@ -1,0 +1,162 @@
+"""The state of elastic runs, and the callbacks that keep it, for Keras 2 and 3 on either backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvd_compress._keras.callbacks import LinkedCallback, variables_of
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "VariablesState",
+]
+
+
+class VariablesState:
+    """Keeps the values of variables beside those of plain attributes; laid over Horovod's `ObjectState`."""
+
+    link: ClassVar[Any]
+    """A `Link`, or the part of one that is used here."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._values = self._copies()
+        super().__init__(bcast_object=self.link.broadcast_object, get_rank=self.link.rank, **kwargs)  # type: ignore[call-arg]
+
+    def _variables(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Keep all values, to come back to."""
+        self._values = self._copies()
+        super().save()  # type: ignore[misc]
+
+    def restore(self) -> None:
+        """Go back to the values that were saved last."""
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(value)
+        super().restore()  # type: ignore[misc]
+
+    def sync(self) -> None:
+        """Take the values of rank 0; a collective call."""
+        self.link.broadcast(self._variables(), 0)
+        self._values = self._copies()
+        super().sync()  # type: ignore[misc]
+
+    def _copies(self) -> list[Any]:
+        return [np.array(self.link.values(variable)) for variable in self._variables()]
+
+
+class KerasState(VariablesState):
+    """A Keras model, its optimizer and further values that all ranks of an elastic run share.
+
+    Args:
+        model: built.
+        optimizer: of the model; by default the one that it is compiled with. It is built here, if it is not yet.
+        backend: Horovod's, for TensorFlow 1; not used.
+        kwargs: further values, which become attributes.
+
+    Raises:
+        ValueError: the model has no weights yet, or no optimizer.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
+        if not getattr(model, "built", True):
+            raise ValueError("the model has no weights yet: call model.build(input_shape) before KerasState(model)")
+        self.model = model
+        self.optimizer = optimizer or getattr(model, "optimizer", None)
+        if self.optimizer is None:
+            raise ValueError("the model has no optimizer: compile it, or give KerasState(model, optimizer)")
+        # its variables would come with the first step only, and who joins has done none
+        if hasattr(self.optimizer, "build") and not getattr(self.optimizer, "built", False):
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(**kwargs)
+
+    def _variables(self) -> Sequence[Any]:
+        return variables_of(self.model, self.optimizer)
+
+
+class CommitStateCallback(LinkedCallback):
+    """Commits a state every so many batches, and at the end of each epoch.
+
+    Args:
+        state: to commit.
+        batches_per_commit: a commit copies all weights; fewer of them cost less, and lose more where a rank ends.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count from here on, as ranks do that have just joined."""
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit, if it is time."""
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self.state.commit()
+            self.batches_remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(LinkedCallback):
+    """Keeps the number of the batch in `state.batch`; put it before a `CommitStateCallback`.
+
+    Args:
+        state: with an attribute `batch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.steps_per_epoch: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Forget how long the epochs of the training before were."""
+        self.steps_per_epoch = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Tell other callbacks how many batches are left of an epoch that was interrupted."""
+        if self.params.get("steps"):
+            self.steps_per_epoch = self.steps_per_epoch or self.params["steps"]
+            self.params["steps"] = self.steps_per_epoch - self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the batch."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Begin anew."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(LinkedCallback):
+    """Keeps the number of epochs that are done, over all interruptions, in `state.epoch`.
+
+    Args:
+        state: with an attribute `epoch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Keras counts from 0 in each `fit`."""
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Note that one more is done."""
+        self.state.epoch = self.initial_epoch + epoch + 1

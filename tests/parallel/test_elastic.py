@@ -1,0 +1,95 @@
+"""In an elastic run without compression a rank that ends is replaced, and the others go on, as with Horovod."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import launch
+from tests.parallel.workers.elastic import DEATH, DOOMED, STEPS
+
+LIMIT_SECONDS = 150.0
+
+# two hosts that are both this one, so that no ssh is needed; the one that a rank died on is not used again
+HOSTS = f"""#!/bin/sh
+echo {DOOMED}:1
+if [ -e {{folder}}/died ]; then echo localhost:2; else echo localhost:1; fi
+"""
+
+
+def elastic_run(folder: Path, way: str, package: str, **environment: str) -> list[list[dict[str, Any]]]:
+    """What each process that took part has noted, those that began first before the others."""
+    hosts = folder / "hosts.sh"
+    hosts.write_text(HOSTS.format(folder=folder))
+    hosts.chmod(0o755)
+    environment = {**launch._environment(), **environment}
+    command = [
+        str(shutil.which("horovodrun", path=environment["PATH"])), "-np", "2", "--min-np", "1", "--max-np", "2",
+        "--host-discovery-script", str(hosts),
+        sys.executable, "-m", "tests.parallel.workers.elastic", way, package, str(folder),
+    ]  # fmt: skip
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=launch.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        returncode = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                returncode = process.wait(LIMIT_SECONDS)
+        finally:
+            if process.poll() is None:
+                launch._end(process)
+    assert returncode == 0, f"returned {returncode}\n{(folder / 'output').read_text(errors='replace')[-4000:]}"
+    files = sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem))
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def check(processes: list[list[dict[str, Any]]]) -> dict[int, float]:
+    """Three took part and two came to the end, with equal numbers; the sum of the weights before each step."""
+    assert len(processes) == 3
+    ended = [lines[:-1] for lines in processes if lines[-1:] == [{"end": True}]]
+    assert len(ended) == 2
+    survivor, joined = ended if len(ended[0]) > len(ended[1]) else ended[::-1]
+    assert [line["step"] for line in survivor][: DEATH + 1] == [*range(DEATH + 1)]
+    together = {line["step"]: line["total"] for line in survivor if line["ranks"] == 2}
+    for line in joined:
+        assert line["step"] >= DEATH
+        assert line["total"] == together[line["step"]], line
+    return {line["step"]: line["total"] for line in survivor if line["step"] <= STEPS}
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
+def test_a_rank_that_dies_is_replaced_as_with_horovod(tmp_path: Path) -> None:
+    totals = {}
+    for package in ("horovod", "hvd_compress"):
+        folder = tmp_path / package
+        folder.mkdir()
+        totals[package] = check(elastic_run(folder, "torch", package))
+    steps = totals["horovod"].keys() & totals["hvd_compress"].keys()
+    assert steps >= set(range(STEPS))
+    # every rank has the same gradient, so it does not matter when the other one joined
+    for step in steps:
+        assert totals["hvd_compress"][step] == pytest.approx(totals["horovod"][step], rel=1e-6)
+
+
+def test_tapes_go_on(tmp_path: Path) -> None:
+    totals = check(elastic_run(tmp_path, "tensorflow", "hvd_compress"))
+    assert totals[STEPS - 1] < totals[0]
+
+
+KERAS = [] if version("keras").startswith("2.") else ["tensorflow", "torch"]
+
+
+@pytest.mark.parametrize("backend", KERAS)
+def test_keras_goes_on(tmp_path: Path, backend: str) -> None:
+    totals = check(elastic_run(tmp_path, "keras", "hvd_compress", KERAS_BACKEND=backend))
+    assert totals[STEPS - 1] != totals[0]
