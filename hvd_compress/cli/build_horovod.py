@@ -520,11 +520,13 @@ def install_into(what: str, target: Path, pinned: dict[str, list[str]], log: Pat
     pip(what, "install", "--no-deps", "--only-binary=:all:", "--target", str(target), "-r", str(requirements), log=log)
 
 
-def fetch_toolkit(version: str, work: Path, log: Path) -> Path:
+def fetch_toolkit(version: str, slot: Path, log: Path) -> Path:
     """A CUDA home from packages of the index, laid out as Horovod's CMake expects it."""
     unhashed: dict[str, list[str]] = {f"{package}=={version}.*": [] for package in CUDA_PACKAGES}
-    install_into("fetching the CUDA compiler", work / "cuda", CUDA_TOOLKITS.get(version, unhashed), log)
-    home = work / "cuda" / "nvidia" / f"cu{version.split('.')[0]}"
+    # a part of it ends in the wheel's search path for libraries, so not in a folder of /tmp that others may make anew
+    shutil.rmtree(slot / "cuda", ignore_errors=True)
+    install_into("fetching the CUDA compiler", slot / "cuda", CUDA_TOOLKITS.get(version, unhashed), log)
+    home = slot / "cuda" / "nvidia" / f"cu{version.split('.')[0]}"
     (home / "lib64").symlink_to("lib")
     link_plain_names(home / "lib", home / "lib")
     return home
@@ -538,12 +540,12 @@ def link_plain_names(libraries: Path, folder: Path) -> None:
             plain.symlink_to(library)
 
 
-def cuda_environment(cuda: Cuda, work: Path, slot: Path, log: Path) -> dict[str, str]:
+def cuda_environment(cuda: Cuda, slot: Path, log: Path) -> dict[str, str]:
     """Variables that let Horovod's setup find CUDA and NCCL; those of the caller win."""
-    home = cuda.home or fetch_toolkit(cuda.version, work, log)
+    home = cuda.home or fetch_toolkit(cuda.version, slot, log)
     nccl = cuda.nccl
     if not (nccl / "lib" / "libnccl.so").exists() and not os.environ.get("HOROVOD_NCCL_LIB"):
-        # it becomes a part of the library's search path, so not in a folder that others may make anew later
+        # as with the compiler: in the search path afterwards
         nccl = slot / "nccl"
         shutil.rmtree(nccl, ignore_errors=True)
         (nccl / "lib").mkdir(parents=True)
@@ -693,7 +695,7 @@ def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], pat
         install_into("fetching build tools", tools, BUILD_TOOLS, log)
         env = build_environment(tools, versions, path)
         if cuda:
-            env.update(cuda_environment(cuda, work, slot, log))
+            env.update(cuda_environment(cuda, slot, log))
             # Horovod's setup asks the first nvcc on PATH
             env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
         elif options.gpu == "none":
@@ -716,6 +718,7 @@ def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], pat
         partial = final.with_suffix(".partial")
         shutil.copyfile(wheel, partial)
         partial.replace(final)
+        shutil.rmtree(slot / "cuda", ignore_errors=True)
     return final
 
 

@@ -225,16 +225,32 @@ class TestChooseCuda:
             (tmp_path / name).mkdir(parents=True)
         (tmp_path / "nccl" / "lib" / "libnccl.so.2").touch()
         cuda = build.Cuda("13.0", nvcc.parents[1], tmp_path / "nccl", [90])
-        usual = build.cuda_environment(cuda, tmp_path, tmp_path / "slot", tmp_path / "log")
+        usual = build.cuda_environment(cuda, tmp_path / "slot", tmp_path / "log")
         assert usual["HOROVOD_GPU_OPERATIONS"] == "NCCL"
         assert usual["HOROVOD_BUILD_CUDA_CC_LIST"] == "90"
         assert (Path(usual["HOROVOD_NCCL_HOME"]) / "lib" / "libnccl.so").resolve().name == "libnccl.so.2"
         # set and empty: CUDA without operations on the card
         machine.setenv("HOROVOD_GPU_OPERATIONS", "")
         machine.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "75")
-        given = build.cuda_environment(cuda, tmp_path, tmp_path / "slot", tmp_path / "log")
+        given = build.cuda_environment(cuda, tmp_path / "slot", tmp_path / "log")
         assert "HOROVOD_GPU_OPERATIONS" not in given
         assert given["HOROVOD_BUILD_CUDA_CC_LIST"] == "75"
+
+
+def test_the_fetched_compiler_is_laid_out_as_cmake_looks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetched(what: str, *args: str, log: Path, env: dict[str, str] | None = None) -> None:
+        libraries = tmp_path / "cuda" / "nvidia" / "cu13" / "lib"
+        libraries.mkdir(parents=True)
+        (libraries / "libcudart.so.13").touch()
+
+    monkeypatch.setattr(build, "pip", fetched)
+    (tmp_path / "cuda" / "of an interrupted build").mkdir(parents=True)
+    home = build.fetch_toolkit("13.0", tmp_path, tmp_path / "log")
+    assert (home / "lib64" / "libcudart.so").resolve() == (home / "lib" / "libcudart.so.13").resolve()
+    assert not (tmp_path / "cuda" / "of an interrupted build").exists()
+    assert "nvidia-cuda-nvcc==13.0.88 --hash=sha256:" in (tmp_path / "cuda.txt").read_text()
 
 
 class TestOpenMpi:
