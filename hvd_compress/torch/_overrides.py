@@ -538,7 +538,7 @@ class Overrides:
             raise MismatchError(
                 "the ranks are not at the same point of their programs: one exchanges gradients, another one something "
                 f"else. Horovod says: {error} All ranks must freeze, unfreeze and add parameters before the same step, "
-                "and use optimizers wrapped with the same settings."
+                "use optimizers wrapped with the same settings, and make the same number of steps before join()."
             ) from error
         except BaseException:
             # not ready: it is for `load_state_dict` to give the step up
