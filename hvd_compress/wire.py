@@ -159,7 +159,7 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
         raise WireError(f"payload of {buffer.size} bytes is shorter than its header of {HEADER_BYTES}")
     magic, version, codec, flags, ndim, numel, nbytes, group, parameter, entries, stated = _LAYOUT.unpack_from(buffer)
     if magic != _MAGIC:
-        raise WireError(f"not an hvd_compress payload: it starts with {bytes(magic)!r}, expected {_MAGIC!r}")
+        raise _no_payload(buffer)
     if version != VERSION:
         raise WireError(f"payload of wire version {version}, this hvd_compress reads version {VERSION}")
     if nbytes > buffer.size or nbytes % 8 or nbytes < HEADER_BYTES + (0 if ndim == 1 else 8 * ndim):
@@ -184,6 +184,15 @@ def open_payload(buffer: Bytes) -> tuple[Header, Sections]:
     return header, Sections(buffer[body_at:nbytes])
 
 
+def _no_payload(buffer: Bytes) -> WireError:
+    if buffer[:HEADER_BYTES].any():
+        return WireError(f"not an hvd_compress payload: it starts with {bytes(buffer[:4])!r}, expected {_MAGIC!r}")
+    return WireError(
+        "zeros in place of a payload, which Horovod sends for a rank that has called join(): compressed exchanges need "
+        "all ranks in each step. Give all ranks the same number of batches, or use Compression.none or Compression.fp16"
+    )
+
+
 def _actual_checksum(payload: Bytes) -> int:
     words = payload.view(np.uint64)
     # the stored checksum is the upper half of a word
@@ -202,6 +211,8 @@ def frames(buffer: Bytes, count: int) -> list[Bytes]:
         if buffer.size - at < HEADER_BYTES:
             raise WireError(f"received {buffer.size} bytes, which end before payload {index} of {count}")
         nbytes = int(buffer[at + 16 : at + 24].view("<u8")[0])
+        if not buffer[at : at + HEADER_BYTES].any():
+            raise _no_payload(buffer[at:])
         if bytes(buffer[at : at + 4]) != _MAGIC or nbytes < HEADER_BYTES or nbytes > buffer.size - at:
             raise WireError(f"payload {index} of {count}, at byte {at} of {buffer.size}, is truncated or not a payload")
         parts.append(buffer[at : at + nbytes])

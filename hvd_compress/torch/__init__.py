@@ -31,6 +31,7 @@ from hvd_compress.torch._daso import DASO, daso_process_sets
 from hvd_compress.torch._differentiable import *  # noqa: F403
 from hvd_compress.torch._eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
+from hvd_compress.torch._join import join
 from hvd_compress.torch._optimizer import DistributedOptimizer
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 from hvd_compress.torch.compression import Compression
@@ -50,6 +51,7 @@ __all__ = [
     "daso_process_sets",
     "forget_residuals",
     "grouped_allreduce",
+    "join",
 ]
 
 offer(__name__, "horovod.torch")

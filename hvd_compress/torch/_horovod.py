@@ -5,6 +5,9 @@ Quoted lines are of horovod/torch/optimizer.py, version 0.28.1.
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,7 +38,29 @@ def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch
     (functions.py l. 105) knows a distributed optimizer by it, and would otherwise start a collective step.
     """
     ours = {k: v for k, v in vars(overrides).items() if k not in ("__module__", "__dict__", "__weakref__", "__doc__")}
-    return type(base.__name__, (base,), {**vars(HorovodOptimizer), **ours})
+    methods = {**vars(HorovodOptimizer), **ours}
+    public = _of_itself(methods)
+    # torch calls the hooks of a step around the one below
+    public["step"].hooked = True
+    return type(base.__name__, (base,), {**methods, **public})
+
+
+def _of_itself(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """The public ones of some methods, called with the optimizer itself where another object stands in for it.
+
+    Lightning and its Fabric give users an object whose class derives from the optimizer's: what it knows of a step is
+    what the class has by default, or what was so once, and `super(self.__class__, self)` recurses for ever.
+    """
+
+    def of_itself(method: Any) -> Any:
+        @functools.wraps(method)
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            itself = getattr(self, "_itself", None)
+            return method(self if itself is None else itself(), *args, **kwargs)
+
+        return called
+
+    return {k: of_itself(v) for k, v in methods.items() if k[0] != "_" and callable(v)}
 
 
 def refuse_unfit(by: str, optimizer: torch.optim.Optimizer) -> None:
@@ -64,10 +89,11 @@ def laid_over(optimizer: torch.optim.Optimizer, overrides: type) -> Any:
     """
     base = type(optimizer)
     ours = {k: v for k, v in vars(overrides).items() if k not in ("__dict__", "__weakref__", "__doc__")}
-    cls: Any = type(base.__name__, (base,), {**ours, "__module__": HorovodOptimizer.__module__})
+    cls: Any = type(base.__name__, (base,), {**ours, **_of_itself(ours), "__module__": HorovodOptimizer.__module__})
     wrapped = cls.__new__(cls)
     # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped._itself = weakref.ref(wrapped)
     return wrapped
 
 
@@ -100,7 +126,8 @@ def relay(optimizer: torch.optim.Optimizer, overrides: type) -> None:
     made: Any = type(optimizer)
     below = {k: v for k, v in vars(made).items() if k not in hidden[1:]}
     ours = {k: v for k, v in vars(overrides).items() if k not in hidden}
-    optimizer.__class__ = type(made.__name__, made.__bases__, {**below, "_below_step": made.step, **ours})
+    methods = {**ours, **_of_itself(ours)}
+    optimizer.__class__ = type(made.__name__, made.__bases__, {**below, "_below_step": made.step, **methods})
 
 
 def known_process_sets() -> dict[int, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -144,6 +145,7 @@ def DistributedOptimizer(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,
         groups, sparse_as_dense, process_set,
     )  # fmt: skip
+    wrapped._itself = weakref.ref(wrapped)
     # of frozen ones too, which may be unfrozen
     check_patterns(
         compression, [wrapped._parameter_names[p] for group in wrapped.param_groups for p in group["params"]]

@@ -49,6 +49,8 @@ class Overrides:
     _steering: Steering | None = None
     _alone: Ledger[Bucket] | None = None
     """With AdaGrad, where this rank exchanges nothing."""
+    _itself: weakref.ref[Any]
+    """See `_horovod.make_class`; only of the instance."""
     _wrapping: Wrapping
     _members: Members
     _is_open = False
@@ -59,6 +61,8 @@ class Overrides:
     """The gradients of this step that have come."""
     _versions: dict[str, int]
     """How often each of them had been written to by then."""
+    _has_warned = False
+    """Whether the user was told of gradients that were changed before the last of their passes."""
     _is_queued = False
     """Whether the end of this backward pass will be told."""
     _has_compared = False
@@ -136,6 +140,8 @@ class Overrides:
         if self._allreduce_delay[p] == 0:
             self._given[name], self._versions[name] = p.grad, p.grad._version
             self._queue_end()
+        elif not self._has_warned and not p.grad._is_view():
+            self._versions[name] = p.grad._version
 
     def _refuse_pass(self: Any, name: str) -> NoReturn:
         raise GradientError(
@@ -532,7 +538,7 @@ class Overrides:
             raise MismatchError(
                 "the ranks are not at the same point of their programs: one exchanges gradients, another one something "
                 f"else. Horovod says: {error} All ranks must freeze, unfreeze and add parameters before the same step, "
-                "and use optimizers wrapped with the same settings."
+                "use optimizers wrapped with the same settings, and make the same number of steps before join()."
             ) from error
         except BaseException:
             # not ready: it is for `load_state_dict` to give the step up
@@ -545,6 +551,7 @@ class Overrides:
             yield from self._comparing()
         # told at the end: the step has to be the same on all ranks
         harms = {name: harm for name, p in self._members.by_name.items() if (harm := self._harm(name, p.grad))}
+        changed = self._changed_early()
         self._submit_missing_groups()
         self._ungroup()
         self._submit_missing()
@@ -567,6 +574,8 @@ class Overrides:
             self._begin_way()
         elif self._engine is not None and not self._is_plain:
             self._begin_plain()
+        if changed is not None:
+            self._warn_of_change(changed)
 
     def _wait_first_where_others_would_meet(self: Any) -> None:
         """See `Wrapping.agree_again`: of what Horovod reduces, this is refused if another rank's parameters changed."""
@@ -616,6 +625,26 @@ class Overrides:
                 continue
             self._handles[p] = self._allreduce_grad_async(p)
             self._given[name] = p.grad
+
+    def _changed_early(self: Any) -> str | None:
+        """A tensor that was changed after fewer passes than a step may have, and so before its exchange."""
+        if self._has_warned or self._engine is None or self._is_plain:
+            return None
+        for name, version in self._versions.items():
+            gradient = self._members.by_name[name].grad
+            if name not in self._given and gradient is not None and gradient._version != version:
+                return name
+        return None
+
+    def _warn_of_change(self: Any, name: str) -> None:
+        self._has_warned = True
+        warnings.warn(
+            f"the gradient of {name!r} was changed after fewer than backward_passes_per_step="
+            f"{self.backward_passes_per_step} passes, before its exchange: what earlier steps owe is added to it, and "
+            "a clipped norm does not hold. Call synchronize() first; in Lightning, in on_before_optimizer_step(self, "
+            "optimizer)",
+            stacklevel=2,
+        )
 
     def _leave_out_resting(self: Any) -> None:
         """Go on without the tensors that are frozen now, in exchanges that were laid out with them."""

@@ -100,6 +100,25 @@ class Wrapping:
             MismatchError: on all ranks, naming the first difference, or that others have not changed theirs.
         """
         told = self.description(optimizer.param_groups, {id(p): n for p, n in optimizer._parameter_names.items()})
+        self._meet(
+            engine, told, "parameters were frozen, unfrozen, added or converted on this rank, and not on all others. "
+            "All ranks must do so before the same step",
+        )  # fmt: skip
+
+    def agree_to_join(self, engine: Engine) -> None:
+        """Make sure that no rank makes another step before Horovod's `join`; a collective call.
+
+        Raises:
+            MismatchError: on all ranks, where others go on to a step.
+        """
+        self._meet(
+            engine, {"call": "join()"}, "join() was called on this rank, and others go on to another step: compressed "
+            "exchanges need all ranks in each step. Give all ranks the same number of batches (drop_last=True), or use "
+            "Compression.none or Compression.fp16, with which join() stands in for ranks that have ended",
+        )  # fmt: skip
+
+    def _meet(self, engine: Engine, told: dict[str, Any], alone: str) -> None:
+        """Compare in place of the exchange that ranks begin with who do not know of it; to those, it is an error."""
         if engine.buckets:
             first = engine.buckets[0]
             kind = first.collectives[0]
@@ -111,10 +130,7 @@ class Wrapping:
         except HorovodInternalError as error:
             if "Mismatched" not in str(error):
                 raise
-            raise MismatchError(
-                "parameters were frozen, unfrozen, added or converted on this rank, and not on all others. All ranks "
-                "must do so before the same step"
-            ) from error
+            raise MismatchError(alone) from error
 
     def equip(self, optimizer: Any) -> None:
         """Give an optimizer the exchanges of the parameters that take gradients now; with `Auto` a collective call."""

@@ -552,6 +552,18 @@ def test_frames_refuse_every_truncation():
         wire.frames(joined, 3)
 
 
+def test_zeros_are_told_as_what_horovod_sends_for_a_rank_that_has_joined():
+    zeros = np.zeros(80, np.uint8)
+    with pytest.raises(WireError, match=r"join\(\).* same number of batches"):
+        wire.open_payload(zeros)
+    for before in ([], [payload_of(ROWS[0], (9,))]):
+        with pytest.raises(WireError, match=r"join\(\).* same number of batches"):
+            wire.frames(np.concatenate([*before, zeros]), 2)
+    zeros[39] = 1
+    with pytest.raises(WireError, match="not an hvd_compress payload"):
+        wire.open_payload(zeros)
+
+
 @pytest.mark.parametrize("nbytes", [0, 8, 39, 2**31, 2**63, 2**64 - 1])
 def test_frames_refuse_forged_lengths(nbytes):
     parts = [payload_of(ROWS[0], (n,)) for n in (9, 64)]

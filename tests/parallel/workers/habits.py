@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from typing import Any
@@ -311,6 +312,243 @@ def gradients_of_a_generators_pass_may_be_thrown_away() -> None:
         optimizers[1].step()
     check_equal_on_all_ranks(critic)
     check_equal_on_all_ranks(generator)
+
+
+# -- loops of other kinds --------------------------------------------------------------------------------------------
+
+
+@cases.add
+def one_scaler_serves_two_optimizers_and_unscales_once() -> None:
+    models = [Layers(), Layers()]
+    optimizers = [wrap(m) for m in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(3):
+        expected = [means(m, step) for m in models]
+        scaler.scale(loss_of(models[0], step) + loss_of(models[1], step)).backward()
+        for model, optimizer, its in zip(models, optimizers, expected, strict=True):
+            scaler.unscale_(optimizer)
+            check_means(model, its)
+            raises(RuntimeError, functools.partial(scaler.unscale_, optimizer), "already been called")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for model in models:
+        check_equal_on_all_ranks(model)
+
+
+def shared_weight() -> Layers:
+    model = Layers()
+    model.c.weight = model.a.weight
+    return model
+
+
+def shared_module() -> Layers:
+    model = Layers()
+    model.c = model.a
+    return model
+
+
+@cases.each({"compiled": "compiled", "module": shared_module, "weight": shared_weight})
+def a_model_may_be_compiled_or_share_layers(how: Any) -> None:
+    model = Layers() if how == "compiled" else how()
+    optimizer = wrap(model)
+    called = torch.compile(model, backend="eager") if how == "compiled" else model
+    for step in range(3):
+        expected = means(model, step)
+        loss_of(called, step).backward()
+        check_means(model, expected)
+        before = values(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        moved = np.sqrt(sum(((to_numpy(p) - before[n]) ** 2).sum() for n, p in model.named_parameters()))
+        assert 0 < moved <= 0.126e-3, moved
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"weight": torch.nn.utils.parametrizations.weight_norm, "orthogonal": "orthogonal"})
+def weights_may_be_made_of_others_and_averaged_over_steps(parametrization: Any) -> None:
+    model = Layers()
+    if parametrization == "orthogonal":
+        parametrization = torch.nn.utils.parametrizations.orthogonal
+    parametrization(model.b)
+    optimizer = wrap(model, OneBit())
+    averages = [
+        torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=fn)
+        for fn in (None, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    ]
+    scheduler = torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
+    for step in range(4):
+        loss_of(model, step).backward()
+        check_equal_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        for average in averages:
+            average.update_parameters(model)
+    for module in (model, *averages):
+        check_equal_on_all_ranks(module)
+
+
+KINDS: dict[str, Any] = {
+    "sgd-foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "sgd-fused": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=1e-3),
+    "adam-fused": functools.partial(torch.optim.Adam, lr=0.01, eps=1e-2, fused=True),
+    "adamw-foreach": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-2, foreach=True, amsgrad=True),
+    "lbfgs": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
+}
+
+
+@cases.each(KINDS)
+def optimizers_of_all_kinds_train_as_one_that_sees_all_batches(kind: Any) -> None:
+    model = Layers()
+    twin = copy.deepcopy(model)
+    whole = kind(twin.parameters())
+    optimizer = hvd.DistributedOptimizer(kind(model.parameters()), model.named_parameters(), ALL, min_numel=100)
+    for step in range(3):
+
+        def of_rank(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)
+            loss.backward()
+            return horovod.allreduce(loss.detach(), name="habits.loss")
+
+        def of_all(step: int = step) -> torch.Tensor:
+            whole.zero_grad()
+            loss: Any = sum(loss_of(twin, step, rank) for rank in range(horovod.size())) / horovod.size()
+            loss.backward()
+            return loss
+
+        optimizer.step(of_rank)
+        whole.step(of_all)
+    check_equal_on_all_ranks(model)
+    for name, p in model.named_parameters():
+        np.testing.assert_allclose(to_numpy(p), values(twin)[name], atol=3e-3, err_msg=name)
+
+
+@cases.each({"optimizer": False, "model": True})
+def a_step_may_take_two_passes_with_the_first_thrown_away(clears_model: bool) -> None:
+    # sharpness-aware minimization
+    model = Layers()
+    optimizer = wrap(model)
+    cleared: Any = model if clears_model else optimizer
+    for step in range(3):
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            ascents = [p.grad * 0.05 / norm for p in model.parameters()]
+            torch._foreach_add_(list(model.parameters()), ascents)
+        cleared.zero_grad()
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        check_means(model, expected)
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), ascents)
+            optimizer.step()
+        cleared.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def a_penalty_on_gradients_is_exchanged_with_the_loss() -> None:
+    def penalized(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+        loss = loss_of(model, step, rank)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        total: torch.Tensor = loss + 0.01 * sum(g.pow(2).sum() for g in gradients)
+        return total
+
+    model = Layers()
+    optimizer = wrap(model)
+    for step in range(3):
+        twin = copy.deepcopy(model)
+        whole: Any = sum(penalized(twin, step, rank) for rank in range(horovod.size())) / horovod.size()
+        whole.backward()
+        penalized(model, step, horovod.rank()).backward()
+        check_means(model, {name: to_numpy(p.grad) for name, p in twin.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"retained": True, "new": False})
+def a_second_loss_on_the_same_parameters_is_refused_and_leaves_nothing(retains: bool) -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    loss = loss_of(model, 0)
+    loss.backward(retain_graph=retains)
+    raises(GradientError, (loss if retains else loss_of(model, 1)).backward, "backward_passes_per_step")
+    model.zero_grad()
+    expected = means(model, 2)
+    loss_of(model, 2).backward()
+    check_means(model, expected)
+    optimizer.step()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"all": ALL, "onebit": OneBit()})
+def two_models_may_freeze_each_other_in_turn(compression: Any) -> None:
+    models = [Layers(), Layers()]
+    optimizers = [wrap(m, compression) for m in models]
+    for step in range(4):
+        for this, other, optimizer in zip(models, models[::-1], optimizers, strict=True):
+            other.requires_grad_(False)
+            models[1](models[0](torch.ones(1, 24) * (step + horovod.rank()))).sum().backward()
+            assert all(p.grad is None for p in other.parameters())
+            check_equal_gradients(this)
+            optimizer.step()
+            optimizer.zero_grad()
+            other.requires_grad_(True)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        check_equal_on_all_ranks(model)
+        assert optimizer.compression_stats()["total"]["steps"] == 4
+
+
+@cases.add
+def hooks_of_tensors_change_what_is_exchanged() -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    model.a.weight.register_hook(lambda gradient: gradient * 3)
+    model.b.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    for step in range(3):
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        # copies of a model have no hooks
+        expected["a.weight"] = expected["a.weight"] * 3
+        del expected["b.weight"]
+        check_means(model, expected)
+        assert 0 < model.b.weight.grad.abs().max() <= 1.001e-3
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"none": "none", "optimizer": "optimizer", "in-place": "in-place"})
+def gradients_may_be_cleared_in_any_way(how: str) -> None:
+    model = Layers()
+    optimizer = wrap(model)
+    for step in range(4):
+        for p in model.parameters():
+            if how == "none":
+                p.grad = None
+            elif how == "in-place" and p.grad is not None:
+                p.grad.zero_()
+        if how == "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        check_means(model, expected)
+        if step == 2:
+            # what is cleared after it was combined is left as it is, on each rank
+            model.a.weight.grad = None
+            still = values(model)["a.weight"]
+        optimizer.step()
+        if step == 2:
+            assert (values(model)["a.weight"] == still).all()
+    check_equal_on_all_ranks(model)
 
 
 # -- parameters that change ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import ConstantThreshold, NoCompression, OneBit
+from hvd_compress import AdaGrad, Adaptive, Auto, ConstantThreshold, NoCompression, OneBit, Policy, TopK
 from hvd_compress.errors import MismatchError
+from hvd_compress.torch import Compression
 from tests.parallel.cases import Cases
 
 cases = Cases()
@@ -42,6 +44,54 @@ def train(optimizer, model, steps: int) -> None:
 
 def on_first_node() -> bool:
     return hvd.rank() < RANKS_PER_NODE
+
+
+# What a rank has begun and others never join stays behind, and Horovod's join() would give it to all: these come first.
+JOINS = {
+    "two-phase": {"compression": OneBit(), "exchange": "two_phase"},
+    "allgather": {"compression": TopK(ratio=0.1), "exchange": "allgather"},
+    "alone": {"compression": OneBit(), "bucket_bytes": 0},
+    "hierarchical": {"compression": OneBit(), "exchange": "hierarchical"},
+    "server": {"compression": OneBit(), "exchange": "parameter_server"},
+    "adagrad": {"compression": OneBit(), "adagrad": AdaGrad()},
+    "adaptive": {"compression": Adaptive(pi=16)},
+    "auto": {"compression": Auto([OneBit()])},
+    "policy": {"compression": Policy({"*weight": OneBit(), "*": Compression.fp16})},
+}
+
+
+def to_join(model: torch.nn.Module, prefix: str, **settings):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    named = [(f"{prefix}.{name}", p) for name, p in model.named_parameters()]
+    return hvd.DistributedOptimizer(sgd, named, min_numel=1, **settings)
+
+
+@cases.each(JOINS)
+def ranks_that_join_after_equal_numbers_of_steps_go_on(settings) -> None:
+    model = network()
+    optimizer = to_join(model, "together", **settings)
+    for _ in range(2):
+        train(optimizer, model, 2)
+        assert 0 <= hvd.join() < hvd.size()
+
+
+@cases.each({"none": Compression.none, "fp16": Compression.fp16})
+def a_rank_may_join_others_that_compress_nothing(compression) -> None:
+    model = network()
+    optimizer = to_join(model, "dense", compression=compression)
+    train(optimizer, model, 2 + (2 if on_first_node() else 0))
+    assert 0 <= hvd.join() < RANKS_PER_NODE
+
+
+@cases.each({label: (label, settings) for label, settings in JOINS.items()})
+def a_rank_that_joins_while_others_make_another_compressed_step(setting) -> None:
+    label, settings = setting
+    model = network()
+    optimizer = to_join(model, f"uneven {label}", **settings)
+    train(optimizer, model, 3)
+    uneven = functools.partial(train, optimizer, model, 1)
+    with pytest.raises(MismatchError, match=r"join\(\)"):
+        (uneven if on_first_node() else hvd.join)()
 
 
 SCHEDULES = {
