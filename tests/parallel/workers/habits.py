@@ -489,6 +489,30 @@ def a_model_may_be_converted_after_wrapping(dtype: torch.dtype) -> None:
     check_equal_on_all_ranks(model)
 
 
+@cases.each(WAYS)
+def all_parameters_may_be_frozen(compression: Any) -> None:
+    model = Layers()
+    model.requires_grad_(False)
+    optimizer = wrap(model, compression)
+    for step in range(3):
+        # the evaluation of a model that others train, or the first phase of a schedule
+        still = values(model)
+        optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        assert all((values(model)[name] == value).all() for name, value in still.items())
+        model.requires_grad_(True)
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        check_equal_gradients(model)
+        if not isinstance(compression, OneBit | Adaptive):
+            check_means(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+    check_equal_on_all_ranks(model)
+
+
 # -- optimizers that come and go -------------------------------------------------------------------------------------
 
 
