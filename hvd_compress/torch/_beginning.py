@@ -48,6 +48,9 @@ def compare_beginnings(
     Raises:
         MismatchError: gradients of one tensor are sparse in different numbers of dimensions; raised on all ranks.
     """
+    if not tensors:
+        # all of them are frozen, on all ranks
+        return Beginning({}, None)
     mine = np.empty((len(tensors), 2), np.int64)
     for row, p in zip(mine, tensors.values(), strict=True):
         row[:] = _kind_of(p.grad), _checksum(p)

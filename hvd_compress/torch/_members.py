@@ -30,6 +30,7 @@ class Members:
         """Those that took gradients once, or may, and do not now."""
         self._list: list[torch.Tensor] = []
         self._dtypes: list[torch.dtype] = []
+        self._group_count = 0
         self._on_gradient = on_gradient
         self._hooks: dict[torch.Tensor, Any] = {}
 
@@ -40,9 +41,16 @@ class Members:
             return True
         return [p.dtype for p in now] != self._dtypes
 
+    def is_of(self, name: str, p: torch.Tensor, groups: list[dict[str, Any]]) -> bool:
+        """Whether a parameter is in `groups`, of which the user may have removed some since."""
+        if name in self.by_name and len(groups) == self._group_count:
+            return True
+        return any(p is other for group in groups for other in group["params"])
+
     def take(self, groups: list[dict[str, Any]]) -> None:
         """Take over which parameters of `groups` take gradients, name those that have none, and set their hooks."""
         known = dict(self.by_name)
+        self._group_count = len(groups)
         self.by_name, self.resting = {}, dict(self.resting)
         for i, group in enumerate(groups):
             for j, p in enumerate(group["params"]):

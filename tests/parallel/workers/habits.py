@@ -727,6 +727,56 @@ def a_model_may_be_converted_after_wrapping(dtype: torch.dtype) -> None:
     check_equal_on_all_ranks(model)
 
 
+@cases.each(WAYS)
+def all_parameters_may_be_frozen(compression: Any) -> None:
+    model = Layers()
+    model.requires_grad_(False)
+    optimizer = wrap(model, compression)
+    for step in range(3):
+        # the evaluation of a model that others train, or the first phase of a schedule
+        still = values(model)
+        optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        assert all((values(model)[name] == value).all() for name, value in still.items())
+        model.requires_grad_(True)
+        expected = means(model, step)
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        check_equal_gradients(model)
+        if not isinstance(compression, OneBit | Adaptive):
+            check_means(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+    check_equal_on_all_ranks(model)
+
+
+@cases.each(WAYS)
+def gradients_of_a_removed_group_begin_no_step(compression: Any) -> None:
+    model = Layers()
+    groups = [{"params": list(layer.parameters())} for layer in (model.a, model.b, model.c)]
+    sgd = torch.optim.SGD(groups, lr=0.125)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), compression, min_numel=100)
+    optimizer.param_groups.pop()
+    still = values(model)
+    for step in range(3):
+        expected = {name: mean for name, mean in means(model, step).items() if not name.startswith("c")}
+        loss_of(model, step).backward()
+        # of nobody's parameters; what is combined stays so
+        model.c(torch.ones(1, 24)).sum().backward()
+        if not isinstance(compression, OneBit | Adaptive):
+            check_means(model, expected)
+        optimizer.step()
+        assert optimizer.compression_stats()["total"]["steps"] == step + 1
+        model.zero_grad()
+        model.c(torch.ones(1, 24)).sum().backward()
+        optimizer.zero_grad()
+        model.zero_grad()
+    assert (values(model)["c.weight"] == still["c.weight"]).all()
+    check_equal_on_all_ranks(model)
+
+
 # -- optimizers that come and go -------------------------------------------------------------------------------------
 
 
