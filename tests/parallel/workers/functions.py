@@ -385,4 +385,3 @@ def complex_parameters_are_refused_where_they_have_no_meaning() -> None:
     model = torch.nn.Linear(4, 4, dtype=torch.complex64)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     raises(TypeError, lambda: hvd.DistributedOptimizer(sgd, adagrad=AdaGrad()), "complex", "torch.optim.Adagrad")
-    raises(TypeError, lambda: hvd.EventGraDOptimizer(sgd, model.named_parameters()), "complex64", "view_as_real")
