@@ -32,6 +32,7 @@ from tests.parallel.workers.common import (
     to_numpy,
     train,
     wrap,
+    wrap_to_compress,
 )
 
 cases = Cases()
@@ -46,12 +47,6 @@ STEPLESS = {
     }.items()
     for e in EXCHANGES
 }
-
-
-def wrap_to_compress(model: torch.nn.Module, compressor: Compressor, **settings: Any) -> Any:
-    """`wrap`, with tensors compressed whose payloads, gathered by four ranks, take as much as an allreduce, too."""
-    with mock.patch.object(routing, "saves_bytes", return_value=True):
-        return wrap(model, compressor, **settings)
 
 
 # -- a bad number does not poison the future -------------------------------------------------------------------------
