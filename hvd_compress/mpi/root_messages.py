@@ -56,8 +56,14 @@ class _UnderWay:
         self._pending.discard(pending)
 
     def has_left(self) -> bool:
-        """Whether all that this rank sends has gone."""
-        return all(pending.is_done() for pending in list(self._pending) if pending.is_sent)
+        """Whether all that this rank sends has gone, but for what goes to ranks that have ended."""
+        # a list that is made completely: each look moves MPI on
+        return all([pending.has_left() for pending in list(self._pending) if pending.is_sent])  # noqa: C419
+
+    def give_up(self) -> bool:
+        """Have nothing received any more; whether MPI has let go of the memory of all that was expected."""
+        expected = [pending for pending in list(self._pending) if not pending.is_sent]
+        return all([pending.give_up() for pending in expected])  # noqa: C419
 
 
 _under_way = _UnderWay()
@@ -106,6 +112,9 @@ class _Wire:
         with self.session:
             others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
             self._told = [self.comm.Isend(self.words(_NOTHING), rank, _GONE) for rank in others]
+        # MPI may end after Python: what came until then it would write into memory that Python has given back
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        self.session.wait_until(lambda: _under_way.give_up() or time.monotonic() > deadline)
 
 
 class Pending:
@@ -133,6 +142,7 @@ class Pending:
         self._slots, self._sizes = slots, sizes
         self.is_sent = None not in sizes
         """Whether they are of this rank."""
+        self._is_given_up = False
         _under_way.add(self)
 
     def is_done(self) -> bool:
@@ -144,6 +154,21 @@ class Pending:
         # each call moves MPI on, so none is left out; and a request stays what it is until `wait`
         with self._wire.session:
             return all([request.Get_status() for request in self._requests])  # noqa: C419
+
+    def has_left(self) -> bool:
+        """Whether all have gone, or the ranks that they go to have ended, which take nothing any more."""
+        with self._wire.session:
+            gone = self._wire.gone()
+            ends = zip(self._peers, self._requests, strict=True)
+            return all([request.Get_status() or peer in gone for peer, request in ends])  # noqa: C419
+
+    def give_up(self) -> bool:
+        """Expect no messages any more; whether none comes into the memory from now on. To be called until it is so."""
+        with self._wire.session:
+            for request in [] if self._is_given_up else self._requests:
+                request.Cancel()
+            self._is_given_up = True
+            return bool(self._wire.session.mpi.Request.Testall(self._requests))
 
     def wait(self) -> Bytes:
         """What has come, in the order of the senders without gaps, or what was sent.

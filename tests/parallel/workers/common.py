@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import horovod.torch as horovod
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import hvd_compress.torch as hvd
 from hvd_compress import OneBit
 from hvd_compress.compressors import Compressor
+from hvd_compress.engine import routing
 from hvd_compress.loopback import Loopback
 from tests.parallel.workers.neutral import (
     COMPRESSORS,
@@ -44,6 +46,7 @@ __all__ = [
     "to_numpy",
     "train",
     "wrap",
+    "wrap_to_compress",
 ]
 
 
@@ -70,6 +73,12 @@ def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> An
     settings = {"exchange": "two_phase", "min_numel": MIN_NUMEL, "bucket_bytes": 0, **settings}
     sgd = torch.optim.SGD(model.parameters(), lr=0.125)
     return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression or OneBit(), **settings)
+
+
+def wrap_to_compress(model: torch.nn.Module, compressor: Compressor, **settings: Any) -> Any:
+    """`wrap`, with tensors compressed whose payloads, gathered by four ranks, take as much as an allreduce, too."""
+    with mock.patch.object(routing, "saves_bytes", return_value=True):
+        return wrap(model, compressor, **settings)
 
 
 def gradient(name: str, rank: int, step: int, p: torch.Tensor) -> torch.Tensor:
