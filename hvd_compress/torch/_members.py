@@ -47,8 +47,13 @@ class Members:
             return True
         return any(p is other for group in groups for other in group["params"])
 
-    def take(self, groups: list[dict[str, Any]]) -> None:
-        """Take over which parameters of `groups` take gradients, name those that have none, and set their hooks."""
+    def take(self, groups: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Take over which parameters of `groups` take gradients, name those that have none, and set their hooks.
+
+        Returns:
+            Those that had no hook yet, by name.
+        """
+        hooked = set(self._hooks)
         known = dict(self.by_name)
         self._group_count = len(groups)
         self.by_name, self.resting = {}, dict(self.resting)
@@ -63,6 +68,7 @@ class Members:
         self.resting = {n: p for n, p in {**self.resting, **known}.items() if n not in self.by_name}
         self._list = list(self.by_name.values())
         self._dtypes = [p.dtype for p in self._list]
+        return {name: p for name, p in self.by_name.items() if p not in hooked}
 
     def release(self) -> None:
         """Let go of all parameters; their gradients are nothing to this optimizer any more."""

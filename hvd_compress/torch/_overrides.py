@@ -81,6 +81,8 @@ class Overrides:
     _adagrad: AdaGrad | None = None
     _waiting: dict[str, TorchBucket] = {}  # noqa: RUF012 - replaced, never changed
     """The bucket of each tensor whose gradient a hook only puts there; Horovod's dicts know nothing of it then."""
+    _new: dict[str, torch.Tensor] = {}  # noqa: RUF012 - replaced, never changed
+    """Parameters that take gradients since this step began."""
     _retired = False
     """Whether another optimizer has taken over the parameters."""
     _horovods: Any
@@ -94,9 +96,9 @@ class Overrides:
         self._members = Members(self._parameter_names, partial(_on_gradient, weakref.ref(self)))
         self._take_members()
 
-    def _take_members(self: Any) -> None:
-        """Take over which parameters take gradients now."""
-        self._members.take(self.param_groups)
+    def _take_members(self: Any) -> dict[str, torch.Tensor]:
+        """Take over which parameters take gradients now; returns those that never did so before."""
+        new: dict[str, torch.Tensor] = self._members.take(self.param_groups)
         self._requires_update = set(self._members.by_name.values())
         for p in self._requires_update:
             self._allreduce_delay.setdefault(p, self.backward_passes_per_step)
@@ -104,6 +106,7 @@ class Overrides:
             self._p_to_group.clear()
             self._group_counts.clear()
             form_groups(self)
+        return new
 
     def _take_gradient(self: Any, name: str, p: Any) -> None:
         """What Horovod's hook (l. 226-251) does, in a fraction of the time for tensors that wait for others."""
@@ -146,8 +149,8 @@ class Overrides:
     def _refuse_pass(self: Any, name: str) -> NoReturn:
         raise GradientError(
             f"gradient of {name!r} was computed more than backward_passes_per_step={self.backward_passes_per_step} "
-            "times before step() or zero_grad(). Call one of them after each backward pass, or increase "
-            "backward_passes_per_step"
+            "times before step() or zero_grad(). Call one of them after each backward pass, also after one that has "
+            "failed, or increase backward_passes_per_step"
         )
 
     def _queue_end(self: Any) -> None:
@@ -158,6 +161,9 @@ class Overrides:
     def _on_backward_end(self: Any) -> None:
         """Complete the exchange if all gradients of this rank are here, so that `.grad` is what is to be used."""
         self._is_queued = False
+        for name, p in self._new_members():
+            # torch takes hooks of parameters that take gradients only, so that those of this pass were not told
+            self._take_gradient(name, p)
         for name, gradient in self._given.items():
             # views of one buffer count their writes together
             if gradient._is_view():
@@ -165,6 +171,11 @@ class Overrides:
         if self._is_ready():
             # others, of which this pass has computed all gradients too, and this one, in the order of all ranks
             run_together([other._combining() for other in in_use() if other._is_ready()])
+
+    def _new_members(self: Any) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that were hooked in the middle of this pass, when it had computed their gradients already."""
+        new, self._new = self._new, {}
+        return [(name, p) for name, p in new.items() if p.grad is not None and name not in self._given]
 
     def _is_ready(self: Any) -> bool:
         """Whether all gradients of this rank have come."""
@@ -177,7 +188,7 @@ class Overrides:
                 "these parameters were given to another DistributedOptimizer after this one: use that one, and make "
                 "a new torch optimizer to wrap where you want this one back"
             )
-        if name is not None and p is not None and self._combined is not None and self._combined.get(name) is p.grad:
+        if name is not None and p is not None and self._was_combined(name, p.grad):
             # what another pass has added is this rank's alone
             self._refuse_pass(name)
         self._close()
@@ -185,17 +196,24 @@ class Overrides:
             self._renew()
         self._is_open, self._is_queued = True, False
 
+    def _was_combined(self: Any, name: str, gradient: Any) -> bool:
+        """Whether a gradient is a combined one to which a pass has added, and nobody has written in between."""
+        if self._combined is None or self._combined.get(name) is not gradient:
+            return False
+        # a GradScaler may have skipped the step, and the user have set the gradient to zero
+        return bool(gradient._version == self._versions[name] + 1)
+
     def _close(self: Any) -> None:
         """The step is made, or given up."""
         self._is_open, self._combined, self._synchronized = False, None, False
-        self._given, self._versions = {}, {}
+        self._given, self._versions, self._new = {}, {}, {}
 
     def _renew(self: Any) -> None:
         """Parameters were frozen, unfrozen, added or converted: let all ranks compare, and go on; a collective call."""
         engine = self._engine
         self._count_plain()
         has_grown = bool(set(self._members.names) - set(self._allreduce_delay))
-        self._take_members()
+        self._new = self._take_members()
         if engine is None:
             return
         if self._adagrad is not None:
@@ -526,6 +544,7 @@ class Overrides:
             if self._alone is not None:
                 self._precondition_alone(self._alone)
                 self._combined, self._is_open = self._given, False
+                self._versions = {name: gradient._version for name, gradient in self._given.items()}
             else:
                 yield from self._combining_ranks()
         except HorovodInternalError as error:
@@ -623,6 +642,9 @@ class Overrides:
         for name, p in self._members.by_name.items():
             if name in started:
                 continue
+            if p.grad is not None and not p.grad.is_sparse and 0 in p.grad.stride():
+                # one memory for several elements, as `expand` makes it, cannot hold a result
+                p.grad = p.grad.contiguous()
             self._handles[p] = self._allreduce_grad_async(p)
             self._given[name] = p.grad
 
@@ -693,15 +715,17 @@ class Overrides:
             results |= {} if self._is_plain else engine.combine(keep=finite)
             engine.settle(keep=finite)
         for name, p in self._members.by_name.items():
-            if name not in harms:
-                self._take_result(name, p.grad, results[name])
+            if p.grad is None:
+                p.grad = results[name]
+            self._take_result(name, p.grad, results[name])
         # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
         handled = [p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))]
         self._allreduce_delay.update(dict.fromkeys(handled, self.backward_passes_per_step))
         self._handles.clear()
         self._combined, self._is_open = self._given, False
+        self._versions = {name: gradient._version for name, gradient in self._given.items()}
         if harms:
-            self._close()
+            # gradients are the combined ones all the same: replicas stay equal where the error is caught
             raise next(iter(harms.values()))
 
     def _waited(self: Any) -> Any:

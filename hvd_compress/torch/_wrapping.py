@@ -124,7 +124,8 @@ class Wrapping:
             kind = first.collectives[0]
             name = collective_name(kind, first.name, self.label)
         else:
-            kind, name = "allreduce", next(iter(engine.dense), "") + self.label
+            # without a tensor, nobody is about to start anything
+            kind, name = "allreduce", next(iter(engine.dense), "hvd_compress.members") + self.label
         try:
             require_agreement_through(told, self.process_set, kind, name)
         except HorovodInternalError as error:

@@ -142,8 +142,15 @@ def a_scaler_is_used_as_most_code_does(compression: Any) -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
 
 
-@cases.each({"optimizer": False, "model": True})
-def a_step_that_a_scaler_skips_leaves_nothing(clears_model: bool) -> None:
+CLEARS: dict[str, Any] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+
+
+@cases.each(CLEARS)
+def a_step_that_a_scaler_skips_leaves_nothing(clear: Any) -> None:
     model = Layers()
     optimizer = wrap(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -153,7 +160,7 @@ def a_step_that_a_scaler_skips_leaves_nothing(clears_model: bool) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert all((values(model)[name] == value).all() for name, value in before.items())
-    (model if clears_model else optimizer).zero_grad()
+    clear(model, optimizer)
     expected = means(model, 1)
     loss_of(model, 1).backward()
     check_means(model, expected)
@@ -551,6 +558,20 @@ def gradients_may_be_cleared_in_any_way(how: str) -> None:
     check_equal_on_all_ranks(model)
 
 
+@cases.each(WAYS)
+def a_gradient_given_by_hand_may_be_expanded(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.full((1,), float(step + horovod.rank())).expand(p.shape)
+        optimizer.step()
+        expected = step + (horovod.size() - 1) / 2
+        if not isinstance(compression, OneBit | Adaptive):
+            assert all(torch.allclose(p.grad, torch.full(p.shape, expected)) for p in model.parameters())
+    check_equal_on_all_ranks(model)
+
+
 # -- parameters that change ------------------------------------------------------------------------------------------
 
 
@@ -622,10 +643,11 @@ def what_is_unfrozen_or_added_later_is_exchanged(compression: Any) -> None:
             p.requires_grad_(step >= 4)
         expected = means(model, step)
         loss_of(model, step).backward()
-        optimizer.synchronize()
+        # in the first step with them too
         check_equal_gradients(model)
         if not isinstance(compression, OneBit | Adaptive):
             check_means(model, expected)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         check_equal_on_all_ranks(model)
