@@ -668,13 +668,10 @@ def uncompressed_gradients_are_of_any_type(dtype: tf.DType) -> None:
 
 
 @cases.add
-def complex_numbers_are_not_compressed_and_the_remedies_work() -> None:
+def complex_numbers_are_not_compressed() -> None:
     of = tf.Variable(tf.zeros([64, 301], tf.complex64), name="spectrum")
-    made = wrapped(tf.GradientTape())
-    told = ("complex64", "'spectrum'", "NoCompression()", "hvd.Compression.none")
-    raises(UnsupportedError, lambda: made.compression_stats([of]), *told)
     policy = Policy([("spectrum", NoCompression())], default=OneBit())
-    for compression in (policy, hvd.Compression.none):
+    for compression in (OneBit(), policy, hvd.Compression.none):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(tf.math.real(of))
         found = hvd.DistributedGradientTape(tape, compression=compression).gradient(loss, [of])[0]
