@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import horovod.torch as hvd
 
@@ -27,14 +28,18 @@ def join(device: int = -1) -> int:
     Raises:
         MismatchError: on all ranks, where an optimizer compresses and ranks go on to another step.
     """
-    # ranks must find the same optimizers in use
-    gc.collect()
-    for optimizer in in_use():
-        engine = optimizer._engine
-        if engine is None or optimizer.process_set.process_set_id != 0:
-            continue
-        # with `Auto`, the others may begin to compress in any step
-        if engine.buckets or optimizer._steering is not None:
-            optimizer._wrapping.agree_to_join(engine)
+    if any(map(_compresses, in_use())):
+        # ranks must find the same optimizers in use
+        gc.collect()
+    for optimizer in filter(_compresses, in_use()):
+        optimizer._wrapping.agree_to_join(optimizer._engine)
     last: int = hvd.join(device)
     return last
+
+
+def _compresses(optimizer: Any) -> bool:
+    engine = optimizer._engine
+    if engine is None or optimizer.process_set.process_set_id != 0:
+        return False
+    # with `Auto`, the others may begin to compress in any step
+    return bool(engine.buckets) or optimizer._steering is not None

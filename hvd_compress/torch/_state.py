@@ -40,11 +40,14 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Make the optimizer's state and settings on all ranks those of one rank; no parameter and no gradient changes.
+    """Make the optimizer's state and settings on all ranks those of one rank; no parameter changes.
 
     Call it before or after `broadcast_parameters`, and before or after `DistributedOptimizer`. All that `state_dict()`
     holds is taken over, whatever the other ranks have: learning rates, momenta of any type, states that only one rank
     has. Residuals of compressors are not among it: see `compression_state_dict`.
+
+    Gradients stay as they are. Where the optimizer has no state yet, missing ones become zeros, as Horovod's function
+    leaves them.
 
     Args:
         optimizer: any torch optimizer, wrapped or not.
@@ -57,6 +60,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"broadcast_optimizer_state of {type(optimizer).__name__}: give an optimizer of torch.optim")
+    if not optimizer.state:
+        for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
+            p.grad = torch.zeros_like(p)
     shapes = [[[list(p.shape), str(p.dtype)] for p in group["params"]] for group in optimizer.param_groups]
     require_agreement({"root_rank": root_rank, "parameter groups": shapes}, hvd.global_process_set)
     tensors: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
 from hvd_compress import AdaGrad, Adaptive, Auto, OneBit, TopK
-from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
+from hvd_compress.errors import GradientError, UnsupportedError
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import bytes_of, check_equal_on_all_ranks, raises, to_numpy
 
@@ -675,33 +675,6 @@ def a_new_group_without_names_is_exchanged(how: Any) -> None:
     check_equal_on_all_ranks(model)
     check_equal_on_all_ranks(extra)
     assert (extra.bias != 0).any()
-
-
-@cases.each({"onebit": OneBit(), "allgather": "allgather", "none": hvd.Compression.none})
-def ranks_that_freeze_different_parameters_are_told_so(how: Any) -> None:
-    settings = {"exchange": "allgather"} if how == "allgather" else {}
-    for differs in ("frozen on one rank", "other ones"):
-        model = Layers()
-        # what a rank has started and others never will stays under way: these names are used up
-        named = [(f"{differs}, {how!r}, {name}", p) for name, p in model.named_parameters()]
-        sgd = torch.optim.SGD(model.parameters(), lr=0.125)
-        compression = OneBit() if how == "allgather" else how
-        optimizer = hvd.DistributedOptimizer(sgd, named, compression, min_numel=100, **settings)
-        for step in range(2):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if horovod.rank() == 0:
-            model.c.weight.requires_grad_(False)
-        elif differs == "other ones":
-            model.b.weight.requires_grad_(False)
-
-        def one_step(model: Layers = model, optimizer: Any = optimizer) -> None:
-            loss_of(model, 5).backward()
-            optimizer.step()
-
-        raises(MismatchError, one_step)
-        horovod.barrier()
 
 
 @cases.add

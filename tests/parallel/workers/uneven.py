@@ -15,6 +15,8 @@ from hvd_compress import AdaGrad, Adaptive, Auto, ConstantThreshold, NoCompressi
 from hvd_compress.errors import MismatchError
 from hvd_compress.torch import Compression
 from tests.parallel.cases import Cases
+from tests.parallel.workers.common import raises
+from tests.parallel.workers.habits import Layers, loss_of
 
 cases = Cases()
 
@@ -181,3 +183,33 @@ def a_rank_that_waits_for_long_says_what_for() -> None:
     if hvd.rank():
         assert f"this rank ({hvd.rank()}) has waited for" in told[0]
         assert "to compare" in told[0]
+
+
+# -- parameters that change on some ranks only -----------------------------------------------------------------------
+
+
+@cases.each({"onebit": OneBit(), "allgather": "allgather", "none": hvd.Compression.none})
+def ranks_that_freeze_different_parameters_are_told_so(how: Any) -> None:
+    settings = {"exchange": "allgather"} if how == "allgather" else {}
+    for differs in ("frozen on one rank", "other ones"):
+        model = Layers()
+        # what a rank has started and others never will stays under way: these names are used up
+        named = [(f"{differs}, {how!r}, {name}", p) for name, p in model.named_parameters()]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+        compression = OneBit() if how == "allgather" else how
+        optimizer = hvd.DistributedOptimizer(sgd, named, compression, min_numel=100, **settings)
+        for step in range(2):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if hvd.rank() == 0:
+            model.c.weight.requires_grad_(False)
+        elif differs == "other ones":
+            model.b.weight.requires_grad_(False)
+
+        def one_step(model: Layers = model, optimizer: Any = optimizer) -> None:
+            loss_of(model, 5).backward()
+            optimizer.step()
+
+        raises(MismatchError, one_step)
+        hvd.barrier()
