@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
