@@ -241,7 +241,7 @@ class Overrides:
     def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
         if self._steering is not None:
             self._steering.begin()
-        if self._engine is not None and not self._has_compared:
+        if self._alone is not None or (self._engine is not None and not self._has_compared):
             return _NOT_SENT
         name = self._parameter_names[p]
         goes_sparse = not self.sparse_as_dense and self._goes_sparse(name, p.grad)
@@ -313,7 +313,7 @@ class Overrides:
         return hvd.grouped_allreduce_async_(list(sent), name=name, op=self.op, process_set=self.process_set), ctxs
 
     def _is_group_dense(self: Any, ps: tuple[Any, ...]) -> bool:
-        if self._engine is not None and not self._has_compared:
+        if self._alone is not None or (self._engine is not None and not self._has_compared):
             return False
         return not any(self._goes_sparse(self._parameter_names[p], p.grad) or p.grad.is_sparse for p in ps)
 
@@ -543,6 +543,8 @@ class Overrides:
         try:
             if self._alone is not None:
                 self._precondition_alone(self._alone)
+                self._ungroup()
+                self._forget_handles()
                 self._combined, self._is_open = self._given, False
                 self._versions = {name: gradient._version for name, gradient in self._given.items()}
             else:
@@ -718,15 +720,18 @@ class Overrides:
             if p.grad is None:
                 p.grad = results[name]
             self._take_result(name, p.grad, results[name])
-        # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
-        handled = [p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))]
-        self._allreduce_delay.update(dict.fromkeys(handled, self.backward_passes_per_step))
-        self._handles.clear()
+        self._forget_handles()
         self._combined, self._is_open = self._given, False
         self._versions = {name: gradient._version for name, gradient in self._given.items()}
         if harms:
             # gradients are the combined ones all the same: replicas stay equal where the error is caught
             raise next(iter(harms.values()))
+
+    def _forget_handles(self: Any) -> None:
+        # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
+        handled = [p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))]
+        self._allreduce_delay.update(dict.fromkeys(handled, self.backward_passes_per_step))
+        self._handles.clear()
 
     def _waited(self: Any) -> Any:
         """(parameter, sum) of all that Horovod has reduced itself."""
