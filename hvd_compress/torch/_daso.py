@@ -23,19 +23,10 @@ from hvd_compress.torch._ranks import NODES
 __all__ = ["DASO", "daso_process_sets"]
 
 
-class _NoNodes:
-    """What a copy of a wrapped optimizer has in the place of its nodes."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(
-            "a copy of a DASO optimizer knows no nodes: copy the model, and wrap an optimizer of the copy"
-        )
-
-
 class _Overrides:
     """Methods laid over those of `DistributedOptimizer` of one node."""
 
-    _daso: Any = _NoNodes()
+    _daso: _Daso
     _below_step: Callable[..., Any]
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
