@@ -398,13 +398,14 @@ LAYOUTS = {
 
 @cases.each(LAYOUTS)
 def parameters_of_any_layout_are_averaged_and_keep_it(make) -> None:
+    # a value of bfloat16 near 2.5 is rounded by up to 0.008 each time that it is mixed
     values = make()
     weight = torch.nn.Parameter(values.clone() + hvd.rank() if values.numel() else values)
     stride, dtype = weight.stride(), weight.dtype
     optimizer = hvd.DPSGDOptimizer(torch.optim.SGD([weight], lr=0.0))
     optimizer.step()
     mean = float((Ring().matrix(hvd.size())[hvd.rank()] * np.arange(hvd.size())).sum())
-    assert torch.allclose(weight.detach(), values + mean, atol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.allclose(weight.detach(), values + mean, atol=4e-2 if dtype == torch.bfloat16 else 1e-5)
     optimizer.average_parameters()
     assert torch.allclose(weight.detach(), values + (hvd.size() - 1) / 2, atol=1e-2)
     assert (weight.stride(), weight.dtype) == (stride, dtype)
