@@ -514,10 +514,6 @@ class Overrides:
         if holder is not None:
             holder.set_loss_scale(float(loss_scale))
 
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> NoReturn:
-        self.__reduce_ex__(2)
-        raise AssertionError("unreachable")
-
     def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
         raise UnsupportedError(
             "a DistributedOptimizer cannot be copied or pickled: it exchanges the gradients of the parameters that it "
