@@ -49,10 +49,10 @@ def main(report: Any, how: str) -> None:
                 raise UserError("the user's own mistake")
             if how.startswith("corrupt-"):
                 corrupt_payloads()
-        loss_of(model, step % 10).backward()
-        if step == WRONG_FROM and horovod.rank() == 1 and how == "raise-after-backward":
-            raise UserError("the user's own mistake")
         try:
+            loss_of(model, step % 10).backward()
+            if step == WRONG_FROM and horovod.rank() == 1 and how == "raise-after-backward":
+                raise UserError("the user's own mistake")
             optimizer.step()
         except Exception as error:
             report(error=f"{type(error).__name__}: {error}")
