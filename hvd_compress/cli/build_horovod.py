@@ -295,8 +295,7 @@ def find_mpi(path: str) -> str | None:
     launcher = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
     if launcher is None:
         return None
-    out = subprocess.run([launcher, "--version"], capture_output=True, text=True, env={**os.environ, "PATH": path})
-    lines = (out.stdout or out.stderr).strip().splitlines()
+    lines = first_lines([launcher, "--version"]).splitlines()
     return lines[0].strip() if lines else "unknown MPI"
 
 
@@ -435,15 +434,40 @@ def cache_key(versions: dict[str, str | None], gpu: str = "cpu") -> str:
     return f"{readable}-{'cpu' if gpu == 'cpu' else 'cuda'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def default_cache() -> Path:
-    """The user's cache folder, or one inside this Python's environment where the home cannot be written."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    cache = Path(root) / "hvd_compress" / "horovod-wheels"
+def users_cache() -> Path | None:
+    """Where the user's cache keeps the wheels, or None for a user without a home; nothing is made there."""
+    for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
+        # a relative one is to be ignored, and without a home "~" stays as it is
+        if os.path.isabs(root):
+            return Path(root) / "hvd_compress" / "horovod-wheels"
+    return None
+
+
+def why_unwritable(folder: Path) -> str:
+    """Makes the folder if need be, and says why nothing can be written there; empty if all is well."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(sys.prefix) / "horovod-wheels"
-    return cache if os.access(cache, os.W_OK) else Path(sys.prefix) / "horovod-wheels"
+        folder.mkdir(parents=True, exist_ok=True)
+        # permissions tell root nothing of a read-only file system
+        tempfile.TemporaryFile(dir=folder).close()
+    except FileExistsError:
+        return "it is no folder"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def cache_folder() -> Path:
+    """The user's folder of wheels, made if need be, or where it cannot be written, another one, which is said."""
+    users = users_cache()
+    reason = why_unwritable(users) if users else "this user has no home folder"
+    if users and not reason:
+        return users
+    folder = Path(sys.prefix) / "horovod-wheels"
+    if why_unwritable(folder):
+        folder = Path(tempfile.mkdtemp(prefix="horovod-wheels-"))
+    where = f"{users} cannot be written ({reason})" if users else reason
+    say(f"cache: {where}, so the wheel is kept in {folder}; --cache names another folder")
+    return folder
 
 
 def make_flags() -> str:
@@ -674,17 +698,27 @@ def build_environment(tools: Path, versions: dict[str, str | None], path: str) -
     return env
 
 
+def check_machine() -> None:
+    """BuildError for what the compiler would miss after minutes."""
+    for tool in ("gcc", "g++", "make"):
+        if shutil.which(tool) is None:
+            raise BuildError(f"{tool} is not on PATH; install a C++ compiler and make, then run this again.")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise BuildError(
+            f"{header} is missing; install this Python's headers (Debian: python3-dev), then run this again."
+        )
+
+
 def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], path: str, cuda: Cuda | None) -> Path:
     """Take the wheel from the cache or build it there."""
-    slot = options.cache / cache_key(versions, cuda_identity(cuda))
+    # CMake runs in another folder than the caller
+    slot = (options.cache or cache_folder()).absolute() / cache_key(versions, cuda_identity(cuda))
     cached = sorted(slot.glob("horovod-*.whl"))
     if cached and not options.force:
         say(f"taken from the cache: {cached[0]}")
         return cached[0]
-    for tool in ("gcc", "g++", "make"):
-        if shutil.which(tool) is None:
-            raise BuildError(f"{tool} is not on PATH; install a C++ compiler and make, then run this again.")
-
+    check_machine()
     slot.mkdir(parents=True, exist_ok=True)
     log = slot / "build.log"
     log.write_text("")
@@ -747,14 +781,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: with CUDA and NCCL where there is an NVIDIA driver and a torch with CUDA (default: %(default)s)",
     )
-    parser.add_argument("--wheel-dir", type=Path, help="put the wheel there and install nothing")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="keeps the wheels (default: %(default)s)")
-    parser.add_argument("--sdist", type=Path, help="use this sdist file instead of downloading it")
+    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="put the wheel there and install nothing")
+    # the folder is neither made nor looked at before a build needs it
+    usual = str(users_cache() or "a temporary folder").replace("%", "%%")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help=f"keeps the wheels (default: {usual})")
+    parser.add_argument("--sdist", type=Path, metavar="FILE", help="use this sdist instead of downloading it")
     parser.add_argument("--force", action="store_true", help="build even if the cache holds the wheel")
 
 
+def check_arguments(options: argparse.Namespace) -> None:
+    """ValueError for what would fail after minutes of compiling."""
+    for folder, option in ((options.wheel_dir, "--wheel-dir"), (options.cache, "--cache")):
+        if folder and (reason := why_unwritable(folder)):
+            raise ValueError(f"{option} {folder}: nothing can be written there ({reason}); name another folder")
+    if options.sdist and not options.sdist.is_file():
+        raise ValueError(f"--sdist {options.sdist}: there is no such file; leave it out to download it")
+
+
 def run(options: argparse.Namespace) -> int:
-    """Build and install; the exit code is 1 if that failed."""
+    """Build and install; the exit code is 1 if that failed. ValueError for arguments that do not fit."""
+    check_arguments(options)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     versions: dict[str, str | None] = {
         "horovod": HOROVOD_VERSION,
@@ -766,12 +812,11 @@ def run(options: argparse.Namespace) -> int:
     for name in ("torch", "tensorflow", "mpi"):
         say(f"{name}: {versions[name] or 'not found, built without it'}")
     if versions["torch"] is None and versions["tensorflow"] is None:
-        say("neither torch nor tensorflow is installed in this Python: install one of them first.")
+        say(f"FAILED: {sys.executable} has neither torch nor tensorflow; pip install one, then run this again.")
         return 1
     try:
         wheel = make_wheel(options, versions, path, choose_cuda(options.gpu, versions["torch"]))
         if options.wheel_dir:
-            options.wheel_dir.mkdir(parents=True, exist_ok=True)
             shutil.copy2(wheel, options.wheel_dir)
             say(f"wheel: {options.wheel_dir / wheel.name}")
         else:
@@ -781,7 +826,7 @@ def run(options: argparse.Namespace) -> int:
             pip("installing Horovod", "install", "--no-deps", "--force-reinstall", str(wheel), log=log)
             settle_open_mpi(Path(sys.prefix), Path(sysconfig.get_path("purelib")))
             say("installed; `horovodrun --check-build` shows what it can do")
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         say(f"FAILED: {error}")
         return 1
     return 0
@@ -791,7 +836,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run as a program of its own, with the arguments of the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    return run(parser.parse_args(argv))
+    try:
+        return run(parser.parse_args(argv))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
