@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -37,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand with the arguments of the command line, or `argv`.
 
     Returns:
-        Exit code: 0, 1 where `check` found something missing or a build failed, 2 for arguments that do not fit.
+        Exit code: 0, 1 where `check` found something missing or a build failed, 2 for arguments that do not fit,
+        130 where the user has ended it.
     """
-    arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(prog="hvd-compress", description="Gradient compression for Horovod.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="subcommand")
@@ -50,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        # declaring those of the builder makes its cache folder
-        if name in arguments:
-            module.add_arguments(subparser)
-    options = parser.parse_args(arguments)
+        module.add_arguments(subparser)
+    options, unknown = parser.parse_known_args(_joined(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        subparsers.choices[options.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return _SUBCOMMANDS[options.subcommand].run(options)
     except (HvdCompressError, ValueError) as error:
@@ -63,3 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # whoever reads has seen enough; Python would complain again when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """With "--option=-1" for "--option -1": else argparse takes the number for an option, and says nothing of it."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and re.match(r"--[a-z-]+$", joined[-1]) and re.match(r"-[0-9.]", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined

@@ -37,7 +37,7 @@ from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
 from hvd_compress.cli.predict import Prediction, predict
 from hvd_compress.cli.ranks import Ranks, is_launched, open_ranks
-from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth
+from hvd_compress.cli.units import parse_bandwidth, parse_seconds, seconds_argument, show_bandwidth, whole_argument
 from hvd_compress.cli.verdict import as_fields, report
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import Network, copy_speed, measure_network, slowest_speeds, speed_of
@@ -62,19 +62,20 @@ Shape = tuple[int, ...]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="MODULE:FUNCTION", help="returns a torch module or a built Keras model")
+    model.add_argument("--model", metavar="MODULE:FUNCTION", help="a function that returns a torch module "
+                       "or a built Keras model, or such a model")  # fmt: skip
     model.add_argument("--shapes", metavar="LIST", help="such as 784x4096,4096x4096*2,4096x10")
     model.add_argument("--shapes-file", metavar="FILE", help="the same in a file, one or more in a line")
     parser.add_argument(
         "--step-seconds",
-        type=float,
+        type=seconds_argument,
         default=0.0,
         metavar="SECONDS",
         help="of a step without communication, most of which exchanges overlap with; without it they are alone",
     )
     parser.add_argument(
         "--trial-seconds",
-        type=float,
+        type=seconds_argument,
         default=_ALL_TRIALS_SECONDS,
         metavar="SECONDS",
         help=f"after which no other way is tried with real ranks ({_ALL_TRIALS_SECONDS:.0f}); 0 only predicts",
@@ -84,8 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidth", metavar="RATE", help="of a host, in each direction, such as 1gbit, 10Gbps or 125MB/s"
     )
     paper.add_argument("--latency", metavar="TIME", default="50us", help="between two hosts (50us)")
-    paper.add_argument("--ranks", type=int, help="in all")
-    paper.add_argument("--ranks-per-host", type=int, default=1, help="that share a host's bandwidth (1)")
+    paper.add_argument("--ranks", type=whole_argument, metavar="NUMBER", help="in all")
+    paper.add_argument(
+        "--ranks-per-host", type=whole_argument, default=1, metavar="NUMBER", help="that share a host's bandwidth (1)"
+    )
     parser.add_argument("--measure", action="store_true", help="the link between the ranks that run this command; this "
                         "is what happens under horovodrun and mpirun")  # fmt: skip
     add_json_argument(parser)

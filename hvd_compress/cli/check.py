@@ -1,7 +1,8 @@
 """Is this Horovod able to exchange compressed gradients, and what is missing?
 
-Under horovodrun or mpirun the collectives that exchanges need are tried with real ranks as well; rank 0 prints all that
-it found, the others what is missing where they run. The exit code is 1 if anything is missing.
+As one process it starts horovodrun and mpirun, for a moment and on this host: what lies on PATH may not work. Under one
+of them the collectives that exchanges need are tried with real ranks instead; rank 0 prints all that it found, the
+others what is missing where they run. The exit code is 1 if anything is missing.
 
 With --json rank 0 prints "missing" (whether anything is, on any rank), "rank" and "findings", each with "what",
 "found", "verdict" ("ok", "note" or "MISSING") and "remedy", empty where all is well; the others print to stderr.
@@ -14,18 +15,19 @@ import json
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK, __version__
+from hvd_compress.cli.finding import MISSING, NOTE, OK, Finding, last_line
 from hvd_compress.cli.json_output import add_json_argument, print_json, working
+from hvd_compress.cli.launchers import Built, attempt, launchers
 from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
 from hvd_compress.errors import MissingError
 from hvd_compress.loopback import Loopback
@@ -35,36 +37,52 @@ __all__ = ["HELP", "Finding", "add_arguments", "run"]
 
 HELP = "is this Horovod able to do it, and what is missing"
 
-OK, NOTE, MISSING = "ok", "note", "MISSING"
-
 # the oldest that are known to work
 _LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}
-_DISTRIBUTIONS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"), "torch": ("torch",)}
+# ranks of the first one that works are started: torch takes a third as long
+_DISTRIBUTIONS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly")}
 _BUILD = f"build Horovod for it: {BUILD}"
+# each line that it prints as JSON is told even if the next step crashes
 _PROBE = """
-import json, horovod.{0}.mpi_ops
+import ctypes, json, os, re, sys
+print(json.dumps({{"broken": "importing it ends the process"}}), flush=True)
+try:
+    import {0}
+except Exception as error:
+    print(json.dumps({{"broken": type(error).__name__ + ": " + str(error).partition(chr(10))[0]}}))
+    sys.exit(1)
+print(json.dumps({{"broken": "", "version": {0}.__version__}}), flush=True)
+import horovod
+try:
+    with open(os.path.join(os.path.dirname(horovod.__file__), "metadata.json")) as file:
+        print(json.dumps({{"built_for": json.load(file)["{1}"]}}), flush=True)
+except (OSError, KeyError, ValueError):
+    pass
+import horovod.{0}.mpi_ops
 import horovod.{0} as hvd
-print(json.dumps({{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}))
+built = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
+print(json.dumps(built), flush=True)
+def loaded():
+    with open("/proc/self/maps") as maps:
+        return sorted({{os.path.realpath(line.split()[-1]) for line in maps if re.search(r"/libmpi(ch)?[.]so", line)}})
+libraries = loaded() if built["mpi"] else []
+if libraries:
+    text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
+    ctypes.CDLL(libraries[0]).MPI_Get_library_version(text, ctypes.byref(length))
+    print(json.dumps({{"library": text.value.decode(errors="replace"), "libraries": libraries}}), flush=True)
+    try:
+        import mpi4py
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except Exception:
+        pass
+    libraries += [library for library in loaded() if library not in libraries]
+    print(json.dumps({{"libraries": libraries}}), flush=True)
 """
+# what Horovod's list of versions calls them
+_BUILT_FOR = {"torch": "pytorch", "tensorflow": "tensorflow"}
 _PROBE_SECONDS = 120
 _TCP_FLAGS, _USUAL_TCP_FLAGS = "OMPI_MCA_btl_tcp_flags", "send,put,inplace,need-ack,need-csum,hetero-rdma"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A line of the output.
-
-    Args:
-        what: was looked at.
-        found: what is there.
-        verdict: OK, NOTE (works, or is not needed) or MISSING.
-        remedy: what to do, unless all is well.
-    """
-
-    what: str
-    found: str
-    verdict: str
-    remedy: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
             except MissingError as error:
                 show(Finding("ranks", str(error), MISSING, _BUILD))
         else:
-            show(Finding("ranks", "one process", NOTE, "horovodrun -np 2 hvd-compress check tries real ones"))
+            show(Finding("ranks", "one process", NOTE, "horovodrun -np 2 --gloo hvd-compress check tries real ones"))
         for finding in () if ranks is None else _with_ranks(ranks):
             show(finding)
         missing = any(f.verdict == MISSING for f in show.findings)
@@ -139,37 +157,62 @@ def _here() -> Iterator[Finding]:
 
 
 def _horovod() -> Iterator[Finding]:
-    """Horovod, the frameworks, and whether they fit each other."""
+    """Horovod, the frameworks, whether they fit each other, and what starts ranks."""
     version = _version("horovod")
     if version is None:
         yield Finding("horovod", "not installed", MISSING, f"build and install it: {BUILD}")
         return
     yield Finding("horovod", version, *_age("horovod", version))
-    mpirun = shutil.which("mpirun")
-    remedy = "" if mpirun else "not needed with Gloo: horovodrun --gloo"
-    yield Finding("mpirun", mpirun or "not on PATH", OK if mpirun else NOTE, remedy)
-    able = False
+    able: list[Built] = []
     for framework, distributions in _DISTRIBUTIONS.items():
-        version = next(filter(None, map(_version, distributions)), None)
-        if version is None:
+        name = next(filter(_version, distributions), None)
+        if name is None:
             yield Finding(framework, "not installed", NOTE, "")
-            continue
-        yield Finding(framework, version, *_age(framework, version))
-        built = _probe(framework)
-        if isinstance(built, str):
-            # the edge of another framework may be all that is wanted; without any, the last finding says so
-            yield Finding(f"horovod.{framework}", built, NOTE, _BUILD)
-            continue
-        able = True
-        parts = ", ".join(name for name, there in built.items() if there)
-        launcher = built["gloo"] or (built["mpi"] and mpirun is not None)
-        remedy = "" if launcher else "put the mpirun that it was built with on PATH, or rebuild it with Gloo"
-        yield Finding(f"horovod.{framework}", f"built with {parts}", OK if launcher else MISSING, remedy)
+        else:
+            yield from _framework(framework, name, able)
     keras = _version("keras")
     if keras is not None:
         yield Finding("keras", keras, *_age("keras", keras))
     if not able:
         yield Finding("framework", "none that Horovod works with", MISSING, _BUILD)
+    elif not is_launched():
+        # what has started these processes can do so
+        yield from launchers(able[0])
+
+
+def _framework(framework: str, distribution: str, able: list[Built]) -> Iterator[Finding]:
+    """A framework that is installed and its Horovod, which is added to `able` if it can be imported."""
+    version, probed = _version(distribution) or "", _probe(framework)
+    if isinstance(probed, dict) and probed.get("broken"):
+        remedy = f"install it again: pip install --force-reinstall {distribution}"
+        yield Finding(framework, f"{version}, cannot be loaded: {probed['broken']}", NOTE, remedy)
+        return
+    yield Finding(framework, version, *_age(framework, version))
+    what = f"horovod.{framework}"
+    if isinstance(probed, str):
+        # the edge of another framework may be all that is wanted; without any, the last finding says so
+        yield Finding(what, probed, NOTE, _BUILD)
+        return
+    built = Built(framework, probed["mpi"], probed["gloo"], _library(probed), tuple(probed.get("libraries", ())))
+    able.append(built)
+    parts = [name for name in ("mpi", "gloo", "nccl") if probed[name]]
+    found = f"built with {', '.join(parts) or 'neither mpi nor gloo'}"
+    other = _other_version(framework, probed)
+    if not built.mpi and not built.gloo:
+        yield Finding(what, found, MISSING, _BUILD)
+    else:
+        yield Finding(what, f"{found}, {other}" if other else found, NOTE if other else OK, _BUILD if other else "")
+
+
+def _library(probed: Mapping[str, Any]) -> str:
+    """Name and version of an MPI library, without whoever has packed it."""
+    return str(probed.get("library", "")).partition(",")[0].partition("\n")[0].strip()
+
+
+def _other_version(framework: str, told: Mapping[str, Any]) -> str:
+    """Says so if the framework has changed since Horovod was built; empty if it has not."""
+    built_for, version = told.get("built_for"), told.get("version")
+    return "" if built_for in (None, version) else f"for {framework} {built_for}, but here is {version}"
 
 
 def _kernels() -> Iterator[Finding]:
@@ -180,7 +223,7 @@ def _kernels() -> Iterator[Finding]:
         try:
             first, second = Loopback(2, compressor).allreduce(gradients)
         except Exception as error:  # whatever a broken Numba or LLVM raises is what the user is to be told
-            reason = f"{type(error).__name__}: {_last_line(str(error))}"
+            reason = f"{type(error).__name__}: {last_line(str(error))}"
             remedy = "reinstall numba; a folder for its cache must be writable (NUMBA_CACHE_DIR)"
             yield Finding("kernels", f"numba {version}, {compressor!r}: {reason}", MISSING, remedy)
             return
@@ -192,6 +235,11 @@ def _kernels() -> Iterator[Finding]:
 
 def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
     """The two collectives of an exchange, with values that can only be right."""
+    started = launched("size")
+    if ranks.ranks != started:
+        remedy = "start them with the mpirun of the MPI that Horovod was built with, or with horovodrun --gloo"
+        yield Finding("ranks", f"{started} were started, but do not find each other", MISSING, remedy)
+        return
     yield Finding("ranks", f"{ranks.ranks}, {ranks.ranks_per_host} per host, horovod.{ranks.framework}", OK)
     if ranks.ranks > ranks.local_size:
         yield from _between_hosts(os.environ)
@@ -226,21 +274,31 @@ def _verdict(collective: str, right: bool) -> Finding:
     return Finding(collective, "right" if right else "wrong values", OK if right else MISSING, remedy)
 
 
-def _probe(framework: str) -> dict[str, bool] | str:
-    """What horovod.<framework> was built with, or why it cannot be imported."""
+def _probe(framework: str) -> dict[str, Any] | str:
+    """What horovod.<framework> was built with, or why it cannot be imported.
+
+    A dict with "broken" says why the framework itself cannot.
+    """
     # a process of its own: one that was built for another version of the framework may crash
-    command = [sys.executable, "-c", _PROBE.format(framework)]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, env=environment)
-    except subprocess.TimeoutExpired:
+    program = _PROBE.format(framework, _BUILT_FOR[framework])
+    outcome = attempt([sys.executable, "-c", program], _PROBE_SECONDS)
+    told: dict[str, Any] = {}
+    said = []
+    for line in outcome.text.splitlines():
+        try:
+            told.update(json.loads(line))
+        except (TypeError, ValueError):
+            said.append(line)
+    # what comes after this is told may crash where two MPIs meet, which trying them shows
+    if outcome.is_good or "gloo" in told or (told.get("broken") and outcome.code is not None):
+        return told
+    if outcome.code is None:
         return f"cannot be imported within {_PROBE_SECONDS} s"
-    if done.returncode:
-        if "has not been built" in done.stdout + done.stderr:
-            return "built without it"
-        return _last_line(done.stderr) or f"importing it ends with {done.returncode}"
-    found: dict[str, bool] = json.loads(_last_line(done.stdout))
-    return found
+    if "has not been built" in outcome.text:
+        return "built without it"
+    if other := _other_version(framework, told):
+        return f"built {other}"
+    return last_line("\n".join(said)) or f"importing it ends with {outcome.code}"
 
 
 def _age(name: str, version: str) -> tuple[str, str]:
@@ -257,7 +315,3 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1] if text.strip() else ""

@@ -60,7 +60,10 @@ def read_shapes(path: str) -> list[Shape]:
         raise ValueError(f"shapes file {path!r}: {error.strerror or error}") from None
     except ValueError as error:  # bytes that are no text, or a name that no file has
         raise ValueError(f"shapes file {path!r}: not a text of shapes ({error})") from None
-    return parse_shapes("\n".join(line.partition("#")[0] for line in text.splitlines()))
+    try:
+        return parse_shapes("\n".join(line.partition("#")[0] for line in text.splitlines()))
+    except ValueError as error:
+        raise ValueError(f"shapes file {path!r}: {error}") from None
 
 
 def shapes_of_model(place: str) -> list[Shape]:
@@ -78,23 +81,35 @@ def shapes_of_model(place: str) -> list[Shape]:
 
 
 def _made(place: str) -> Any:
-    """What the function of that name returns."""
-    module_name, _, function_name = place.partition(":")
+    """What the function of that name returns, or the model of that name."""
+    module_name, _, name = place.partition(":")
     # as `python -m` does, which a command in a `bin` folder does not
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        function = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # scripts do anything when they are imported
-        raise ValueError(
-            f"--model {place!r}: give module:function of something importable from here; {_kind(error)}"
-        ) from error
+        raise ValueError(f"--model {place!r}: {_why_not_imported(module_name, error)}") from error
+    if not isinstance(function, type) and _is_model(function):
+        return function
     if not callable(function):
         raise ValueError(f"--model {place!r} is {type(function).__name__}: must be a function that returns a model")
     try:
         return function()
     except (Exception, SystemExit) as error:
         raise ValueError(f"--model {place!r}: it was called without arguments and raised {_kind(error)}") from error
+
+
+def _why_not_imported(module: str, error: BaseException) -> str:
+    is_other = isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}.")
+    if is_other and module:
+        return f"{module} needs {error.name}, which is not installed in this Python; install it, and start this again"
+    return f"give module:function of something importable from here; {_kind(error)}"
+
+
+def _is_model(candidate: Any) -> bool:
+    variables = getattr(candidate, "trainable_variables", None)
+    return isinstance(variables, (list, tuple)) or callable(getattr(candidate, "named_parameters", None))
 
 
 def _trainable(model: Any, place: str) -> list[Shape]:

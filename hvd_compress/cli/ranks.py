@@ -21,6 +21,7 @@ Array = npt.NDArray[Any]
 # what horovodrun with Gloo, and mpirun of Open MPI, MPICH and their kin, tell the processes that they start
 _VARIABLES = {
     "rank": ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    "size": ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
     "local rank": ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "local size": ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
@@ -28,9 +29,13 @@ _FRAMEWORKS = ("torch", "tensorflow")
 
 
 def launched(what: str) -> int:
-    """What a launcher told this process: its "rank", "local rank" or "local size"; those of a lone one without it."""
+    """What a launcher told this process of itself and the others; without one, what is true of a lone process.
+
+    Args:
+        what: "rank", "size", "local rank" or "local size".
+    """
     found = next((os.environ[n] for n in _VARIABLES[what] if os.environ.get(n, "").isdigit()), None)
-    return int(found) if found is not None else int(what == "local size")
+    return int(found) if found is not None else int(what.endswith("size"))
 
 
 def is_launched() -> bool:

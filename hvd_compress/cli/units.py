@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 
-__all__ = ["parse_bandwidth", "parse_seconds", "show_bandwidth", "show_bytes", "show_seconds"]
+__all__ = [
+    "parse_bandwidth",
+    "parse_seconds",
+    "seconds_argument",
+    "show_bandwidth",
+    "show_bytes",
+    "show_seconds",
+    "whole_argument",
+]
 
 _NUMBER = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e([+-]?[0-9]{1,3}))?"
 _PREFIXES = {
@@ -71,6 +80,21 @@ def parse_seconds(text: str) -> float:
     if seconds > _MOST_SECONDS:
         raise ValueError(f"time {text!r}: must be an hour at most, such as 50us, 0.1ms or 2s")
     return seconds
+
+
+def whole_argument(text: str) -> int:
+    """A whole number, for argparse."""
+    if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, such as 4")
+    return int(text)
+
+
+def seconds_argument(text: str) -> float:
+    """A number of seconds without a unit, for argparse."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of seconds, such as 0.25") from None
 
 
 def show_seconds(seconds: float) -> str:

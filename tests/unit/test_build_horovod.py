@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from hvd_compress import cli
 from hvd_compress.cli import build_horovod as build
 
 GXX = shutil.which("g++")
@@ -142,6 +145,111 @@ class TestCacheKey:
     def test_names_whether_it_is_for_cuda(self) -> None:
         assert "-cpu-" in build.cache_key(self.VERSIONS)
         assert "-cuda-" in build.cache_key(self.VERSIONS, "anything else")
+
+
+class TestCacheFolder:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.setattr(build.sys, "prefix", str(tmp_path / "environment"))
+        return tmp_path / "home"
+
+    def test_is_made_when_it_is_needed(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            build.main(["--help"])
+        assert str(home / ".cache" / "hvd_compress") in "".join(capsys.readouterr().out.split())
+        assert not home.exists()
+        assert build.cache_folder() == home / ".cache" / "hvd_compress" / "horovod-wheels"
+        assert build.cache_folder().is_dir()
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize("name", ["XDG_CACHE_HOME", "HOME"])
+    def test_of_a_home_that_cannot_be_written(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # root too can make nothing there
+        monkeypatch.setenv(name, "/proc/home")
+        assert build.cache_folder() == tmp_path / "environment" / "horovod-wheels"
+        said = capsys.readouterr().out
+        assert "/proc/home" in said
+        assert f"the wheel is kept in {tmp_path}/environment/horovod-wheels" in said
+        # nor in the environment, as with one that an administrator has made
+        monkeypatch.setattr(build.sys, "prefix", "/proc/environment")
+        folder = build.cache_folder()
+        assert folder.parent == Path(tempfile.gettempdir())
+        assert f"the wheel is kept in {folder}" in capsys.readouterr().out
+        folder.rmdir()
+
+    def test_of_a_user_without_home(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(build.os.path, "expanduser", lambda path: path)
+        assert build.cache_folder() == tmp_path / "environment" / "horovod-wheels"
+        assert "no home folder" in capsys.readouterr().out
+        assert not (tmp_path / "~").exists()
+
+    def test_a_relative_one_is_ignored(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+        assert build.users_cache() == home / ".cache" / "hvd_compress" / "horovod-wheels"
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("option", "place", "reason"),
+        [
+            ("--wheel-dir", "/proc/dist", "nothing can be written there"),
+            ("--wheel-dir", "file", "it is no folder"),
+            ("--cache", "/proc/cache", "nothing can be written there"),
+            ("--sdist", "gone.tar.gz", "no such file"),
+            ("--sdist", ".", "no such file"),
+        ],
+    )
+    @pytest.mark.parametrize("command", ["file", "package"])
+    def test_are_refused_before_anything_is_built(
+        self, command: str, option: str, place: str, reason: str, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(build, "make_wheel", lambda *args: pytest.fail("something was built"))
+        try:
+            code = cli.main(["build-horovod", option, place]) if command == "package" else build.main([option, place])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        printed = capsys.readouterr()
+        assert code == 2
+        assert printed.out == ""
+        last = printed.err.splitlines()[-1]
+        assert f"{option} {place}" in last
+        assert reason in last
+
+    def test_a_relative_cache_is_meant_from_here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        versions: dict[str, str | None] = {"horovod": "0.28.1"}
+        wheel = tmp_path / "c" / build.cache_key(versions, "cpu") / "horovod-0.28.1-py3-none-any.whl"
+        wheel.parent.mkdir(parents=True)
+        wheel.touch()
+        options = argparse.Namespace(cache=Path("c"), force=False)
+        assert build.make_wheel(options, versions, "", None) == wheel
+
+    def test_headers_that_are_missing_are_told_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path))
+        monkeypatch.setattr(build.shutil, "which", lambda tool: tool)
+        with pytest.raises(build.BuildError, match="python3-dev"):
+            build.check_machine()
+
+    def test_a_full_disk_is_no_traceback(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def full(*args: object) -> None:
+            raise OSError(28, "No space left on device", "/cache/build.log")
+
+        monkeypatch.setattr(build, "installed", lambda names: "2.13.0")
+        monkeypatch.setattr(build, "choose_cuda", full)
+        assert build.main([]) == 1
+        assert "FAILED: [Errno 28] No space left on device: '/cache/build.log'" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("quiet_environment")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -481,7 +482,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bool] | str]:
     }
     monkeypatch.setattr(check, "_probe", answers.__getitem__)
     monkeypatch.setattr(check, "_version", versions.get)
-    monkeypatch.setattr(check.shutil, "which", lambda name: None)
+    monkeypatch.setattr(check, "launchers", lambda built: [check.Finding("launchers", repr(built), check.OK)])
     answers["versions"] = versions  # type: ignore[assignment]
     return answers
 
@@ -491,7 +492,7 @@ def test_all_is_there(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
     lines = findings(capsys)
     assert not any("MISSING" in line for line in lines.values())
     assert "built with mpi, gloo" in lines["horovod.torch"]
-    assert "note" in lines["mpirun"]
+    assert "Built(framework='torch', mpi=True, gloo=True" in lines["launchers"]
     assert "all compressors" in lines["kernels"]
     assert "All that is needed is here." in lines
 
@@ -524,10 +525,38 @@ def test_a_horovod_of_another_framework(probed: dict, capsys: pytest.CaptureFixt
     assert "MISSING" in lines["framework"]
 
 
-def test_nothing_to_start_ranks_with(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
-    probed["torch"] = {"mpi": True, "gloo": False, "nccl": False}
+def test_a_horovod_that_starts_no_ranks(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probed["torch"] = {"mpi": False, "gloo": False, "nccl": False}
     assert main(["check"]) == 1
-    assert "put the mpirun" in findings(capsys)["horovod.torch"]
+    line = findings(capsys)["horovod.torch"]
+    assert "neither mpi nor gloo" in line
+    assert "hvd-compress build-horovod" in line
+
+
+def test_the_mpi_of_horovod_is_told_by_name(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    library = "Open MPI v4.1.8, package: Open MPI user@localhost Distribution, ident: 4.1.8"
+    probed["torch"] = {**probed["torch"], "library": library, "libraries": ["/a/libmpi.so.40"]}
+    assert main(["check"]) == 0
+    line = findings(capsys)["launchers"]
+    assert "library='Open MPI v4.1.8', libraries=('/a/libmpi.so.40',)" in line
+
+
+def test_a_framework_that_has_changed_since_horovod_was_built(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probed["torch"] = {**probed["torch"], "built_for": "2.12.0", "version": "2.13.0"}
+    assert main(["check"]) == 0
+    line = findings(capsys)["horovod.torch"]
+    assert "built with mpi, gloo, for torch 2.12.0, but here is 2.13.0" in line
+    assert "hvd-compress build-horovod" in line
+
+
+def test_a_framework_that_cannot_be_loaded(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probed["tensorflow"] = {"broken": "ImportError: numpy.core is gone"}
+    probed["versions"]["tensorflow-cpu"] = probed["versions"].pop("tensorflow")
+    assert main(["check"]) == 0
+    lines = findings(capsys)
+    assert "2.21.0, cannot be loaded: ImportError: numpy.core is gone" in lines["tensorflow"]
+    assert "pip install --force-reinstall tensorflow-cpu" in lines["tensorflow"]
+    assert "horovod.tensorflow" not in lines
 
 
 @pytest.mark.usefixtures("probed")
@@ -593,6 +622,69 @@ def test_a_horovod_that_crashes_or_hangs_ends_its_own_process_only(monkeypatch: 
     monkeypatch.setattr(check, "_PROBE", "print('noise'); print('{{\"mpi\": true}}')  # {0}")
     monkeypatch.setattr(check, "_PROBE_SECONDS", 60)
     assert check._probe("torch") == {"mpi": True}
+
+
+STEPS = """print('noise'); print('{{"broken": "", "version": "2.13.0"}}'); print('{{"built_for": "2.12.0"}}'); """
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [("raise ImportError('undefined symbol')", "built for torch 2.12.0, but here is 2.13.0"),
+     ("import os; sys.stdout.flush(); os.abort()", "built for torch 2.12.0, but here is 2.13.0"),
+     ("print('{{\"built_for\": \"2.13.0\"}}'); raise ImportError('no symbol')", "ImportError: no symbol")],
+)  # fmt: skip
+def test_why_horovod_cannot_be_imported(program: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_PROBE", f"import sys; {STEPS}{program}  # {{0}}")
+    assert check._probe("torch") == expected
+
+
+def test_probing_the_mpi_may_crash_once_the_rest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"mpi": True, "gloo": True, "nccl": False}
+    text = json.dumps(told).replace("{", "{{").replace("}", "}}")
+    monkeypatch.setattr(check, "_PROBE", f"import os; print('{text}', flush=True); os.abort()  # {{0}}")
+    assert check._probe("torch") == told
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [("raise ImportError('libcudart.so.13: cannot open\\nshared object file')", "ImportError: libcudart.so.13: cannot"),
+     ("import os; os.abort()", "importing it ends the process")],
+)  # fmt: skip
+def test_the_probe_tells_a_broken_framework_from_a_broken_horovod(
+    text: str, broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = check._probe("torch")
+    assert isinstance(found, dict)
+    assert found["broken"].startswith(broken)
+
+
+def test_the_probe_of_a_real_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    framework = next((f for f in ("torch", "tensorflow") if importlib.util.find_spec(f)), "")
+    if not framework or not importlib.util.find_spec("horovod"):
+        pytest.skip("this environment has no Horovod")
+    found = check._probe(framework)
+    assert isinstance(found, dict), found
+    assert found["version"] == found["built_for"]
+    assert found["gloo"] is True
+    assert not found["mpi"] or len(found["libraries"]) == 1
+
+
+class _Lonely:
+    """A rank that Horovod has found no other for."""
+
+    ranks, local_size, position, framework, ranks_per_host = 1, 1, 0, "torch", 1
+
+
+@pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_ranks_that_do_not_find_each_other(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "4")
+    (line,) = check._with_ranks(_Lonely())  # type: ignore[arg-type]
+    assert (line.found, line.verdict) == ("4 were started, but do not find each other", check.MISSING)
+    assert "mpirun of the MPI that Horovod was built with" in line.remedy
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

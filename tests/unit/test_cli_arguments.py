@@ -254,7 +254,7 @@ def test_the_builder_runs_where_it_was_copied_to(tmp_path: Path) -> None:
     assert "--wheel-dir" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bench", "--help"], ["build-horovod", "--help"]])
 def test_what_does_not_build_makes_no_cache_folder(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
