@@ -147,6 +147,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
         torch=TorchLike,
         keras=lambda: KerasLike((3, 4), (4,)),
         unbuilt=KerasLike,
+        made=KerasLike((5, 6)),
         number=lambda: 3,
         broken=lambda: 1 / 0,
     )
@@ -157,6 +158,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shapes_of_models() -> None:
     assert shapes_of_model("models_of_a_user:torch") == [(4, 3), (4,)]
     assert shapes_of_model("models_of_a_user:keras") == [(3, 4), (4,)]
+    # calling a model is its forward pass
+    assert shapes_of_model("models_of_a_user:made") == [(5, 6)]
 
 
 def test_a_model_may_lie_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,13 +78,20 @@ def model(place: str) -> list[str]:
         (PAPER, "one of the arguments"), ([*shapes("8"), "--model", "a:b"], "not allowed with"),
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "0"], "--ranks 0"),
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "-2"], "--ranks -2"),
-        (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "1e3"], "invalid int"),
-        (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "nan"], "invalid int"),
+        (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "1e3"], "whole number"),
+        (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "nan"], "whole number"),
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "10001"], "1 to 10000"),
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "9" * 5000], "--ranks"),
         ([*shapes("8"), "--ranks-per-host", "3"], "multiple"), ([*shapes("8"), "--ranks-per-host", "0"], "multiple"),
         ([*shapes("8"), "--ranks-per-host", "-4"], "multiple"), ([*shapes("8"), "--ranks-per-host", "8"], "multiple"),
-        (["--shapes", "8", "--bandwidth", "-1gbit", "--ranks", "2"], "--bandwidth"),
+        (["--shapes", "8", "--bandwidth", "-1gbit", "--ranks", "2"], "bandwidth '-1gbit'"),
+        (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "2.5"], "'2.5': must be a whole number, such as 4"),
+        (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "two"], "'two': must be a whole number"),
+        ([*shapes("8"), "--latency", "-5us"], "time '-5us'"), ([*shapes("8"), "--step-seconds", "-.5"], "0 or more"),
+        ([*shapes("8"), "--step-seconds", "10ms"], "'10ms': must be a number of seconds, such as 0.25"),
+        ([*shapes("8"), "--trial-seconds", "long"], "'long': must be a number of seconds"),
+        (shapes("-1x3"), "shape '-1x3'"), (["--shapes-file", "words", *PAPER], "shapes file 'words': shape 'layer1'"),
+        (model("models_framework:f"), "models_framework needs torch_of_tomorrow, which is not installed"),
         (["--shapes", "8", "--bandwidth", "", "--ranks", "2"], "100mbit"),
         (["--shapes", "8", "--bandwidth", "inf", "--ranks", "2"], "100mbit"),
         ([*shapes("8"), "--latency", ""], "50us"), ([*shapes("8"), "--latency", "nan"], "50us"),
@@ -101,11 +108,13 @@ def test_one_plain_line(
     (tmp_path / "models_here.py").write_text(MODELS)
     (tmp_path / "models_broken.py").write_text("def f(:\n")
     (tmp_path / "models_ending.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "models_framework.py").write_text("import torch_of_tomorrow\ndef f(): pass\n")
+    (tmp_path / "words").write_text("layer1 layer2\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "blank").write_text("# nothing\n\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("models_here", "models_broken", "models_ending"):
+    for name in ("models_here", "models_broken", "models_ending", "models_framework"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     try:
         code = main(["advise", *arguments, "--json"])
@@ -119,12 +128,27 @@ def test_one_plain_line(
     assert len(printed.err) < 500
 
 
-@pytest.mark.parametrize("arguments", [["check", "x"], ["bench", "--ranks", "2"], ["nonsense"], [], ["--nonsense"]])
-def test_the_other_subcommands_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "page"),
+    [(["check", "x"], "hvd-compress check --help"), (["bench", "--ranks", "2"], "hvd-compress bench --help"),
+     (["build-horovod", "torch"], "hvd-compress build-horovod --help"),
+     (["build-horovod", "--gpu", "rocm"], "hvd-compress build-horovod --help"),
+     (["nonsense"], "hvd-compress --help"), ([], "hvd-compress --help"), (["--nonsense"], "hvd-compress --help")],
+)  # fmt: skip
+def test_the_other_subcommands_too(arguments: list[str], page: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"see {page}")
+
+
+def test_whoever_ends_it_sees_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(options: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run", ended)
+    assert main(["bench"]) == 130
 
 
 # -- what is printed when --------------------------------------------------------------------------------------------
