@@ -101,8 +101,7 @@ def _made(place: str) -> Any:
 
 
 def _why_not_imported(module: str, error: BaseException) -> str:
-    is_other = isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}.")
-    if is_other and module:
+    if isinstance(error, ModuleNotFoundError) and module and not f"{module}.".startswith(f"{error.name}."):
         return f"{module} needs {error.name}, which is not installed in this Python; install it, and start this again"
     return f"give module:function of something importable from here; {_kind(error)}"
 
