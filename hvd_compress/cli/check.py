@@ -152,7 +152,9 @@ def _here() -> Iterator[Finding]:
     yield Finding("numpy", np.__version__, *_age("numpy", np.__version__))
     cores, local = len(os.sched_getaffinity(0)), launched("local size")
     enough = cores >= local
-    remedy = "" if enough else "start fewer ranks per host, or give them more cores: kernels and backward share them"
+    # Open MPI's mpirun binds each rank to one
+    more = "start fewer ranks per host, or give them more cores (mpirun --bind-to none): kernels and backward share them"
+    remedy = "" if enough else more
     yield Finding("cores", f"{cores} for {local} rank{'s' * (local > 1)} on this host", OK if enough else NOTE, remedy)
 
 
