@@ -150,7 +150,7 @@ install_packages() {
         files+=(-r ci/requirements-mpi.lock)
     fi
     if ((without_tensorflow)); then
-        say "    TensorFlow and Keras are left out: tensorflow-cpu has no wheel for this Python (take 3.11 to 3.13 for them)"
+        say "    TensorFlow and Keras are left out: their pinned releases have no wheel for this Python (take 3.11 to 3.13 for them)"
     fi
     say "    installing pinned packages (usually 1.5 to 3 minutes the first time); log: $log"
     # all of them are listed with their hashes, so nothing is left to resolve

@@ -30,6 +30,7 @@ from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.launchers import Built, attempt, launchers
 from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
 from hvd_compress.errors import MissingError
+from hvd_compress.kernels.jit import unkept
 from hvd_compress.loopback import Loopback
 from hvd_compress.missing import BUILD
 
@@ -41,7 +42,7 @@ HELP = "is this Horovod able to do it, and what is missing"
 _LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}
 # ranks of the first one that works are started: torch takes a third as long
 _DISTRIBUTIONS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly")}
-_BUILD = f"build Horovod for it: {BUILD}"
+_BUILD = f"build Horovod for it, and install it: {BUILD}"
 # each line that it prints as JSON is told even if the next step crashes
 _PROBE = """
 import ctypes, json, os, re, sys
@@ -153,31 +154,39 @@ def _here() -> Iterator[Finding]:
     cores, local = len(os.sched_getaffinity(0)), launched("local size")
     enough = cores >= local
     # Open MPI's mpirun binds each rank to one
-    more = "start fewer ranks per host, or give them more cores (mpirun --bind-to none): kernels and backward share them"
+    more = (
+        "start fewer ranks per host, or give them more cores (mpirun --bind-to none): kernels and backward share them"
+    )
     remedy = "" if enough else more
     yield Finding("cores", f"{cores} for {local} rank{'s' * (local > 1)} on this host", OK if enough else NOTE, remedy)
 
 
 def _horovod() -> Iterator[Finding]:
     """Horovod, the frameworks, whether they fit each other, and what starts ranks."""
+    installed = {f: next(filter(_version, names), None) for f, names in _DISTRIBUTIONS.items()}
+    build = (
+        _BUILD if any(installed.values()) else f"pip install torch, or tensorflow, then build Horovod for it: {BUILD}"
+    )
     version = _version("horovod")
     if version is None:
-        yield Finding("horovod", "not installed", MISSING, f"build and install it: {BUILD}")
-        return
-    yield Finding("horovod", version, *_age("horovod", version))
+        yield Finding("horovod", "not installed", MISSING, build)
+    else:
+        yield Finding("horovod", version, *_age("horovod", version))
     able: list[Built] = []
-    for framework, distributions in _DISTRIBUTIONS.items():
-        name = next(filter(_version, distributions), None)
-        if name is None:
+    for framework, distribution in installed.items():
+        if distribution is None:
             yield Finding(framework, "not installed", NOTE, "")
+        elif version is None:
+            found = _version(distribution) or ""
+            yield Finding(framework, found, *_age(framework, found))
         else:
-            yield from _framework(framework, name, able)
+            yield from _framework(framework, distribution, able)
     keras = _version("keras")
     if keras is not None:
         yield Finding("keras", keras, *_age("keras", keras))
-    if not able:
-        yield Finding("framework", "none that Horovod works with", MISSING, _BUILD)
-    elif not is_launched():
+    if version is not None and not able:
+        yield Finding("framework", "none that Horovod works with", MISSING, build)
+    elif able and not is_launched():
         # what has started these processes can do so
         yield from launchers(able[0])
 
@@ -232,7 +241,12 @@ def _kernels() -> Iterator[Finding]:
         if first.tobytes() != second.tobytes() or not np.isfinite(first).all():
             yield Finding("wire", f"{compressor!r}: ranks decode different values", MISSING, "report this as a bug")
             return
-    yield Finding("kernels", f"numba {version}, all compressors encode and decode", OK)
+    found = f"numba {version}, all compressors encode and decode"
+    if unkept:
+        remedy = "export NUMBA_CACHE_DIR as a folder that can be written, so that not each process compiles them anew"
+        yield Finding("kernels", f"{found}; they are not kept: {unkept[0]}", NOTE, remedy)
+    else:
+        yield Finding("kernels", found, OK)
 
 
 def _with_ranks(ranks: Ranks) -> Iterator[Finding]:

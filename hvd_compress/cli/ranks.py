@@ -106,5 +106,5 @@ def open_ranks() -> Ranks:
             reasons.append(str(error))
     raise MissingError(
         "real ranks need Horovod, built for PyTorch or TensorFlow; `hvd-compress check` says what is missing. "
-        + " ".join(reasons)
+        + "; or ".join(reasons)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -14,6 +15,9 @@ from numba.core.caching import FunctionCache
 _F = TypeVar("_F", bound=Callable[..., object])
 
 _LOCK = "hvd_compress.lock"  # beside the compiled code
+
+unkept: list[str] = []
+"""Why compiled code is not kept on disk; empty where it is."""
 
 
 def kernel(function: _F) -> _F:
@@ -36,8 +40,23 @@ def kernel_in_order(function: _F) -> _F:
 def _compiled(function: _F, fastmath: set[str] | bool) -> _F:
     compiled: _F = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
     if not numba.config.DISABLE_JIT:
-        compiled._cache = _SharedCache(function)  # type: ignore[attr-defined]  # what `cache=True` sets, too
+        try:
+            compiled._cache = _SharedCache(function)  # type: ignore[attr-defined]  # what `cache=True` sets, too
+        except RuntimeError:  # Numba's, where it finds no folder
+            _tell_unkept("neither the folder of the package nor the home can be written")
     return compiled
+
+
+def _tell_unkept(reason: str) -> None:
+    """Warn once: the first step takes longer, and nothing else says why."""
+    if not unkept:
+        warnings.warn(
+            f"compiled kernels cannot be kept on disk ({reason}), so each process compiles them anew: "
+            "set NUMBA_CACHE_DIR to a folder that can be written",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    unkept.append(reason)
 
 
 class _SharedCache(FunctionCache):
@@ -49,8 +68,11 @@ class _SharedCache(FunctionCache):
     """
 
     def save_overload(self, sig: object, data: object) -> None:
-        with _alone(self.cache_path):
-            super().save_overload(sig, data)
+        try:
+            with _alone(self.cache_path):
+                super().save_overload(sig, data)
+        except OSError as error:  # a full disk does not end a training: the code is in memory
+            _tell_unkept(str(error))
 
 
 @contextmanager

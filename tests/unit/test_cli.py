@@ -520,6 +520,23 @@ def test_no_horovod(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
     assert "hvd-compress build-horovod" in findings(capsys)["horovod"]
 
 
+def test_neither_horovod_nor_a_framework(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("horovod", "torch", "tensorflow"):
+        del probed["versions"][name]
+    assert main(["check"]) == 1
+    lines = findings(capsys)
+    # building alone would fail
+    assert "pip install torch, or tensorflow, then build Horovod for it: hvd-compress build-horovod" in lines["horovod"]
+    assert "not installed" in lines["torch"]
+
+
+def test_a_horovod_without_any_framework(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("torch", "tensorflow"):
+        del probed["versions"][name]
+    assert main(["check"]) == 1
+    assert "pip install torch" in findings(capsys)["framework"]
+
+
 def test_a_horovod_of_another_framework(probed: dict, capsys: pytest.CaptureFixture[str]) -> None:
     probed["torch"] = probed["tensorflow"] = "ImportError: undefined symbol"
     assert main(["check"]) == 1
@@ -572,6 +589,15 @@ def test_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch, capsys: py
     line = findings(capsys)["kernels"]
     assert "no locator available" in line
     assert "NUMBA_CACHE_DIR" in line
+
+
+@pytest.mark.usefixtures("probed")
+def test_kernels_that_are_not_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "unkept", ["no folder"])
+    assert main(["check"]) == 0
+    line = findings(capsys)["kernels"]
+    assert "not kept: no folder" in line
+    assert "export NUMBA_CACHE_DIR" in line
 
 
 @pytest.mark.usefixtures("probed")

@@ -86,6 +86,32 @@ def test_without_locks_kernels_compile_all_the_same(spied):
     assert spied(np.float32(2)) == 4
 
 
+@pytest.fixture
+def unkept(monkeypatch):
+    reasons: list[str] = []
+    monkeypatch.setattr(jit, "unkept", reasons)
+    return reasons
+
+
+def test_without_a_folder_kernels_are_compiled_anew(unkept, monkeypatch):
+    # as in a container whose user has no home, and does not own the package
+    monkeypatch.setattr("numba.core.caching.CompileResultCacheImpl._locator_classes", [])
+    with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR") as told:
+        compiled = [jit.kernel(doubled), jit.kernel(doubled)]
+    assert len(told) == 1
+    assert len(unkept) == 2
+    assert [c(np.float32(2)) for c in compiled] == [4, 4]
+
+
+def test_a_full_disk_ends_no_training(spied, unkept):
+    def full(key, data):
+        raise OSError(28, "No space left on device")
+
+    spied._cache._cache_file.save = full
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        assert spied(np.float32(2)) == 4
+
+
 def test_processes_that_compile_other_types_do_not_mix_up_their_code(tmp_path):
     (tmp_path / "sized.py").write_text(textwrap.dedent(MODULE))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
