@@ -43,7 +43,7 @@ class Bucket(engine.Bucket):
         """Which of these are here in this step; with the gradient of each that was put off."""
         self.is_between = False
         """Whether a collective is in flight that is not the last one."""
-        self._held: dict[str, Held] = {}
+        self._gradients: dict[str, Held] = {}
         # of those that wait, columns and not records: a step with many would make Python look for cycles more often
         self._placed: dict[str, torch.Tensor] = {}
         self._places: dict[str, int] = {}
@@ -150,7 +150,7 @@ class Bucket(engine.Bucket):
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the gradients begin and end that results are to be written to."""
-        held = [h for h in self._held.values() if not h.keep and has_room(h.gradient)]
+        held = [h for h in self._gradients.values() if not h.keep and has_room(h.gradient)]
         of_held = [(h.place, h.place + h.gradient.element_size() * h.flat.size) for h in held]
         return [*of_held, *((at, at + 4 * self.lanes[name].plan.numel) for name, at in self._places.items())]
 
@@ -166,7 +166,7 @@ class Bucket(engine.Bucket):
         self.finish(keep, scale)
         begin = time.perf_counter()
         results = dict(self._placed)
-        for name, held in self._held.items():
+        for name, held in self._gradients.items():
             results[name] = held.gradient
             if held.is_copy:
                 can_hold = has_room(held.gradient) and held.gradient.numel() == held.flat.size
@@ -174,7 +174,7 @@ class Bucket(engine.Bucket):
                 self._spare[name] = held.flat
         for name, result in apart.items():
             gradient = results[name]
-            is_own = name in self._placed or not self._held[name].keep
+            is_own = name in self._placed or not self._gradients[name].keep
             is_alone = gradient.data_ptr() not in shared and has_room(gradient)
             # one that has moved; `data`: what is written there does not count as a write of the user's
             results[name] = gradient
@@ -185,7 +185,9 @@ class Bucket(engine.Bucket):
         self.count("decode_seconds", time.perf_counter() - begin)
         for name, gradient in self._small.items():
             assert self.pack is not None
-            results[name] = gradient.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
+            # `data`: a result that is written there does not count as a write of the user's
+            gradient.data.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
+            results[name] = gradient
         self._forget()
         return results
 
@@ -208,15 +210,14 @@ class Bucket(engine.Bucket):
     def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> Array:
         self._check_size(name, gradient)
         if name not in self.lanes:
-            # `data`: a result that is written there does not count as a write of the user's
-            self._small[name] = gradient.detach().clone() if keep else gradient.data
-            return self._small[name].reshape(-1).to("cpu", torch.float32).numpy()
-        held = self._held[name] = hold(gradient, name, keep, self._spare.pop(name, None))
+            self._small[name] = gradient.detach().clone() if keep else gradient
+            return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
+        held = self._gradients[name] = hold(gradient, name, keep, self._spare.pop(name, None))
         return held.flat
 
     def _lose_changed(self) -> None:
         """Let the exchange know of gradients that are not what they were: they cannot be subtracted any more."""
-        changed = [name for name, held in self._held.items() if not held.is_copy and held.has_changed]
+        changed = [name for name, held in self._gradients.items() if not held.is_copy and held.has_changed]
         for (name, gradient), version in zip(self._placed.items(), self._versions, strict=True):
             if version_of(gradient) != version or gradient.data_ptr() != self._places[name]:
                 changed.append(name)
@@ -226,13 +227,13 @@ class Bucket(engine.Bucket):
     def _apart(self, shared: Collection[int]) -> dict[str, torch.Tensor]:
         """Tensors for the results that cannot be where their gradients are, which kernels read in their own memory."""
         moved = [n for n, g in self._placed.items() if g.data_ptr() != self._places[n] or self._places[n] in shared]
-        for name, held in self._held.items():
+        for name, held in self._gradients.items():
             if not held.is_copy and (held.keep or held.has_moved or held.place in shared):
                 moved.append(name)
         results = {}
         for name in moved:
             plan = self.lanes[name].plan
-            dtype = np.dtype(np.float32) if name in self._placed else self._held[name].flat.dtype
+            dtype = np.dtype(np.float32) if name in self._placed else self._gradients[name].flat.dtype
             out = aligned_empty(plan.numel, dtype)
             self.move(name, out)
             results[name] = torch.from_numpy(out).view(plan.shape)
@@ -268,5 +269,5 @@ class Bucket(engine.Bucket):
         self._handle, self._waiting_for, self.is_between = None, "", False
 
     def _forget(self) -> None:
-        self._held, self._small, self.came = {}, {}, {}
+        self._gradients, self._small, self.came = {}, {}, {}
         self._placed, self._places, self._versions, self._storages = {}, {}, [], []

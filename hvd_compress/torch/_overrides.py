@@ -747,13 +747,15 @@ class Overrides:
         gradient = p.grad
         if gradient is output:
             return
-        if gradient is None or (self._engine is not None and self._engine.exchanges(name)):
-            # an exchange writes to the gradient, unless its memory is that of other gradients too, or is gone
+        if gradient is None:
             p.grad = output
         elif output.is_sparse:
             gradient.zero_().add_(output)
         elif gradient.is_sparse:
             gradient.zero_().add_(output.to_sparse(gradient.sparse_dim()))
+        elif self._engine is not None and self._engine.exchanges(name):
+            # an exchange writes to the gradient, unless its memory is that of other gradients too, or is gone
+            p.grad = output
         else:
             gradient.copy_(output)
 
