@@ -186,8 +186,8 @@ class Compressor(ABC):
         body = payload[at:]
         codec, done = self.codec, _EMPTY
         if gradient.size:
-            given = (gradient, _NONE[gradient.dtype]) if residual is None else (residual, gradient)
-            done = self._encode(*given, body, group, key)
+            x, added = (gradient, _NONE[gradient.dtype]) if residual is None else (residual, gradient)
+            done = self._encode(x, added, body, group, key)
             if not done.finite:
                 if residual is not None:
                     self._put_back(done, body, group, residual)
