@@ -106,8 +106,9 @@ class Case:
         self.compressor = compressor
         self.gradient = gradient
         self.group = compressor.group_numel((max(1, gradient.size // columns), columns))
-        self.x = gradient.copy()
-        self.residual = 0.5 * np.roll(gradient, 12345) if compressor.feedback else None
+        self.before = 0.5 * np.roll(gradient, 12345)
+        self.memory = self.before.copy()
+        self.residual = self.memory if compressor.feedback else None
         self.payload = np.zeros(compressor.capacity(gradient.size, self.group), np.uint8)
         self.out = np.zeros_like(gradient)
         self.nbytes = 0
@@ -125,10 +126,10 @@ class Case:
         }
 
     def reset(self) -> None:
-        np.copyto(self.x, self.gradient)  # encoding spoils it
+        np.copyto(self.memory, self.before)  # encoding renews the residual
 
     def encode(self) -> None:
-        self.nbytes = self.compressor.encode_into(self.x, self.residual, self.payload, self.group, Key())
+        self.nbytes = self.compressor.encode_into(self.gradient, self.residual, self.payload, self.group, Key())
 
     def decode(self) -> None:
         self.compressor.decode_into(self.payload[: self.nbytes], self.out)

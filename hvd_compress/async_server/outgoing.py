@@ -59,16 +59,14 @@ class Outgoing:
         # what is not sent is not taken back
         self._payloads = {}
         at = 0
-        payloads: dict[int, Bytes] = {}
         for i, gradient in enumerate(gradients):
             used = self._encode_one(i, gradient, buffer[at:])
-            if used is None:
-                return None
             if gradient is not None:
-                payloads[i] = buffer[at : at + used]
+                self._payloads[i] = buffer[at : at + (used or 0)]
+            if used is None:
+                self.take_back()
+                return None
             at += used
-        self._payloads = payloads
-        self._swap()
         return at
 
     def _encode_one(self, i: int, gradient: Array | None, buffer: Bytes) -> int | None:
@@ -76,20 +74,19 @@ class Outgoing:
         group = compressor.group_numel(tensor.shape)
         if gradient is None:
             return compressor.say_absent(buffer, tensor.numel, group)
-        residual, spare = self._residuals[i], self._before[i]
+        residual, before = self._residuals[i], self._before[i]
+        if residual is not None and before is not None:
+            before[...] = residual
         key = Key(compressor.seed, tensor.name, self.steps, self._position)
-        if residual is None or spare is None:
-            used = compressor.encode_into(gradient, None, buffer, group, key)
-        else:
-            spare[...] = gradient
-            used = compressor.encode_into(spare, residual, buffer, group, key)
+        used = compressor.encode_into(gradient, residual, buffer, group, key)
         # no compression and casts to float16 do not tell what is not finite
         is_finite = all_finite(gradient) if compressor.reducible else not open_payload(buffer[:used])[0].nonfinite
         return used if is_finite else None
 
     def take_back(self) -> None:
         """Residuals as they were before the last gradients, which count for nothing."""
-        self._swap()
+        for i in self._payloads:
+            self._residuals[i], self._before[i] = self._before[i], self._residuals[i]
         self._payloads = {}
 
     def owe(self) -> None:
@@ -99,10 +96,6 @@ class Outgoing:
             if residual is not None:
                 self._compressors[i].decode_into(payload, residual, add=True)
         self._payloads = {}
-
-    def _swap(self) -> None:
-        for i in self._payloads:
-            self._residuals[i], self._before[i] = self._before[i], self._residuals[i]
 
     # -- saving ------------------------------------------------------------------------------------------------------
 

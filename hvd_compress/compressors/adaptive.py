@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Bytes, Compressor, Many, count_groups
+from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, Many, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_group, check_int
@@ -90,9 +90,7 @@ class Adaptive(Compressor):
         is_plain = type(self) is Adaptive and self.coding is None
         return _many(self) if is_plain and group <= _LONGEST_ROW else None
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         groups = count_groups(x.size, group)
         count_type, entry_type = _types(group)
         sections = wire.Sections(body)
@@ -101,23 +99,21 @@ class Adaptive(Compressor):
         table = sections.used
         entries = sections.take(self._most_entries(x.size, group), entry_type)
         sample = min(self.sample or group, group)
-        count = kernels.encode_adaptive(x, r, source, group, self.pi, sample, counts, recon, entries)
-        return (table + count * entry_type.itemsize, count, entry_type.itemsize) if count >= 0 else None
+        count, finite = kernels.encode_adaptive(x, gradient, group, self.pi, sample, counts, recon, entries)
+        return Body(table + count * entry_type.itemsize, count, entry_type.itemsize, finite)
 
-    def _shorten(
-        self, body: Bytes, entries: int, parameter: int, numel: int, group: int
-    ) -> tuple[int, int, int] | None:
+    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         groups = count_groups(numel, group)
         count_type, entry_type = _types(group)
         sections = wire.Sections(body)
         counts = sections.take(groups, count_type)
         sections.take(2 * groups, np.float32)
         table = sections.used
-        words = golomb.encode(counts, sections.take(entries, entry_type), group, numel, 1)
+        words = golomb.encode(counts, sections.take(done.entries, entry_type), group, numel, 1)
         if words is None:
             return None
         body[table : table + words.nbytes].view(np.uint64)[:] = words
-        return table + words.nbytes, entries, parameter
+        return done._replace(used=table + words.nbytes)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         groups = count_groups(out.size, header.group)

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors.key import Key
 from hvd_compress.errors import UnsupportedError, WireError
+from hvd_compress.kernels import common
 
-__all__ = ["Compressor", "Many"]
+__all__ = ["Body", "Compressor", "Many"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -25,13 +26,33 @@ _MOST_UNBACKED = 2**28  # elements that a payload of any size may claim: 1 GiB o
 _NONE = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
 
 
+class Body(NamedTuple):
+    """What `Compressor._encode` has written into the body of a payload.
+
+    Args:
+        used: bytes.
+        entries: for the header; what a body counts.
+        parameter: for the header; what else decoding needs to know.
+        finite: whether all values are. If not, nobody is sent the body; with error feedback it still has to be what was
+            taken out of the residual, so that this can be put back.
+    """
+
+    used: int
+    entries: int
+    parameter: int
+    finite: bool = True
+
+
+_EMPTY = Body(0, 0, 0)
+NOT_FINITE = Body(0, 0, 0, finite=False)
+
+
 class Many(NamedTuple):
     """Kernels of `kernels.many` for one setting of a compressor.
 
     Args:
         codec: that their payloads state.
-        encode: (x_at, r_at, source_at, numels, groups, slots_at, used), with 0 for what is not given; see
-            `Compressor._encode`.
+        encode: (x_at, gradients_at, numels, groups, slots_at, used); see `Compressor._encode`.
         decode: (at, flags, outs_at, numels, scale, adds); the number of the first payload that is damaged, or -1.
     """
 
@@ -108,23 +129,19 @@ class Compressor(ABC):
         """The most bytes that the body of a payload for `numel` elements can take."""
 
     @abstractmethod
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
-        """Encode `x` (+ `r`) into `body`: (bytes used, entries, parameter), or None if a value is not finite.
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+        """Encode into `body`.
 
-        Arrays that were not given are empty; where `source` is not, `r` is not either, and `source` stands for `x`,
-        which is memory for the new residual.
+        With error feedback `x` is the residual: the sum of both is encoded, and what that leaves out is written into
+        `x`; see `kernels.common.correct`. Without, `gradient` is empty, and `x` is what to encode, and is only read.
         """
 
     @abstractmethod
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         """Write or add `scale` times the decoded values; False if an index does not fit."""
 
-    def _shorten(
-        self, body: Bytes, entries: int, parameter: int, numel: int, group: int
-    ) -> tuple[int, int, int] | None:
-        """Replace a body by its losslessly coded form: as `_encode` returns, or None if that would not be shorter."""
+    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+        """Replace a body, which `done` tells of, by its losslessly coded form; None if that would not be shorter."""
         raise NotImplementedError(f"{self!r} has a coding, so its class must define _shorten")
 
     # -- for exchanges: flat arrays, given buffers ---------------------------------------------------------------
@@ -135,66 +152,93 @@ class Compressor(ABC):
 
     def encode_into(
         self,
-        x: Array,
-        r: Array | None,
+        gradient: Array,
+        residual: Array | None,
         payload: Bytes,
         group: int,
         key: Key,
         shape: tuple[int, ...] | None = None,
-        source: Array | None = None,
     ) -> int:
-        """Encode flat `x` into the start of `payload` and return the number of bytes used.
+        """Encode a flat gradient into the start of `payload`; returns the number of bytes used.
 
-        With a residual `r` of the same size and dtype, `x + r` is encoded, `x` becomes the new residual and `r` is
-        left as it is. If a value is not finite the payload says only that, and `x` is spoiled, `r` still is not.
+        With a residual the sum of both is encoded, and the residual becomes what the payload leaves out. If a value is
+        not finite the payload says only that, and the residual is what it was, to rounding (see `take_back`).
 
         Args:
-            x: float32 or float64, flat and contiguous.
-            r: like `x`, or None for no error feedback (then `x` is only read).
-            payload: uint8, at least `capacity(x.size, group)` long, on an 8-byte boundary.
+            gradient: float32 or float64, flat and contiguous; only read.
+            residual: like `gradient`, or None for no error feedback; renewed in place.
+            payload: uint8, at least `capacity(gradient.size, group)` long, on an 8-byte boundary.
             group: elements per group.
             key: randomness of this call.
             shape: to be stated in the payload; flat by default.
-            source: like `x`, whose values are encoded in the place of those of `x` and stay as they are; `x` is only
-                memory then.
 
         Raises:
             TypeError: an array is of another dtype than stated above.
-            ValueError: an array is not flat, not contiguous, or of another size.
+            ValueError: an array is not flat, not contiguous, or of another size; or a residual is given to a compressor
+                that keeps none.
         """
-        _check_flat("x", x, x)
-        for name, array in (("r", r), ("source", source)):
-            if array is not None:
-                _check_flat(name, array, x)
-        if source is not None and r is None:
-            x, source = source, None
-        none = _NONE[x.dtype]
-        shape = shape if shape is not None else (x.size,)
+        _check_flat("gradient", gradient, gradient)
+        if residual is not None:
+            _check_flat("residual", residual, gradient)
+            self._check_feedback()
+        shape = shape if shape is not None else (gradient.size,)
         at = wire.header_bytes(shape)
         body = payload[at:]
-        given = (x, none if r is None else r, none if source is None else source)
-        done = self._encode(*given, body, group, key) if x.size else (0, 0, 0)
-        used, entries, parameter = done if done is not None else (0, 0, 0)
-        if used & 7:
-            body[used : wire.padded(used)] = 0
-        codec = self.codec
-        if self.coding is not None and self.coded_codec is not None and done and x.size:
-            shorter = self._shorten(body[: wire.padded(used)], entries, parameter, x.size, group)
+        codec, done = self.codec, _EMPTY
+        if gradient.size:
+            x, added = (gradient, _NONE[gradient.dtype]) if residual is None else (residual, gradient)
+            done = self._encode(x, added, body, group, key)
+            if not done.finite:
+                if residual is not None:
+                    self._put_back(done, body, group, residual)
+                    common.take_back(residual, gradient)
+                done = NOT_FINITE
+            elif done.used & 7:
+                body[done.used : wire.padded(done.used)] = 0
+        if self.coding is not None and self.coded_codec is not None and done.finite and gradient.size:
+            shorter = self._shorten(body[: wire.padded(done.used)], done, gradient.size, group)
             if shorter is not None:
-                codec = self.coded_codec
-                used, entries, parameter = shorter
-        nbytes = at + wire.padded(used)
+                codec, done = self.coded_codec, shorter
+        nbytes = at + wire.padded(done.used)
         wire.seal(
             payload[:nbytes],
             codec=codec,
             shape=shape,
             group=group,
-            parameter=parameter,
-            entries=entries,
-            float64=x.dtype == np.float64,
-            nonfinite=done is None,
+            parameter=done.parameter,
+            entries=done.entries,
+            float64=gradient.dtype == np.float64,
+            nonfinite=not done.finite,
         )
         return nbytes
+
+    def take_back(self, payload: Bytes, residual: Array, gradient: Array | None) -> None:
+        """Make a residual what it was before `encode_into` has made `payload` of it and of `gradient`, to rounding.
+
+        Each element is off by at most 2^-22 (float64: 2^-51) of the largest of its gradient, its residual before and
+        after, and its decoded value; what cannot be told from such a rounding error becomes 0. Without the gradient,
+        where that is lost, it stays owed with the rest.
+        """
+        header, _ = opened = wire.open_payload(payload)
+        if header.nonfinite or header.absent:
+            # encoding has taken it back, or has not touched it
+            return
+        self.decode_opened(*opened, residual, add=True)
+        if gradient is not None:
+            common.take_back(residual, gradient)
+
+    def _put_back(self, done: Body, body: Bytes, group: int, residual: Array) -> None:
+        """Add what a body stands for, which is not sealed yet, to what it has left of the residual."""
+        header = wire.Header(
+            codec=self.codec, nonfinite=False, float64=residual.dtype == np.float64, absent=False,
+            shape=(residual.size,), numel=residual.size, nbytes=0, group=group, parameter=done.parameter,
+            entries=done.entries, body_at=0,
+        )  # fmt: skip
+        self._decode(header, wire.Sections(body[: wire.padded(done.used)]), residual, np.float32(1), True)
+
+    def _check_feedback(self) -> None:
+        if not self.feedback:
+            raise ValueError(f"{self!r} keeps no residual: give none, or take a compressor with error feedback")
 
     def say_absent(self, payload: Bytes, numel: int, group: int) -> int:
         """Write that there is no gradient into the start of `payload`, and return the number of bytes used."""
@@ -262,7 +306,8 @@ class Compressor(ABC):
         Args:
             x: float16, bfloat16, float32 or float64, any shape; not changed.
             residual: as many elements as `x`, contiguous, float64 if `x` is, else float32. It is added to `x`, and
-                what the payload leaves out is written back into it. A value that is not finite leaves it unchanged.
+                what the payload leaves out is written back into it. A value that is not finite leaves it unchanged, to
+                rounding.
             key: randomness of the call; `Key()` by default.
 
         Returns:
@@ -286,15 +331,12 @@ class Compressor(ABC):
         array = np.asarray(x)
         shape = array.shape
         flat = as_flat_floats(array)
-        if residual is not None and not self.feedback:
-            raise ValueError(f"{self!r} keeps no residual: give none, or take a compressor with error feedback")
-        r = _checked_residual(residual, flat)
+        if residual is not None:
+            self._check_feedback()
+        kept = _checked_residual(residual, flat)
         group = self.group_numel(shape)
         payload = np.empty(self.capacity(flat.size, group, shape), np.uint8)
-        nbytes = self.encode_into(flat, r, payload, group, key or Key(seed=self.seed), shape)
-        if r is not None and not wire.open_payload(payload[:nbytes])[0].nonfinite:
-            r[:] = flat
-        return payload[:nbytes]
+        return payload[: self.encode_into(flat, kept, payload, group, key or Key(seed=self.seed), shape)]
 
     def decode(self, payload: npt.ArrayLike) -> Array:
         """Decode to an array of the encoded shape: float64 if the source was, else float32.

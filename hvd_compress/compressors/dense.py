@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.compressors.base import Array, Bytes, Compressor, framework_of
+from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, framework_of
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag
-from hvd_compress.kernels import cast, common
+from hvd_compress.kernels import cast
 
 __all__ = ["BF16", "FP16", "NoCompression"]
 
@@ -42,16 +42,10 @@ class NoCompression(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * numel
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
-        if r.size:
-            common.correct(x, r, source)
         sections.blank(x.size, x.dtype)[...] = x
-        if r.size:
-            x[...] = 0
-        return sections.used, x.size, 0
+        return Body(sections.used, x.size, 0)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         values = body.take(out.size, np.float64 if header.float64 else np.float32)
@@ -97,12 +91,10 @@ class BF16(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
-        return (sections.used, x.size, 0) if cast.encode_bf16(x, r, source, halves) else None
+        return Body(sections.used, x.size, 0, cast.encode_bf16(x, gradient, halves))
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.from_bf16(body.take(out.size, np.uint16), scale, out, add)
@@ -129,14 +121,12 @@ class FP16(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
         with np.errstate(over="ignore"):
             cast.to_fp16(x.astype(np.float32, copy=False).view(np.uint32), halves)
-        return sections.used, x.size, 0
+        return Body(sections.used, x.size, 0)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.from_fp16(body.take(out.size, np.uint16), scale, out, add)

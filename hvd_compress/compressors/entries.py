@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Bytes, count_groups
+from hvd_compress.compressors.base import Array, Body, Bytes, count_groups
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import topk as kernels
 
@@ -25,24 +25,23 @@ def body_bytes(numel: int, group: int, kept: int) -> int:
     return wire.padded(4 * count_groups(numel, group)) + wire.padded(2 * kept) + 4 * kept
 
 
-def encode(x: Array, r: Array, source: Array, kept: int, body: Bytes, group: int) -> tuple[int, int] | None:
-    """Lay the `kept` entries of largest magnitude: (bytes used, entries), or None if a value is not finite."""
+def encode(x: Array, gradient: Array, kept: int, body: Bytes, group: int, parameter: int = 0) -> Body:
+    """Lay the `kept` entries of largest magnitude; see `Compressor._encode`."""
     sections = wire.Sections(body)
     counts = sections.blank(count_groups(x.size, group), np.uint32)
     at = sections.used
     indices = sections.blank(kept, np.uint16)
     values = sections.blank(kept, np.float32)
-    count = kernels.encode(x, r, source, kept, _SAMPLE, group, counts, indices, values)
-    if count < 0:
-        return None
+    count, finite = kernels.encode(x, gradient, kept, _SAMPLE, group, counts, indices, values)
+    used = sections.used
     if count < kept:
         # zeros are not sent: what there is moves together
         sent = values[:count].copy()
         sections = wire.Sections(body[at:])
         sections.blank(count, np.uint16)
         sections.blank(count, np.float32)[...] = sent
-        return at + sections.used, count
-    return sections.used, count
+        used = at + sections.used
+    return Body(used, count, parameter, finite)
 
 
 def code(body: Bytes, entries: int, numel: int, group: int) -> int | None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.compressors.base import Array, Bytes, Compressor, Many, count_groups
+from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, Many, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag, check_group, check_int
@@ -66,16 +66,14 @@ class OneBit(Compressor):
     def many(self, group: int) -> Many | None:
         return _many(self) if type(self) is OneBit and self.sample is None else None
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         means = sections.blank(2 * count_groups(x.size, group), np.float32)
         bits = sections.blank((x.size + 7) // 8, np.uint8)
         bits[...] = 0
         words = key.words() if self.sample else _NO_KEY
-        finite = kernels.encode(x, r, source, group, self.sample or 0, *words, means, bits)
-        return (sections.used, x.size, 0) if finite else None
+        finite = kernels.encode(x, gradient, group, self.sample or 0, *words, means, bits)
+        return Body(sections.used, x.size, 0, finite)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         means = body.take(2 * count_groups(out.size, header.group), np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.compressors import entries
-from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
+from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, count_groups
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
 from hvd_compress.errors import WireError
@@ -94,21 +94,19 @@ class Percentile(Compressor):
             return 8 * _words(numel) + 4 * kept
         return entries.body_bytes(numel, group, kept)
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         kept = self._kept(x.size)
         if not _wants_bitmap(kept, x.size):
-            done = entries.encode(x, r, source, kept, body, group)
-            return (*done, _INDICES) if done is not None else None
+            return entries.encode(x, gradient, kept, body, group, _INDICES)
         sections = wire.Sections(body)
         bits = sections.take(_words(x.size), np.uint64)
         table = sections.used
-        count = kernels.encode(x, r, source, kept, bits, sections.take(kept, np.float32))
-        return (table + 4 * count, count, _BITMAP) if count >= 0 else None
+        count, finite = kernels.encode(x, gradient, kept, bits, sections.take(kept, np.float32))
+        return Body(table + 4 * count, count, _BITMAP, finite)
 
-    def _shorten(self, body: Bytes, count: int, parameter: int, numel: int, group: int) -> tuple[int, int, int] | None:
-        if parameter == _INDICES:
+    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+        count = done.entries
+        if done.parameter == _INDICES:
             used = entries.code(body, count, numel, group)
         else:
             sections = wire.Sections(body)
@@ -116,7 +114,7 @@ class Percentile(Compressor):
             counts, indices = np.empty(count_groups(numel, group), np.uint32), np.empty(count, np.uint16)
             kernels.indices(bits, group, counts, indices)
             used = entries.code_indices(body, counts, indices, sections.take(count, np.float32), numel, group)
-        return (used, count, _INDICES) if used is not None else None
+        return None if used is None else Body(used, count, _INDICES)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         is_coded = header.codec == self.coded_codec

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import elias
-from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
+from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Bytes, Compressor, count_groups
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_int
 from hvd_compress.errors import WireError
@@ -101,9 +101,7 @@ class QSGD(Compressor):
             return wire.padded(2 * buckets) + 8 * buckets + 2 * numel
         return wire.padded(4 * buckets) + (numel + 7) // 8 * self.bits
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         buckets = count_groups(x.size, group)
         sections = wire.Sections(body)
         is_max = self.norm == "max"
@@ -112,25 +110,23 @@ class QSGD(Compressor):
             table = sections.used
             room = sections.take(elias.ternary_words(x.size), np.uint64)
             stream = elias.encode_ternary(x, group, self.norm, key.words(), norms, room)
-            return (table + stream[0].nbytes, stream[2], 1 | stream[1] << 8) if stream is not None else None
+            return NOT_FINITE if stream is None else Body(table + stream[0].nbytes, stream[2], 1 | stream[1] << 8)
         if self.bits == 1:
             counts = sections.blank(buckets, np.uint16)
             recon = sections.blank(2 * buckets, np.float32)
             table = sections.used
             entries = sections.take(x.size, np.uint16)
             count = signs.encode_ternary(x, group, is_max, *key.words(), counts, recon, entries)
-            return (table + 2 * count, count, self.bits) if count >= 0 else None
+            return NOT_FINITE if count < 0 else Body(table + 2 * count, count, self.bits)
         norms = sections.blank(buckets, np.float32)
         packed = sections.blank((x.size + 7) // 8 * self.bits, np.uint8)
         finite = kernels.encode(x, group, self.bits, is_max, *key.words(), norms, packed)
-        return (sections.used, x.size, self.bits) if finite else None
+        return Body(sections.used, x.size, self.bits, finite)
 
-    def _shorten(
-        self, body: Bytes, entries: int, parameter: int, numel: int, group: int
-    ) -> tuple[int, int, int] | None:
+    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         if self.bits == 1:
             # its size has a low bound that holds for the coded form only, so it is encoded in that form
-            return body.size, entries, parameter
+            return done._replace(used=body.size)
         buckets = count_groups(numel, group)
         sections = wire.Sections(body)
         sections.take(buckets, np.float32)
@@ -141,7 +137,7 @@ class QSGD(Compressor):
             return None
         words, form, nonzeros = stream
         body[norms : norms + words.nbytes].view(np.uint64)[:] = words
-        return norms + words.nbytes, nonzeros, self.bits | form << 8
+        return Body(norms + words.nbytes, nonzeros, self.bits | form << 8)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         buckets = count_groups(out.size, header.group)

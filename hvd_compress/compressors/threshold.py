@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Bytes, Compressor, count_groups
+from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, count_groups
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
 from hvd_compress.errors import WireError
@@ -71,28 +71,24 @@ class Threshold(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return wire.padded(4 * count_groups(numel, group)) + 2 * numel
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         tau = np.float32(self.tau)
         sections = wire.Sections(body)
         counts = sections.blank(count_groups(x.size, group), np.uint32)
         table = sections.used
         entries = sections.take(x.size, np.uint16)
-        count = kernels.encode_threshold(x, r, source, group, x.dtype.type(tau), counts, entries)
-        return (table + 2 * count, count, int(tau.view(np.uint32))) if count >= 0 else None
+        count, finite = kernels.encode_threshold(x, gradient, group, x.dtype.type(tau), counts, entries)
+        return Body(table + 2 * count, count, int(tau.view(np.uint32)), finite)
 
-    def _shorten(
-        self, body: Bytes, entries: int, parameter: int, numel: int, group: int
-    ) -> tuple[int, int, int] | None:
+    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         sections = wire.Sections(body)
         counts = sections.take(count_groups(numel, group), np.uint32)
         table = sections.used
-        words = golomb.encode(counts, sections.take(entries, np.uint16), group, numel, 1)
+        words = golomb.encode(counts, sections.take(done.entries, np.uint16), group, numel, 1)
         if words is None:
             return None
         body[table : table + words.nbytes].view(np.uint64)[:] = words
-        return table + words.nbytes, entries, parameter
+        return done._replace(used=table + words.nbytes)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         tau = np.uint32(header.parameter).view(np.float32)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.compressors import entries
-from hvd_compress.compressors.base import Array, Bytes, Compressor, top_count
+from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, top_count
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
 
@@ -83,15 +83,12 @@ class TopK(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return entries.body_bytes(numel, group, self._kept(numel))
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
-        done = entries.encode(x, r, source, self._kept(x.size), body, group)
-        return (*done, 0) if done is not None else None
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+        return entries.encode(x, gradient, self._kept(x.size), body, group)
 
-    def _shorten(self, body: Bytes, count: int, parameter: int, numel: int, group: int) -> tuple[int, int, int] | None:
-        used = entries.code(body, count, numel, group)
-        return (used, count, parameter) if used is not None else None
+    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+        used = entries.code(body, done.entries, numel, group)
+        return None if used is None else done._replace(used=used)
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         is_coded = header.codec == self.coded_codec

@@ -44,13 +44,13 @@ class Bucket(exchange.Bucket[Lane]):
             return self.lanes[name].plan.shape
         return self.pack.shapes[name]
 
-    def give(self, name: str, flat: Array | None, source: Array | None = None) -> bool:
-        """Encode a gradient (flat), or leave the tensor out with None; whether the bucket is complete.
+    def give(self, name: str, flat: Array | None) -> bool:
+        """`encode` a gradient (flat), or leave the tensor out with None; returns whether the bucket is complete.
 
-        See `encode` for `source`; small tensors are copied in any case.
+        Small tensors are copied.
         """
         if self.pack is None or name in self.lanes:
-            return self.skip(name) if flat is None else self.encode(name, flat, source)
+            return self.skip(name) if flat is None else self.encode(name, flat)
         if self.pack.put(name, flat):
             return self.encode(self.pack.name, self.pack.buffer)
         return False

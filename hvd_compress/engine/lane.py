@@ -52,9 +52,9 @@ class Lane(Transfer):
 
     # -- stages --------------------------------------------------------------------------------------------------
 
-    def encode(self, x: Array, slots: Sequence[Bytes], source: Array | None = None) -> list[int]:
+    def _encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
         begin = time.perf_counter()
-        used = super().encode(x, slots, source)
+        used = super()._encode(x, slots)
         self._count_sent(used)
         self.counters.encode_seconds += time.perf_counter() - begin
         return used

@@ -16,8 +16,8 @@ from hvd_compress import wire
 from hvd_compress.compressors import Compressor, Many
 from hvd_compress.errors import WireError
 from hvd_compress.exchange.layout import Layout
+from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.transfer import Transfer
-from hvd_compress.exchange.turns import Turns
 from hvd_compress.kernels import many as kernels
 
 __all__ = ["Batch", "batches_of"]
@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
+_LINE = 16  # elements of a cache line: sums begin on one
 _LARGE = 2**18  # elements that are worth a call of their own, as soon as they are there
 
 
@@ -59,9 +60,8 @@ def batches_of(transfers: Mapping[str, Transfer], layout: Layout) -> list[Batch]
 class Batch:
     """Encodes and decodes several transfers in one call each; one that fails is left to its own methods to explain.
 
-    Gradients are read where they are, and not touched before the results of the step are written there. Residuals lie
-    side by side, twice: with the memory for the new ones a step is taken back by doing nothing, whatever became of the
-    gradients meanwhile. (A single transfer has the gradient's memory for that, and so hands one over in each step.)
+    Gradients are read where they are, and not touched before the results of the step are written there. Residuals are
+    those of the transfers.
 
     Args:
         transfers: by name, in the order of the bucket.
@@ -73,15 +73,22 @@ class Batch:
         self.transfers = transfers
         self.held: dict[str, int] = {}
         """Where the gradients of this step lie, and their results will."""
+        self.lost: set[str] = set()
+        """Those of them that are not what they were, see `Transfer.lose_gradient`."""
         self._flats: dict[str, Array] = {}
+        self._results_at: dict[str, int] = {}
+        """Where results are to lie that are not to overwrite their gradients."""
         self._many = many
         self._sent = _Table.of_sent(transfers, layout)
         self._to_owner, self._of_owner = _Table.of_owned(transfers, layout)
         self._last = _Table.of_last(transfers, layout)
         self._numbers = {name: i for i, name in enumerate(transfers)}
-        owned = [transfer.owned or slice(0, 0) for transfer in transfers.values()]
-        self._residuals = Turns([transfer.plan.numel for transfer in transfers.values()])
-        self._sums = Turns([part.stop - part.start for part in owned])
+        self._residuals = _Addresses(len(transfers))
+        self._owner_residuals = _Addresses(len(transfers))
+        self._sums: Array = np.empty(0, np.float32)
+        self._sums_at: Numbers = np.empty(0, np.int64)
+        self._sent_at = self._answers_at = 0
+        """Where the buffers lie that hold this step's own payloads, and those of its sums; 0 before there are any."""
         # the same for all, which have one compressor
         self._keeps = next(iter(transfers.values())).keeps_residual
         self._received = np.empty(0, np.uint8)
@@ -104,23 +111,19 @@ class Batch:
             self.transfers[name].begin()
         self.held.update(addresses)
 
-    def move(self, name: str, flat: Array) -> None:
+    def move(self, name: str, out: Array) -> None:
         """The result of what is held is wanted elsewhere."""
-        self._flats[name] = flat
-        self.held[name] = kernels.address_of(flat)
+        self._flats[name] = out
+        self._results_at[name] = kernels.address_of(out)
 
     def encode(self, send: Bytes) -> None:
         """Write the payloads of what is held into the bucket's buffer."""
         if not self.held:
             return
         begin = time.perf_counter()
-        rows, gradients_at, send_at = self._sent.of(self.held), self._held_at(), kernels.address_of(send)
-        if self._keeps:
-            chosen = self._ready_residuals()
-            now_at, next_at = self._residuals.now_at[chosen], self._residuals.next_at[chosen]
-            self._encode(next_at, now_at, gradients_at, rows, send_at)
-        else:
-            self._encode(gradients_at, None, None, rows, send_at)
+        rows, gradients_at = self._sent.of(self.held), self._held_at()
+        self._sent_at = kernels.address_of(send)
+        self._encode(self._residuals_at(), gradients_at, rows, self._sent_at)
         self._note("encode", time.perf_counter() - begin)
 
     def reduce(self, received: Bytes, result: Bytes) -> set[str]:
@@ -136,24 +139,24 @@ class Batch:
         at, flags = self._checked(received, rows)
         if flags is None:
             return set()
-        self._sums.make()
-        sums_at = self._sums.next_at[list(numbers.values())]
+        sums_at = self._sums_of(list(numbers.values()))
         if self._many.decode(at, flags, sums_at[rows.owner], rows.numel, np.float32(1), rows.adds) >= 0:
             return set()
-        residuals_at = self._ready_owner_residuals(numbers) if self._keeps else None
-        self._encode(sums_at, residuals_at, None, made, kernels.address_of(result))
+        self._answers_at = kernels.address_of(result)
+        self._encode(self._owner_residuals_at(numbers), sums_at, made, self._answers_at)
         self._note("reduce", time.perf_counter() - begin)
         return owned
 
-    def _encode(
-        self, x_at: Numbers, r_at: Numbers | None, source_at: Numbers | None, rows: _Rows, buffer_at: int
-    ) -> None:
-        """Encode tensors that lie there: see `Many`; None for what is not given."""
-        starts, none = 4 * rows.start, np.zeros(rows.owner.size, np.int64)
-        args = [none if at is None else at[rows.owner] + starts for at in (x_at, r_at, source_at)]
+    def _encode(self, residuals_at: Numbers | None, gradients_at: Numbers, rows: _Rows, buffer_at: int) -> None:
+        """Encode tensors that lie there, with their residuals if any are kept."""
+        given_at = gradients_at[rows.owner] + 4 * rows.start
         used = np.empty(rows.owner.size, np.int64)
         slots_at = buffer_at + rows.offset
-        self._many.encode(*args, rows.numel, rows.group, slots_at, used)
+        if residuals_at is None:
+            x_at, given_at = given_at, np.zeros(rows.owner.size, np.int64)
+        else:
+            x_at = residuals_at[rows.owner] + 4 * rows.start
+        self._many.encode(x_at, given_at, rows.numel, rows.group, slots_at, used)
         kernels.clear_rest(slots_at, used, rows.slot)
 
     def arrive(self, received: Bytes) -> bool:
@@ -176,7 +179,12 @@ class Batch:
             return {}
         begin = time.perf_counter()
         last, at, flags = self._arrived
-        outs_at = self._held_at()[last.owner] + 4 * last.start
+        if not keep:
+            self._take_back()
+        results_at = self._results_at
+        at_names = [results_at.get(name, place) for name, place in self._in_order()] if results_at else None
+        outs_at = self._held_at() if at_names is None else np.array(at_names, np.int64)
+        outs_at = outs_at[last.owner] + 4 * last.start
         bad = self._many.decode(at, flags, outs_at, last.numel, np.float32(scale), last.adds)
         if bad >= 0:
             name = list(self._numbers_of(self.held))[last.owner[bad]]
@@ -184,8 +192,6 @@ class Batch:
                 f"exchange of {name!r}, received by rank {self.transfers[name].position}: an index or count lies "
                 "outside of its group"
             )
-        if keep and self._keeps:
-            self._turn()
         for name in self.held:
             self.transfers[name].end(keep)
         self._note("finish", time.perf_counter() - begin)
@@ -193,37 +199,66 @@ class Batch:
         self.forget()
         return results
 
-    def _turn(self) -> None:
-        """The new residuals are final."""
-        numbers = self._numbers_of(self.held)
-        which = None if len(numbers) == len(self.transfers) else list(numbers.values())
-        self._residuals.turn(which)
-        for name, i in numbers.items():
-            self.transfers[name].residual = self._residuals.now[i]
-        if not self._of_owner.is_empty:
-            self._sums.turn(which)
-            for name, i in numbers.items():
-                transfer = self.transfers[name]
-                if transfer.owned is not None:
-                    transfer.owner_residual = self._sums.now[i]
+    def abandon(self) -> None:
+        """Forget a step in flight; residuals become what they were before it."""
+        self._take_back()
+        self.forget()
 
-    def _ready_residuals(self) -> list[int]:
-        """See to it that the residuals of what is held lie here, wherever they come from; their numbers."""
-        self._residuals.make()
-        numbers = self._numbers_of(self.held)
-        for name, i in numbers.items():
-            transfer = self.transfers[name]
-            if transfer.residual is not self._residuals.now[i]:
-                transfer.residual = self._residuals.take_over(i, transfer.residual)
-        return list(numbers.values())
+    def _take_back(self) -> None:
+        """Make residuals what they were before the step, see `Transfer`."""
+        residuals_at = self._residuals_at()
+        if residuals_at is None or not self._sent_at:
+            return
+        lost = np.array([name in self.lost for name in self._numbers_of(self.held)])
+        self._put_back(residuals_at, self._held_at(), lost, self._sent.of(self.held), self._sent_at)
+        if self._answers_at:
+            owned = {name for name in self.held if self.transfers[name].owned is not None}
+            numbers = self._numbers_of(owned)
+            owner_residuals_at = self._owner_residuals_at(numbers)
+            sums_at, none = self._sums_of(list(numbers.values())), np.zeros(len(numbers), bool)
+            if owner_residuals_at is not None:
+                self._put_back(owner_residuals_at, sums_at, none, self._of_owner.of(owned), self._answers_at)
+        self._sent_at = self._answers_at = 0
 
-    def _ready_owner_residuals(self, numbers: Mapping[str, int]) -> Numbers:
-        """The same of what this rank owes of its sums; their addresses."""
-        for name, i in numbers.items():
-            transfer = self.transfers[name]
-            if transfer.owner_residual is not self._sums.now[i]:
-                transfer.owner_residual = self._sums.take_over(i, transfer.owner_residual)
-        return self._sums.now_at[list(numbers.values())]
+    def _put_back(
+        self, residuals_at: Numbers, gradients_at: Numbers, lost: npt.NDArray[np.bool_], rows: _Rows, buffer_at: int
+    ) -> None:
+        """Add what was encoded to the residuals again, and subtract the gradients that are not lost."""
+        at, flags = buffer_at + rows.offset, np.empty(rows.owner.size, np.uint8)
+        kernels.check(at, rows.slot, wire.VERSION, self._many.codec, rows.numel, flags)
+        # encoding has taken back what is not finite
+        encoded = flags == 0
+        x_at, given_at = (where[rows.owner] + 4 * rows.start for where in (residuals_at, gradients_at))
+        adds = np.ones(rows.owner.size, np.int64)
+        columns = (at, flags, x_at, rows.numel)
+        at, flags, outs_at, numels = (column[encoded] for column in columns)
+        self._many.decode(at, flags, outs_at, numels, np.float32(1), adds[encoded])
+        known = encoded & ~lost[rows.owner]
+        kernels.take_all_back(x_at[known], given_at[known], rows.numel[known])
+
+    def _residuals_at(self) -> Numbers | None:
+        """Addresses of the residuals of what is held; None if none are kept."""
+        if not self._keeps:
+            return None
+        numbers = self._numbers_of(self.held)
+        return self._residuals.of({i: self.transfers[name].fit_residual(np.float32) for name, i in numbers.items()})
+
+    def _owner_residuals_at(self, numbers: Mapping[str, int]) -> Numbers | None:
+        """The same of what this rank owes of its sums."""
+        if not self._keeps:
+            return None
+        return self._owner_residuals.of(
+            {i: self.transfers[name].fit_owner_residual(np.float32) for name, i in numbers.items()}
+        )
+
+    def _sums_of(self, numbers: Sequence[int]) -> Numbers:
+        """Addresses of the sums of what this rank owns of these tensors."""
+        if not self._sums_at.size:
+            owned = [transfer.owned or slice(0, 0) for transfer in self.transfers.values()]
+            starts = np.cumsum([0, *(-(-(part.stop - part.start) // _LINE) * _LINE for part in owned)])
+            self._sums = aligned_empty(int(starts[-1]), np.float32)
+            self._sums_at = kernels.address_of(self._sums) + 4 * starts[:-1]
+        return self._sums_at[numbers]
 
     def settle_counts(self) -> None:
         """Let the transfers know what their stages have cost."""
@@ -249,7 +284,11 @@ class Batch:
         return {name: i for name, i in self._numbers.items() if name in names}
 
     def _held_at(self) -> Numbers:
-        return np.array([self.held[name] for name in self._numbers_of(self.held)], np.int64)
+        return np.array([place for _, place in self._in_order()], np.int64)
+
+    def _in_order(self) -> list[tuple[str, int]]:
+        """What is held, with its addresses, in the order of the bucket."""
+        return [(name, self.held[name]) for name in self._numbers_of(self.held)]
 
     def _checked(self, received: Bytes, rows: _Rows) -> tuple[Numbers, npt.NDArray[np.uint8] | None]:
         """Addresses of payloads, and what they say of themselves; None if one is damaged."""
@@ -261,6 +300,23 @@ class Batch:
     def forget(self) -> None:
         """The step has ended."""
         self.held, self._flats, self._arrived, self._received = {}, {}, None, np.empty(0, np.uint8)
+        self.lost, self._results_at = set(), {}
+        self._sent_at = self._answers_at = 0
+
+
+class _Addresses:
+    """Where arrays lie, asked for again in each step; seldom is there another array than in the last one."""
+
+    def __init__(self, count: int) -> None:
+        self._arrays: list[Any] = [None] * count
+        self._at = np.zeros(count, np.int64)
+
+    def of(self, arrays: Mapping[int, Array | None]) -> Numbers:
+        """The addresses of these, by number."""
+        for i, array in arrays.items():
+            if self._arrays[i] is not array:
+                self._arrays[i], self._at[i] = array, kernels.address_of(array)
+        return self._at[list(arrays)]
 
 
 @dataclass

@@ -98,22 +98,20 @@ class Bucket(Generic[AnyTransfer]):
 
     # -- the first stage -----------------------------------------------------------------------------------------
 
-    def encode(self, name: str, flat: Array, source: Array | None = None) -> bool:
-        """Take a gradient, in any order; whether that was the last one, so that `parcel` is to be sent.
+    def encode(self, name: str, gradient: Array) -> bool:
+        """Take a gradient, in any order; returns whether it was the last one, so that `parcel` is to be sent.
 
-        A gradient that must stay as it is is given as `source`, with memory for as many elements in `flat`.
+        The gradient is read until the step has ended. Then `finish` overwrites it with the result, unless `move` has
+        named another place for that.
         """
         transfer = self.transfers[name]
-        batch = self._batch_of.get(name) if flat.dtype == np.float32 else None
-        if source is not None and (batch is not None or self.hosts is not None):
-            # it is encoded later, when it may have changed
-            np.copyto(flat, source)
+        batch = self._batch_of.get(name) if gradient.dtype == np.float32 else None
         if batch is not None:
-            batch.hold(name, flat)
+            batch.hold(name, gradient)
         elif self.hosts is None:
-            self._used[name] = transfer.encode(flat, self._slots_of(name), source)
+            self._used[name] = transfer.encode(gradient, self._slots_of(name))
         else:
-            transfer.hold(flat)
+            transfer.hold(gradient)
         self._given.add(name)
         return self._is_complete()
 
@@ -124,16 +122,28 @@ class Bucket(Generic[AnyTransfer]):
     def encode_at(self, addresses: Mapping[str, int]) -> bool:
         """As `encode`, for contiguous float32 gradients of tensors that wait, which the caller keeps where they are.
 
-        They are read until all are here, and their results written there by `finish`.
+        See `encode` for how long they are read, and where results go.
         """
         for batch in self._batches:
             batch.hold_at({name: addresses[name] for name in batch.transfers if name in addresses})
         self._given.update(addresses)
         return self._is_complete()
 
-    def move(self, name: str, flat: Array) -> None:
-        """Write the result of a gradient that was given by its address here, instead."""
-        self._batch_of[name].move(name, flat)
+    def move(self, name: str, out: Array) -> None:
+        """Write the result of this step into `out`, flat and of the gradient's type, and not into the gradient."""
+        batch = self._batch_of.get(name)
+        if batch is not None and name in batch.held:
+            batch.move(name, out)
+        else:
+            self.transfers[name].move(out)
+
+    def lose_gradient(self, name: str) -> None:
+        """A gradient is not what it was: if the step is taken back it stays owed, as it cannot be subtracted."""
+        batch = self._batch_of.get(name)
+        if batch is not None and name in batch.held:
+            batch.lost.add(name)
+        else:
+            self.transfers[name].lose_gradient()
 
     def skip(self, name: str) -> bool:
         """Leave a tensor out of this step, on all ranks; as `encode`, but nothing is to be sent if all are left out."""
@@ -181,6 +191,8 @@ class Bucket(Generic[AnyTransfer]):
             for name, index, slot in contents:
                 used = self._used[name][index]
                 self._send[at : at + used] = self._send[start : start + used]
+                if self.transfers[name].payloads:
+                    self.transfers[name].payloads[index] = self._send[at : at + used]
                 at += used
                 start += slot
             sizes[chunk] = at - begin
@@ -265,7 +277,7 @@ class Bucket(Generic[AnyTransfer]):
             raise WireError(f"exchange of {name!r}, received by rank {self.position}: a payload is damaged")
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
-        """Decode all tensors, those of `encode_at` in their places, the others as results; see `Transfer.finish`.
+        """Decode all tensors; see `Transfer.finish`. Those of `encode_at` have no results but in their places.
 
         Raises:
             WireError: a payload is corrupted.
@@ -285,11 +297,11 @@ class Bucket(Generic[AnyTransfer]):
             batch.settle_counts()
 
     def abandon(self) -> None:
-        """Forget a step in flight; residuals stay as before it."""
+        """Forget a step in flight; residuals become what they were before it."""
+        for batch in self._batches:
+            batch.abandon()
         for transfer in self.transfers.values():
             transfer.abandon()
-        for batch in self._batches:
-            batch.forget()
         self._used, self._given, self._skipped = {}, set(), []
 
     # -- inside a host and between hosts -----------------------------------------------------------------------------
@@ -320,8 +332,7 @@ class Bucket(Generic[AnyTransfer]):
         for transfer, size in zip(self._held(), sizes, strict=True):
             others = [received[at[p] : at[p] + size] for p in hosts.inside(self.position) if p != self.position]
             at = {peer: start + size for peer, start in at.items()}
-            x = transfer.add_inside(others)
-            self._used[transfer.name] = transfer.encode(x, self._slots_of(transfer.name))
+            self._used[transfer.name] = transfer.encode_inside(others, self._slots_of(transfer.name))
         return self._payloads()
 
     def _forwarded(self, received: Bytes) -> Parcel:

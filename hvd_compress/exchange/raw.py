@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
-from hvd_compress.compressors.base import Array, Bytes
+from hvd_compress.compressors.base import Array, Body, Bytes
 from hvd_compress.kernels import cast, common
 
 __all__ = ["CheckedRaw", "Raw", "checked", "fitted", "is_uncompressed", "unchecked"]
@@ -46,20 +46,12 @@ class CheckedRaw(Raw):
     def _dtype(self) -> npt.DTypeLike:
         return np.float64 if self.itemsize == 8 else np.float32
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
-        if r.size:
-            np.add(source if source.size else x, r, out=x)
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         values = sections.blank(x.size, self._dtype)
         with np.errstate(over="ignore"):
             values[...] = x
-        if not common.all_finite(values):
-            return None
-        if r.size:
-            x -= values
-        return sections.used, x.size, 0
+        return Body(sections.used, x.size, 0, common.all_finite(values))
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.scaled(body.take(out.size, self._dtype), out.dtype.type(scale), out, add)
@@ -74,12 +66,10 @@ class CheckedHalves(FP16):
     def __repr__(self) -> str:
         return repr(FP16())
 
-    def _encode(
-        self, x: Array, r: Array, source: Array, body: Bytes, group: int, key: Key
-    ) -> tuple[int, int, int] | None:
-        done = super()._encode(x, r, source, body, group, key)
+    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+        done = super()._encode(x, gradient, body, group, key)
         halves = wire.Sections(body).take(x.size, np.float16)
-        return done if np.isfinite(halves).all() else None
+        return done._replace(finite=bool(np.isfinite(halves).all()))
 
 
 def fitted(compressor: Compressor, dtype: str) -> Compressor:

@@ -2,8 +2,8 @@
 
 The order is: `encode`, collective, `reduce` (not in an allgather), collective, `arrive`, and, when the payloads of the
 whole step have arrived, `finish`. A hierarchical exchange begins with `hold`, a collective inside the host, and
-`add_inside`. Up to `finish` both residuals are as they were before the step: the encode kernels turn the
-gradient's own memory into the new residual, and `finish` swaps the two buffers, so taking a step back costs nothing.
+`encode_inside`. Gradients are only read, and residuals are renewed where they lie. Taking a step back puts what was
+sent back into them.
 """
 
 from __future__ import annotations
@@ -72,8 +72,18 @@ class Transfer:
         shard only."""
         self.step = 0
         self._seed = compressor.seed
+        self.payloads: list[Bytes] = []
+        """Of `sent_chunks`, in the bucket's buffer, until the step has ended."""
         self._sum: Array = np.empty(0, np.float32)
         self._gradient: Array | None = None
+        self._out: Array | None = None
+        """Where the result goes; None for the gradient's own memory."""
+        self._held: Array | None = None
+        """In a hierarchical exchange, the gradient with what is pending."""
+        self._encoded: Array | None = None
+        """What the payloads were made of, beside the residual; None where it is lost."""
+        self._answer: Bytes | None = None
+        """The payload of the sum of what this rank owns."""
         self._skipped = False
         self._arrived: Sequence[tuple[wire.Header, wire.Sections]] = ()
 
@@ -103,51 +113,53 @@ class Transfer:
         wanted = range(len(self.plan.slots)) if self.hosts is None else self.hosts.shard_of(self.position)
         return [(chunk, part) for chunk, part in self.plan.chunks if chunk in wanted]
 
-    def hold(self, x: Array) -> None:
-        """Stage 0 of a hierarchical exchange: take a gradient (see `encode`), to be cut up among this host's ranks."""
-        if self.pending is not None:
-            x += self.pending
-        self._gradient = x
-
-    def held(self, chunks: range) -> Array:
-        """The elements of a shard, given by its chunks, of the gradient in `hold`."""
-        if self._gradient is None:
-            raise RuntimeError(f"held() of {self.name!r} without hold()")
-        return self._gradient[self.plan.bounds[chunks.start] : self.plan.bounds[chunks.stop]]
-
-    def add_inside(self, others: Sequence[Bytes]) -> Array:
-        """The gradient, with what the other ranks of this host have sent of its shard added, in their order."""
-        if self._gradient is None:
-            raise RuntimeError(f"add_inside() of {self.name!r} without hold()")
-        shard = self._gradient[self.shard]
-        for sent in others:
-            shard += sent.view(shard.dtype)
-        return self._gradient
-
-    def encode(self, x: Array, slots: Sequence[Bytes], source: Array | None = None) -> list[int]:
+    def encode(self, gradient: Array, slots: Sequence[Bytes]) -> list[int]:
         """Stage 1, every rank: a gradient becomes the payloads of its chunks.
 
         Args:
-            x: flat float32 or float64; in use, and spoiled, until `finish`.
+            gradient: flat float32 or float64; read until the step has ended, and then overwritten with the result,
+                unless `move` has named another place for that.
             slots: where the payload of each of `sent_chunks` goes.
-            source: the gradient, if it must stay as it is; `x` is only memory then.
 
         Returns:
             The bytes of each payload.
         """
-        self._prepare(x)
-        plan, r, start = self.plan, self.residual, self.shard.start
-        return [
-            plan.chunk_compressors[chunk].encode_into(
-                x[part],
-                None if r is None else r[part.start - start : part.stop - start],
-                slot,
-                plan.group,
-                self._key_of(hop=0, chunk=chunk),
-                source=None if source is None else source[part],
-            )
-            for (chunk, part), slot in zip(self.sent_chunks, slots, strict=True)
-        ]
+        self._gradient = gradient
+        return self._encode(gradient, slots)
+
+    def hold(self, gradient: Array) -> None:
+        """Stage 0 of a hierarchical exchange: take a gradient (see `encode`), to be cut up among this host's ranks."""
+        self._gradient = gradient
+        self._held = gradient if self.pending is None else gradient + self.pending
+
+    def held(self, chunks: range) -> Array:
+        """The elements of a shard, given by its chunks, of the gradient in `hold`."""
+        if self._held is None:
+            raise RuntimeError(f"held() of {self.name!r} without hold()")
+        return self._held[self.plan.bounds[chunks.start] : self.plan.bounds[chunks.stop]]
+
+    def encode_inside(self, others: Sequence[Bytes], slots: Sequence[Bytes]) -> list[int]:
+        """Stage 1 of a hierarchical exchange: `encode` the sum of this host's gradients, in this rank's shard.
+
+        Args:
+            others: what the other ranks of this host have sent of the shard, in their order.
+            slots: see `encode`.
+        """
+        if self._held is None:
+            raise RuntimeError(f"encode_inside() of {self.name!r} without hold()")
+        total = aligned_empty(self.shard.stop - self.shard.start, self._held.dtype)
+        total[...] = self._held[self.shard]
+        for sent in others:
+            total += sent.view(total.dtype)
+        return self._encode(total, slots)
+
+    def move(self, out: Array) -> None:
+        """Write the result of this step into `out`, flat and of the gradient's type, and not into the gradient."""
+        self._out = out
+
+    def lose_gradient(self) -> None:
+        """The gradient is not what it was: if the step is taken back it stays owed, as it cannot be subtracted."""
+        self._encoded = None
 
     def skip(self, slots: Sequence[Bytes]) -> list[int]:
         """Stage 1 without a gradient, on all ranks alike: payloads that say so; residuals stay as they are."""
@@ -180,7 +192,9 @@ class Transfer:
         if self.accumulator is not None and not self.accumulator.precondition(self._sum):
             return answers.say_nonfinite(slot, numel, plan.group)
         key = self._key_of(hop=1, chunk=self.chunk)
-        return answers.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
+        used = answers.encode_into(self._sum, self.owner_residual, slot, plan.group, key)
+        self._answer = slot[:used]
+        return used
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
         """The last payloads are here; whether all of them, and so the sum, are finite.
@@ -211,18 +225,22 @@ class Transfer:
             scale: factor on the sum, such as 1 / ranks; an accumulator has its own.
 
         Returns:
-            The sum times `scale`, in the memory of the gradient or of the last residual; None after `skip`.
+            The sum times `scale`, see `encode` for its place; None after `skip`.
 
         Raises:
             WireError: a payload is corrupted.
         """
         if not self.busy:
             raise RuntimeError(f"finish() of {self.name!r} without encode()")
-        out = self._gradient
+        if not keep:
+            self._take_back()
+        out = self._gradient if self._out is None else self._out
         if out is not None:
-            out = self._open_result(keep, out)
             self._decode(out, scale if self.accumulator is None else self.accumulator.loss_scale)
-        self._close(keep)
+        if self.accumulator is not None:
+            self.accumulator.settle(keep)
+        self._forget()
+        self.end(keep and out is not None)
         return out
 
     # -- for who runs the stages of several transfers at once ------------------------------------------------------
@@ -262,19 +280,50 @@ class Transfer:
         """A stage, named as its method, was run so many times, with full slots, in so many seconds."""
 
     def abandon(self) -> None:
-        """Forget a step in flight; residuals and accumulator stay what they were before it."""
+        """Forget a step in flight; residuals and accumulator become what they were before it."""
+        self._take_back()
         if self.accumulator is not None:
             self.accumulator.settle(keep=False)
-        self._gradient = None
-        self._skipped = False
-        self._arrived = ()
+        self._forget()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, x: Array) -> None:
-        """Take a gradient, see `encode`, and see to it that there is a residual for it."""
-        self.fit_residual(x.dtype)
-        self._gradient = x
+    def _encode(self, x: Array, slots: Sequence[Bytes]) -> list[int]:
+        """Encode the elements of `shard`."""
+        residual = self.fit_residual(x.dtype)
+        self._encoded = x
+        self.payloads = []
+        plan = self.plan
+        for (chunk, _), at, slot in zip(self.sent_chunks, self._in_shard, slots, strict=True):
+            of_chunk = None if residual is None else residual[at]
+            key = self._key_of(hop=0, chunk=chunk)
+            used = plan.chunk_compressors[chunk].encode_into(x[at], of_chunk, slot, plan.group, key)
+            self.payloads.append(slot[:used])
+        return [payload.size for payload in self.payloads]
+
+    @cached_property
+    def _in_shard(self) -> list[slice]:
+        """Where in `shard` each of `sent_chunks` lies."""
+        start = self.shard.start
+        return [slice(part.start - start, part.stop - start) for _, part in self.sent_chunks]
+
+    def _take_back(self) -> None:
+        """Make residuals what they were before the step."""
+        plan, x = self.plan, self._encoded
+        if self.residual is not None:
+            # of a gradient that others encode, and of a step that was skipped, there are none
+            for (chunk, _), at, payload in zip(self.sent_chunks, self._in_shard, self.payloads, strict=False):
+                gradient = None if x is None else x[at]
+                plan.chunk_compressors[chunk].take_back(payload, self.residual[at], gradient)
+        if self._answer is not None and self.owner_residual is not None:
+            plan.answer_compressors[self.chunk].take_back(self._answer, self.owner_residual, self._sum)
+        self.payloads, self._answer = [], None
+
+    def _forget(self) -> None:
+        self._gradient = self._out = self._held = self._encoded = self._answer = None
+        self.payloads = []
+        self._skipped = False
+        self._arrived = ()
 
     def _prepare_sum(self) -> None:
         """Memory for the sum of what this rank owns, and a residual for it where one is kept."""
@@ -285,29 +334,6 @@ class Transfer:
         if self._sum.size != numel or self._sum.dtype != dtype:
             self._sum = aligned_empty(numel, dtype)
         self.fit_owner_residual(dtype)
-
-    def _open_result(self, keep: bool, gradient: Array) -> Array:
-        """Memory for the result of the step; with `keep` the new residual, in the gradient's memory, is final."""
-        residual = self.residual
-        if not keep or residual is None:
-            return gradient
-        if residual.size == gradient.size:
-            self.residual = gradient
-            return residual
-        residual[:] = gradient[self.shard]
-        return gradient
-
-    def _close(self, keep: bool) -> None:
-        """The result is decoded: settle what the owner keeps, and be ready for the next step."""
-        if self._gradient is not None:
-            if keep:
-                self.pending = None
-            if keep and self.owner_residual is not None:
-                self.owner_residual, self._sum = self._sum, self.owner_residual
-            if self.accumulator is not None:
-                self.accumulator.settle(keep)
-        self.abandon()
-        self.step += 1
 
     @cached_property
     def _senders(self) -> list[tuple[Compressor, int]]:

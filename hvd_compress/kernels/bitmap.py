@@ -19,7 +19,7 @@ _UNROLLED = 8  # of 64 with a chance of 1/10 each, fewer are set most times
 
 
 @kernel
-def _bounds(x, r, source, k):
+def _bounds(x, gradient, k):
     """Very likely fewer than `k` corrected magnitudes are >= high, k or more >= low, and at most `room` between."""
     tiny = least_above_zero(x, x.size)
     low = tiny
@@ -31,7 +31,7 @@ def _bounds(x, r, source, k):
         down = with_margin(k, x.size, sample)
         expected = k * sample / x.size
         up = np.int64(max(expected - 3.0 * np.sqrt(expected) - 2.0, 0.0))
-        values = sampled_magnitudes(x, r, source, sample)
+        values = sampled_magnitudes(x, gradient, sample)
         if up > 0:
             high = max(kth_largest(values, sample, up), tiny)
         if down <= sample:
@@ -52,7 +52,7 @@ def _outside(y, i, bound):
 
 
 @kernel
-def _scan(x, r, source, low, high, near):
+def _scan(x, gradient, low, high, near):
     """Correct `x`: how many magnitudes are >= high, how many are not but >= low, and 0, or NaN if not all are finite.
 
     The latter are listed in `near`, which is 64 longer than what it has room for; what has none is counted only.
@@ -63,7 +63,7 @@ def _scan(x, r, source, low, high, near):
     bad = np.float32(0)
     for tile in range(0, x.size, TILE):
         y = x[tile : tile + TILE]
-        bad += correct(y, r[tile : tile + TILE], source[tile : tile + TILE])
+        bad += correct(y, gradient[tile : tile + TILE])
         for i in range(0, y.size, 64):
             above = _outside(y, i, high)
             between = _outside(y, i, low) & ~above
@@ -83,19 +83,18 @@ def _scan(x, r, source, low, high, near):
 
 
 @kernel
-def _threshold(x, r, source, k):
-    """Correct `x`: the k-th largest magnitude, but more than 0, and how many equal to it go along; -1 for all of them.
+def _threshold(x, gradient, k):
+    """Correct `x`: the k-th largest magnitude, but more than 0; how many equal to it go along, -1 for all of them.
 
-    NaN if a value is not finite.
+    And whether all values are finite. Without a gradient the first two mean nothing where they are not.
     """
-    low, high, room = _bounds(x, r, source, k)
+    low, high, room = _bounds(x, gradient, k)
     near = np.empty(room + 64, x.dtype)
-    sure, listed, bad = _scan(x, r, source, low, high, near)
-    if np.isnan(bad):
-        return x.dtype.type(np.nan), -1
+    sure, listed, bad = _scan(x, gradient, low, high, near)
     tiny = least_above_zero(x, x.size)
-    if sure + listed <= k and low == tiny:
-        return tiny, -1
+    finite = bad == 0
+    if (sure + listed <= k and low == tiny) or (gradient.size == 0 and not finite):
+        return tiny, -1, finite
     if sure < k <= sure + listed and listed <= room:
         wanted = k - sure
         magnitudes, threshold, larger = exact_threshold(near[:listed], wanted)
@@ -106,8 +105,8 @@ def _threshold(x, r, source, k):
         magnitudes, threshold, larger = exact_threshold(x, k)
         at_least = count_from(magnitudes, x.size, threshold)
     if threshold == 0:
-        return tiny, -1
-    return threshold, wanted - larger if at_least > wanted else -1
+        return tiny, -1, finite
+    return threshold, wanted - larger if at_least > wanted else -1, finite
 
 
 @kernel
@@ -145,16 +144,17 @@ def _take(y, i, word, sent, at, feedback):
 
 
 @kernel
-def encode(x, r, source, k, words, sent):
-    """words[ceil(numel / 64)], sent[k]; the number of entries (fewer than k only for zeros), or -1 if not finite.
+def encode(x, gradient, k, words, sent):
+    """words[ceil(numel / 64)], sent[k]: the number of entries, and whether all values are finite.
 
-    Among equal magnitudes the lower index wins. k is 1 or more.
+    There are fewer than k entries only where the rest is zeros. Among equal magnitudes the lower index wins. k is 1 or
+    more. See `correct` for `x` and `gradient`.
     """
-    threshold, ties = _threshold(x, r, source, k)
-    if np.isnan(threshold):
-        return -1
+    feedback = gradient.size > 0
+    threshold, ties, finite = _threshold(x, gradient, k)
+    if not finite and not feedback:
+        return 0, False
     above = np.nextafter(threshold, x.dtype.type(np.inf))
-    feedback = r.size > 0
     count = 0
     for tile in range(0, x.size, TILE):
         y = x[tile : tile + TILE]
@@ -165,7 +165,7 @@ def encode(x, r, source, k, words, sent):
             words[(tile + i) >> 6] = word
             _take(y, i, word, sent, count, feedback)
             count += count_ones(word)
-    return count
+    return count, finite
 
 
 @kernel

@@ -88,38 +88,38 @@ def from_fp16(bits16, scale, out, add):
 
 
 @kernel
-def leave_bf16_residual(x, bits16):
-    """x minus the values of bfloat16 bit patterns, in place; False if one of them is not finite."""
+def _leave_bf16_residual(x, bits16):
+    """x minus the values of bfloat16 bit patterns, in place; False if one of them is not finite, which becomes 0."""
     bad = np.float32(0)
-    word = np.empty(_TILE, np.uint32)
+    word = np.empty(bits16.size, np.uint32)
     value = word.view(np.float32)
-    for start in range(0, bits16.size, _TILE):
-        source = bits16[start : start + _TILE]
-        target = x[start : start + _TILE]
-        for i in range(source.size):
-            word[i] = np.uint32(source[i]) << np.uint32(16)
-        for i in range(source.size):
-            target[i] -= value[i]
-            bad += value[i] * np.float32(0)
+    for i in range(bits16.size):
+        word[i] = np.uint32(bits16[i]) << np.uint32(16)
+    for i in range(bits16.size):
+        none = value[i] * np.float32(0)
+        # the largest numbers are rounded to infinity
+        x[i] -= value[i] if none == 0 else np.float32(0)
+        bits16[i] = bits16[i] if none == 0 else np.uint16(0)
+        bad += none
     return bad == 0
 
 
 @kernel
-def encode_bf16(x, r, source, out):
-    """Correct `x`, round it, and leave what was rounded off; False if a value is not finite."""
-    feedback = r.size > 0
+def encode_bf16(x, gradient, out):
+    """Correct `x`, round it, and leave what was rounded off; False if a value is not finite. See `correct`."""
+    feedback = gradient.size > 0
     finite = True
     word = np.empty(_TILE, np.uint32)
     value = word.view(np.float32)
     for start in range(0, x.size, _TILE):
         y = x[start : start + _TILE]
         target = out[start : start + _TILE]
-        finite &= correct(y, r[start : start + _TILE], source[start : start + _TILE]) == 0
+        finite &= correct(y, gradient[start : start + _TILE]) == 0
         for i in range(y.size):
             value[i] = y[i]
         to_bf16(word[: y.size], target)
         if feedback:
-            finite &= leave_bf16_residual(y, target)
+            finite &= _leave_bf16_residual(y, target)
     return finite
 
 

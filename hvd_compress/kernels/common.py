@@ -9,6 +9,7 @@ from hvd_compress.kernels.llvm import at_least_64, count_ones
 
 _ZERO = np.float32(0)
 _LEAST_NORMAL = np.float32(2.0**-126)
+_HUGE = np.float32(2.0**128 * (1 - 2.0**-10))
 
 
 @kernel
@@ -24,26 +25,41 @@ def least_above_zero(a, numel):
 
 
 @kernel
-def correct(x, r, source):
-    """Make `x` the sum of `source` and `r`; return 0 if every sum is finite as float32, else NaN.
+def correct(x, gradient):
+    """Add a gradient to the residual `x`; return 0 if every sum is finite as float32, else NaN.
 
-    Where `source` is empty `x` itself is summed, and then `r` may be empty, too.
+    A sum that is not finite is not written: the element keeps its residual, and `take_back` restores the others. Where
+    `gradient` is empty, `x` is what is to be encoded, and is only read.
     """
     bad = _ZERO
-    if source.size == x.size:
+    if gradient.size == x.size:
         for i in range(x.size):
-            v = source[i] + r[i]
-            x[i] = v
-            bad += np.float32(v) * _ZERO
-    elif r.size == x.size:
-        for i in range(x.size):
-            v = x[i] + r[i]
-            x[i] = v
-            bad += np.float32(v) * _ZERO
+            v = x[i] + gradient[i]
+            zero = np.float32(v) * _ZERO
+            x[i] = v if zero == _ZERO else x[i]
+            bad += zero
     else:
         for i in range(x.size):
             bad += np.float32(x[i]) * _ZERO
     return bad
+
+
+@kernel
+def take_back(x, gradient):
+    """Make the residual what it was before the step, to rounding; `x` has what was decoded added to it already.
+
+    Beside a gradient that is 2^22 times larger (2^51 in float64), what is left of a residual is noise of the
+    subtraction, and becomes 0. So does a residual where it may be that `correct` has not written the sum of large
+    numbers, or has.
+    """
+    one = x.dtype.type(1)
+    share = 2 * (np.nextafter(one, x.dtype.type(2)) - one)
+    for i in range(x.size):
+        given = gradient[i]
+        v = x[i] - given
+        size = max(abs(given), abs(x[i]))
+        v = v if abs(v) > size * share and abs(x[i] + given) < _HUGE else x.dtype.type(0)
+        x[i] = x[i] if np.float32(given) * _ZERO != _ZERO else v
 
 
 @kernel

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from hvd_compress.kernels import onebit, signs
 from hvd_compress.kernels.checksum import checksum
+from hvd_compress.kernels.common import take_back
 from hvd_compress.kernels.jit import kernel
 
 HEADER = 40
@@ -113,23 +114,32 @@ def _blank(out, flag, add):
         out[:] = 0
 
 
+@kernel
+def take_all_back(x_at, gradients_at, numels):
+    """`take_back` of many."""
+    for i in range(x_at.size):
+        take_back(_array(x_at[i], numels[i], np.float32), _array(gradients_at[i], numels[i], np.float32))
+
+
 # -- one-bit ---------------------------------------------------------------------------------------------------------
 
 
 @kernel
-def encode_onebit(version, codec, x_at, r_at, source_at, numels, groups, slots_at, used):
-    """used[payloads]: bytes of each; r_at is 0 where nothing is kept, source_at where x itself is to be encoded."""
+def encode_onebit(version, codec, x_at, gradients_at, numels, groups, slots_at, used):
+    """used[payloads]: bytes of each; see `correct`: gradients_at is 0 where x itself is to be encoded."""
     zero = np.uint32(0)
     for i in range(x_at.size):
         x = _array(x_at[i], numels[i], np.float32)
-        r = _array(r_at[i], numels[i] if r_at[i] else 0, np.float32)
-        source = _array(source_at[i], numels[i] if source_at[i] else 0, np.float32)
+        gradient = _array(gradients_at[i], numels[i] if gradients_at[i] else 0, np.float32)
         count = _groups(numels[i], groups[i])
         means = _array(slots_at[i] + HEADER, 2 * count, np.float32)
         size = (numels[i] + 7) >> 3
         bits = _array(slots_at[i] + HEADER + 8 * count, size, np.uint8)
         bits[:] = 0
-        is_finite = onebit.encode(x, r, source, groups[i], 0, zero, zero, means, bits)
+        is_finite = onebit.encode(x, gradient, groups[i], 0, zero, zero, means, bits)
+        if not is_finite and gradient.size > 0:
+            onebit.decode(means, bits, groups[i], np.float32(1), x, True)
+            take_back(x, gradient)
         body, entries = (8 * count + size, numels[i]) if is_finite else (0, 0)
         used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], 0, entries, body, is_finite)
 
@@ -157,12 +167,11 @@ def decode_onebit(at, flags, outs_at, numels, scale, adds):
 
 
 @kernel
-def encode_adaptive(version, codec, pi, sample, x_at, r_at, source_at, numels, groups, slots_at, used):
+def encode_adaptive(version, codec, pi, sample, x_at, gradients_at, numels, groups, slots_at, used):
     """As `encode_onebit`, for groups whose entries fit into 16 bits."""
     for i in range(x_at.size):
         x = _array(x_at[i], numels[i], np.float32)
-        r = _array(r_at[i], numels[i] if r_at[i] else 0, np.float32)
-        source = _array(source_at[i], numels[i] if source_at[i] else 0, np.float32)
+        gradient = _array(gradients_at[i], numels[i] if gradients_at[i] else 0, np.float32)
         count = _groups(numels[i], groups[i])
         table = _padded(2 * count)
         counts = _array(slots_at[i] + HEADER, count, np.uint16)
@@ -170,9 +179,12 @@ def encode_adaptive(version, codec, pi, sample, x_at, r_at, source_at, numels, g
         recon = _array(slots_at[i] + HEADER + table, 2 * count, np.float32)
         entries = _array(slots_at[i] + HEADER + table + 8 * count, numels[i], np.uint16)
         drawn = min(sample, groups[i])
-        found = signs.encode_adaptive(x, r, source, groups[i], pi, drawn, counts, recon, entries)
-        body, number, width = (table + 8 * count + 2 * found, found, 2) if found >= 0 else (0, 0, 0)
-        used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], width, number, body, found >= 0)
+        found, is_finite = signs.encode_adaptive(x, gradient, groups[i], pi, drawn, counts, recon, entries)
+        if not is_finite and gradient.size > 0:
+            signs.decode(counts, recon, 2, entries[:found], groups[i], np.float32(1), x, True)
+            take_back(x, gradient)
+        body, number, width = (table + 8 * count + 2 * found, found, 2) if is_finite else (0, 0, 0)
+        used[i] = _seal(slots_at[i], version, codec, numels[i], groups[i], width, number, body, is_finite)
 
 
 @kernel

@@ -10,13 +10,11 @@ from hvd_compress.kernels.llvm import (
     add_chosen_64,
     at_least_64,
     count_ones,
-    fetch_to_read,
     put_chosen_64,
     put_word,
 )
 
 _BLOCK = 256  # elements whose signs and sums are taken while memory brings the next ones; 128 and 512 take a tenth more
-_LINE = 16  # float32 of a cache line
 
 
 @kernel
@@ -46,11 +44,8 @@ def _sampled_means(y, sample, key_low, key_high):
 
 
 @kernel
-def _pack(y, first_bit, bits, ahead=None, following=0):
-    """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones.
-
-    Meanwhile, as many elements of the array `ahead` as `y` has, from `following` on, are fetched.
-    """
+def _pack(y, first_bit, bits):
+    """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones."""
     zero = y.dtype.type(0)
     head = min((8 - first_bit) & 7, y.size)
     count = 0
@@ -61,9 +56,6 @@ def _pack(y, first_bit, bits, ahead=None, following=0):
     out = bits[(first_bit + head) >> 3 :]
     words = (y.size - head) >> 6
     for w in range(words):
-        if ahead is not None:
-            for line in range(0, 64, _LINE):
-                fetch_to_read(ahead, following + 64 * w + line)
         word = at_least_64(y, head + 64 * w, zero)
         count += count_ones(word)
         put_word(out, 8 * w, word)
@@ -82,12 +74,12 @@ def _leave_residual(y, positive, negative):
 
 
 @kernel
-def encode(x, r, source, group, sample, key_low, key_high, means, bits):
+def encode(x, gradient, group, sample, key_low, key_high, means, bits):
     """Fill means[2 * groups] (non-negative, negative) and the zeroed bits[ceil(numel / 8)]; False if not finite.
 
-    `sample` entries per group estimate the means; 0 takes all.
+    `sample` entries per group estimate the means; 0 takes all. See `correct` for `x` and `gradient`.
     """
-    feedback = r.size > 0
+    feedback = gradient.size > 0
     bad = np.float32(0)
     for g in range(means.size // 2):
         start = g * group
@@ -99,12 +91,8 @@ def encode(x, r, source, group, sample, key_low, key_high, means, bits):
         for begin in range(start, stop, _BLOCK):
             end = min(begin + _BLOCK, stop)
             y = x[begin:end]
-            bad += correct(y, r[begin:end], source[begin:end])
-            if source.size > 0:
-                # with three streams the processor fetches too little ahead by itself
-                count += _pack(y, begin, bits, r, end)
-            else:
-                count += _pack(y, begin, bits)
+            bad += correct(y, gradient[begin:end])
+            count += _pack(y, begin, bits)
             if not is_sampled:
                 of_positive, of_negative = _sums(y)
                 upper += of_positive

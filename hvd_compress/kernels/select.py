@@ -9,15 +9,14 @@ from hvd_compress.kernels.jit import kernel
 
 
 @kernel
-def sampled_magnitudes(x, r, source, sample):
+def sampled_magnitudes(x, gradient, sample):
     """Magnitudes of `sample` (1 or more) entries that `correct` will make, one of each stratum, for `kth_largest`."""
-    given = source if source.size > 0 else x
     values = np.empty(room_for(sample), x.dtype)
     stride = x.size // sample
     # the same places in every step: what is sent does not depend on them
     for j in range(sample):
         i = j * stride + ((np.int64(mix(j, 0, 0)) * stride) >> 32)
-        v = abs(given[i] + r[i]) if r.size > 0 else abs(given[i])
+        v = abs(x[i] + gradient[i]) if gradient.size > 0 else abs(x[i])
         # NaN would break the selection; it is found, and reported, by the scan
         values[j] = v if v == v else x.dtype.type(0)
     return values

@@ -19,7 +19,7 @@ from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
 
 CHOSEN_BELOW = np.float32(-np.inf)
-_SURELY_FINITE = np.float32(1e38)  # a sum of squares
+_ZERO = np.float32(0)
 _CACHED = 2**20  # elements that may still be in a cache
 _WEIGHT = np.float32(0.25)  # of a new group in a running mean
 _FARTHER, _CLOSER = np.float32(0.85), np.float32(1.15)  # next threshold after too few or too many candidates
@@ -28,9 +28,9 @@ _LESS, _MORE = np.float32(0.97), np.float32(1.01)  # and what becomes of the sha
 
 
 @kernel
-def encode_threshold(x, r, source, group, tau, counts, entries):
-    """Entries of |x| > tau (strictly); their number, or -1 if a value is not finite."""
-    feedback = r.size > 0
+def encode_threshold(x, gradient, group, tau, counts, entries):
+    """Entries of |x| > tau (strictly): their number, and whether all values are finite. See `correct` for `x`."""
+    feedback = gradient.size > 0
     bad = np.float32(0)
     total = 0
     found = np.empty(TILE + 64, np.int32)
@@ -43,7 +43,7 @@ def encode_threshold(x, r, source, group, tau, counts, entries):
         for tile in range(start, stop, TILE):
             end = min(tile + TILE, stop)
             y = x[tile:end]
-            bad += correct(y, r[tile:end], source[tile:end])
+            bad += correct(y, gradient[tile:end])
             for c in range(collect(y, above, -above, 0, found, 0)):
                 i = found[c]
                 v = y[i]
@@ -52,7 +52,7 @@ def encode_threshold(x, r, source, group, tau, counts, entries):
                 if feedback:
                     y[i] = v - tau if v > 0 else v + tau
         counts[g] = total - first
-    return total if bad == 0 else -1
+    return total, bad == 0
 
 
 @kernel
@@ -161,24 +161,20 @@ def _means_of_chosen(values):
 
 
 @kernel
-def _correct_and_measure(x, r, source):
-    """See `correct`: how many are >= 0, squares of these, and of the others."""
+def _correct_and_measure(x, gradient):
+    """See `correct`: how many are >= 0, squares of these, and of the others, and what `correct` returns."""
     zero = x.dtype.type(0)
     upper = zero
     lower = zero
+    bad = _ZERO
     positives = np.int32(0)
-    if source.size == x.size:
+    if gradient.size == x.size:
         for i in range(x.size):
-            v = source[i] + r[i]
+            v = x[i] + gradient[i]
+            none = np.float32(v) * _ZERO
+            v = v if none == _ZERO else x[i]
             x[i] = v
-            p = max(v, zero)
-            upper += p * p
-            lower += (v - p) * (v - p)
-            positives += np.int32(v >= zero)
-    elif r.size == x.size:
-        for i in range(x.size):
-            v = x[i] + r[i]
-            x[i] = v
+            bad += none
             p = max(v, zero)
             upper += p * p
             lower += (v - p) * (v - p)
@@ -186,11 +182,12 @@ def _correct_and_measure(x, r, source):
     else:
         for i in range(x.size):
             v = x[i]
+            bad += np.float32(v) * _ZERO
             p = max(v, zero)
             upper += p * p
             lower += (v - p) * (v - p)
             positives += np.int32(v >= zero)
-    return np.int64(positives), upper, lower
+    return np.int64(positives), upper, lower, bad
 
 
 @kernel
@@ -203,18 +200,18 @@ def _followed(ratio, threshold, rms):
 
 
 @kernel
-def encode_adaptive(x, r, source, group, pi, sample, counts, recon, entries):
+def encode_adaptive(x, gradient, group, pi, sample, counts, recon, entries):
     """The ceil(k / pi) largest of the k non-negative, and likewise of the negative, entries of each group.
 
     counts[groups], recon[2 * groups] (means of the sent non-negative and negative entries). Returns the number of
-    entries, or -1 if a value is not finite. Zeros are never sent. Candidates come from a guessed threshold (that of
+    entries, and whether all values are finite. Zeros are never sent. Candidates come from a guessed threshold (that of
     the group before, in units of the root mean square of a sign, else one from `sample` draws); the selection among
-    them is exact.
+    them is exact. See `correct` for `x` and `gradient`.
     """
-    feedback = r.size > 0
+    feedback = gradient.size > 0
     # memory would be idle while a group is searched; in cache there is nothing to be fetched
     is_large = x.size > _CACHED
-    given = source if source.size > 0 else x
+    bad = _ZERO
     total = 0
     size = min(group, x.size)
     # room for all entries of a group, and for the two lists of the guess in the tiniest group
@@ -230,10 +227,11 @@ def encode_adaptive(x, r, source, group, pi, sample, counts, recon, entries):
         start = g * group
         stop = min(start + group, x.size)
         y = x[start:stop]
-        positives, squares_upper, squares_lower = _correct_and_measure(y, r[start:stop], source[start:stop])
-        # squares of finite values may overflow, but small sums are of finite values only
-        if not squares_upper + squares_lower < _SURELY_FINITE and np.isnan(correct(y, r[:0], r[:0])):
-            return -1
+        positives, squares_upper, squares_lower, of_group = _correct_and_measure(y, gradient[start:stop])
+        bad += of_group
+        if bad != 0 and not feedback:
+            # nothing to be taken back, and no order among what is no number
+            return 0, False
         negatives = y.size - positives
         k_positive = -(-positives // pi)
         k_negative = -(-negatives // pi)
@@ -267,7 +265,7 @@ def encode_adaptive(x, r, source, group, pi, sample, counts, recon, entries):
                 above = below = zero
             room = min(4 * (k_positive + k_negative) + 192, y.size) if attempt < 5 else y.size
             if attempt == 0 and is_large:
-                candidates = collect(y, above, below, 0, found[: room + 64], 0, given, r, stop)
+                candidates = collect(y, above, below, 0, found[: room + 64], 0, x, gradient, stop)
             else:
                 candidates = collect(y, above, below, 0, found[: room + 64], 0)
             if candidates < 0:
@@ -312,7 +310,7 @@ def encode_adaptive(x, r, source, group, pi, sample, counts, recon, entries):
             if feedback:
                 y[i] = v - (positive if v > 0 else negative)
         total += kept
-    return total
+    return total, bad == 0
 
 
 @kernel

@@ -12,13 +12,13 @@ from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 
 @kernel
-def _guess(x, r, source, k, sample):
+def _guess(x, gradient, k, sample):
     """A magnitude above which slightly more than `k` corrected entries are expected; 0 if draws would not pay."""
     sample = min(sample, x.size >> 4)
     down = with_margin(k, x.size, sample) if sample > 0 else 1
     if down > sample:
         return x.dtype.type(0)
-    values = sampled_magnitudes(x, r, source, sample)
+    values = sampled_magnitudes(x, gradient, sample)
     return kth_largest(values, sample, down)
 
 
@@ -39,16 +39,16 @@ def _give_back(x, found, values, count):
 
 
 @kernel
-def _scan(x, r, source, guess, found, values):
+def _scan(x, gradient, guess, found, values):
     """Correct `x` and take the entries with |x| >= guess: (how many, or -1 for too many and none taken; 0 or NaN)."""
     # All candidates are taken while they are in cache, though a few must be given back: these are fewer misses than
     # visits of all that stay.
-    feedback = r.size > 0
+    feedback = gradient.size > 0
     count = 0
     bad = np.float32(0)
     for tile in range(0, x.size, TILE):
         y = x[tile : tile + TILE]
-        bad += correct(y, r[tile : tile + TILE], source[tile : tile + TILE])
+        bad += correct(y, gradient[tile : tile + TILE])
         if count < 0:
             continue
         before = count
@@ -75,28 +75,27 @@ def _take_largest(x, k, feedback, found, values):
 
 
 @kernel
-def encode(x, r, source, k, sample, block, counts, indices, sent):
-    """counts[blocks], indices[k], sent[k]; the number of entries (fewer only for zeros), or -1 if not finite.
+def encode(x, gradient, k, sample, block, counts, indices, sent):
+    """counts[blocks], indices[k], sent[k]: the number of entries (fewer only for zeros), and whether all are finite.
 
-    Among equal magnitudes the lower index wins.
+    Among equal magnitudes the lower index wins. k is 1 or more. See `correct` for `x` and `gradient`.
     """
     counts[:] = 0
-    if k == 0:
-        return 0
-    feedback = r.size > 0
+    feedback = gradient.size > 0
     # zeros are never sent, and must not be candidates where most are
     tiny = least_above_zero(x, x.size)
-    guess = max(_guess(x, r, source, k, sample), tiny)
+    guess = max(_guess(x, gradient, k, sample), tiny)
     room = min(max(4 * k + 1024, TILE), x.size)
     found = np.empty(room + 64, np.int64)
     values = np.empty(room, x.dtype)
-    candidates, bad = _scan(x, r, source, guess, found, values)
-    if np.isnan(bad):
-        return -1
+    candidates, bad = _scan(x, gradient, guess, found, values)
+    if bad != 0 and not feedback:
+        # nothing to be taken back, and no order among what is no number
+        return 0, False
     if 0 <= candidates < k and guess == tiny:
         k = candidates
     if k == 0:
-        return 0
+        return 0, bad == 0
     if candidates < k:
         # the sample guessed badly: many ties, odd shapes
         if feedback:
@@ -124,7 +123,7 @@ def encode(x, r, source, k, sample, block, counts, indices, sent):
             total += 1
         elif feedback:
             x[i] = v
-    return total
+    return total, bad == 0
 
 
 @kernel

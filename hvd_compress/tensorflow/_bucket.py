@@ -115,6 +115,10 @@ class Bucket(engine.Bucket):
         dtypes = [tf.float64 if gradients[name].dtype == tf.float64 else tf.float32 for name in names]
 
         def finish(keep: np.bool_) -> list[Any]:
+            for name, dtype in zip(names, dtypes, strict=True):
+                # a TensorFlow tensor must not change
+                if name in self.lanes:
+                    self.move(name, aligned_empty(self.lanes[name].plan.numel, dtype.as_numpy_dtype))
             results = self.finish(bool(keep), scale)
             # a pack's buffer is used again, and TensorFlow takes arrays over without a copy
             flats = [results[n] if self.pack is None or n in self.lanes else self.pack.part(n).copy() for n in names]
@@ -135,7 +139,7 @@ class Bucket(engine.Bucket):
         self.abandon()
         for name in self.tensors:
             gradient = gradients.get(name)
-            self.give(name, *self._with_memory(name, gradient))
+            self.give(name, None if gradient is None else gradient.reshape(-1))
         return self._handed_on(self.parcel(), self.collectives[0])
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
@@ -144,14 +148,6 @@ class Bucket(engine.Bucket):
             return parcel.buffer
         sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
         return parcel.buffer, np.array(sizes, np.int32)
-
-    def _with_memory(self, name: str, gradient: Array | None) -> tuple[Array | None, Array | None]:
-        """What `give` wants: a TensorFlow tensor must not change, and the residual is written somewhere."""
-        if gradient is None:
-            return None, None
-        if name not in self.lanes:
-            return gradient.reshape(-1), None
-        return aligned_empty(gradient.size, gradient.dtype), gradient.reshape(-1)
 
     def _advance(self, collective: str, received: Array) -> Any:
         self.count("exchange_seconds", time.perf_counter() - self._left_at)

@@ -17,16 +17,7 @@ from hvd_compress.engine import Lane, Pack
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Parcel, aligned_empty
 from hvd_compress.torch._calls import Calls
-from hvd_compress.torch._staging import (
-    Staged,
-    flat_of,
-    is_seen_elsewhere,
-    memory_of,
-    own_memory,
-    shaped,
-    stage,
-    tensor_of,
-)
+from hvd_compress.torch._staging import Held, has_room, hold, version_of
 
 __all__ = ["Bucket"]
 
@@ -52,25 +43,25 @@ class Bucket(engine.Bucket):
         """Which of these are here in this step; with the gradient of each that was put off."""
         self.is_between = False
         """Whether a collective is in flight that is not the last one."""
-        # tensors, not records of them: a step with many would make Python look for cycles more often
-        self._own: dict[str, torch.Tensor] = {}
-        self._memories: dict[str, Any] = {}
-        self._places: dict[str, int] = {}
+        self._gradients: dict[str, Held] = {}
+        # of those that wait, columns and not records: a step with many would make Python look for cycles more often
         self._placed: dict[str, torch.Tensor] = {}
-        """Gradients that are given by their addresses, in `_places`; `_memories` keeps these from being used anew."""
-        self._staged: dict[str, Staged] = {}
-        self._spare: dict[str, torch.Tensor] = {}
+        self._places: dict[str, int] = {}
+        self._versions: list[int] = []
+        self._storages: list[Any] = []
+        """They keep the memory of the gradients in `_placed` from being used anew."""
+        self._spare: dict[str, Array] = {}
+        """Memory for copies of gradients."""
         self._small: dict[str, torch.Tensor] = {}
         self._handle: Any = None
         self._waiting_for = ""
 
     # -- while backward goes on ----------------------------------------------------------------------------------
 
-    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> tuple[Array, Array | None]:
-        """Hold a dense gradient until the step has ended; what `start` wants of it.
+    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> Array:
+        """Hold a dense gradient until the step has ended; returns what `start` wants of it.
 
-        With `keep` its own memory stays as it is, and must until the step has ended; else it is where the result will
-        be, or is lost.
+        It is read until then, and holds the result afterwards; with `keep` the result is a tensor of its own.
         """
         begin = time.perf_counter()
         taken = self._take(name, gradient, keep)
@@ -108,22 +99,22 @@ class Bucket(engine.Bucket):
         for name, gradient in self.came.items():
             if gradient is None:
                 continue
-            memory = memory_of(gradient) if name in self.lanes else None
             self._check_size(name, gradient)
-            if memory is None:
-                flats[name], _ = self._take(name, gradient, keep=False)
+            if name not in self.lanes or not gradient.is_contiguous():
+                flats[name] = self._take(name, gradient, keep=False)
             else:
-                self._memories[name], self._places[name], self._placed[name] = memory, gradient.data_ptr(), gradient
+                self._placed[name], self._places[name] = gradient, gradient.data_ptr()
+                self._versions.append(gradient._version)
+                self._storages.append(gradient.untyped_storage())
         self.count("encode_seconds", time.perf_counter() - begin)
         return self._places, flats
 
-    def start(self, name: str, flat: Array | None, source: Array | None = None) -> None:
-        """Encode what was taken, on the CPU and flat; start the first collective when all are here.
+    def start(self, name: str, flat: Array | None) -> None:
+        """Encode what was taken; start the first collective when all are here.
 
-        `flat` is spoiled, and holds the gradient unless there is a `source`. None leaves the tensor out of this step,
-        on all ranks alike.
+        None leaves the tensor out of this step, on all ranks alike.
         """
-        if self.give(name, flat, source):
+        if self.give(name, flat):
             self._issue(self.collectives[0], self.parcel())
 
     def start_together(self, places: dict[str, int], flats: dict[str, Array]) -> None:
@@ -157,29 +148,46 @@ class Bucket(engine.Bucket):
             pass
         return self.arrive(self._receive())
 
-    @property
-    def staged_places(self) -> list[int]:
-        """Where the gradients lie that kernels got a copy of."""
-        return [staged.gradient.data_ptr() for staged in self._staged.values()]
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the gradients begin and end that results are to be written to."""
+        held = [h for h in self._gradients.values() if not h.keep and has_room(h.gradient)]
+        of_held = [(h.place, h.place + h.gradient.element_size() * h.flat.size) for h in held]
+        return [*of_held, *((at, at + 4 * self.lanes[name].plan.numel) for name, at in self._places.items())]
 
     def combine(self, keep: bool, scale: float, shared: Collection[int] = ()) -> dict[str, torch.Tensor]:
         """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`.
 
-        A result is written into its gradient, unless that was to be kept, or lies at a place in `shared`, where several
-        gradients are.
+        A result is written into its gradient, wherever that lies now, unless that was to be kept, cannot hold it, or
+        begins at a place in `shared`, where other gradients are, too.
         """
-        results = self._still_in_place()
-        finished = self.finish(keep, scale)
+        if not keep:
+            self._lose_changed()
+        apart = self._apart(shared)
+        self.finish(keep, scale)
         begin = time.perf_counter()
-        for name, result in finished.items():
-            if result is not None and name in self._places:
-                results[name] = shaped(tensor_of(result), torch.Size(self.lanes[name].plan.shape))
-            elif name in self.lanes and result is not None:
-                results[name] = self._restored(name, result, keep, shared)
+        results = dict(self._placed)
+        for name, held in self._gradients.items():
+            results[name] = held.gradient
+            if held.is_copy:
+                can_hold = has_room(held.gradient) and held.gradient.numel() == held.flat.size
+                results[name] = held.restored(held.keep or held.place in shared or not can_hold)
+                self._spare[name] = held.flat
+        for name, result in apart.items():
+            gradient = results[name]
+            is_own = name in self._placed or not self._gradients[name].keep
+            is_alone = gradient.data_ptr() not in shared and has_room(gradient)
+            # one that has moved; `data`: what is written there does not count as a write of the user's
+            results[name] = gradient
+            if is_own and is_alone and gradient.shape == result.shape:
+                gradient.data.copy_(result)
+            else:
+                results[name] = result
         self.count("decode_seconds", time.perf_counter() - begin)
         for name, gradient in self._small.items():
             assert self.pack is not None
-            results[name] = gradient.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
+            # `data`: a result that is written there does not count as a write of the user's
+            gradient.data.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
+            results[name] = gradient
         self._forget()
         return results
 
@@ -193,23 +201,43 @@ class Bucket(engine.Bucket):
         if self._handle is not None:
             with suppress(HorovodInternalError):
                 self._receive()
-        self._forget()
+        self._lose_changed()
         super().abandon()
+        self._forget()
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> tuple[Array, Array | None]:
+    def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> Array:
         self._check_size(name, gradient)
         if name not in self.lanes:
-            # `data`: a result that is written there does not count as a write of the user's
-            self._small[name] = gradient.detach().clone() if keep else gradient.data
-            return self._small[name].reshape(-1).to("cpu", torch.float32).numpy(), None
-        own = None if keep else own_memory(gradient)
-        if own is not None:
-            self._own[name] = own
-            return flat_of(own), None
-        staged = self._staged[name] = stage(gradient, name=name, keep=keep, memory=self._spare.pop(name, None))
-        return flat_of(staged.memory), None if staged.source is None else flat_of(staged.source)
+            self._small[name] = gradient.detach().clone() if keep else gradient
+            return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
+        held = self._gradients[name] = hold(gradient, name, keep, self._spare.pop(name, None))
+        return held.flat
+
+    def _lose_changed(self) -> None:
+        """Let the exchange know of gradients that are not what they were: they cannot be subtracted any more."""
+        changed = [name for name, held in self._gradients.items() if not held.is_copy and held.has_changed]
+        for (name, gradient), version in zip(self._placed.items(), self._versions, strict=True):
+            if version_of(gradient) != version or gradient.data_ptr() != self._places[name]:
+                changed.append(name)
+        for name in changed:
+            self.lose_gradient(name)
+
+    def _apart(self, shared: Collection[int]) -> dict[str, torch.Tensor]:
+        """Tensors for the results that cannot be where their gradients are, which kernels read in their own memory."""
+        moved = [n for n, g in self._placed.items() if g.data_ptr() != self._places[n] or self._places[n] in shared]
+        for name, held in self._gradients.items():
+            if not held.is_copy and (held.keep or held.has_moved or held.place in shared):
+                moved.append(name)
+        results = {}
+        for name in moved:
+            plan = self.lanes[name].plan
+            dtype = np.dtype(np.float32) if name in self._placed else self._gradients[name].flat.dtype
+            out = aligned_empty(plan.numel, dtype)
+            self.move(name, out)
+            results[name] = torch.from_numpy(out).view(plan.shape)
+        return results
 
     def _check_size(self, name: str, gradient: torch.Tensor) -> None:
         """Raise GradientError where kernels would read beyond the end of a gradient."""
@@ -219,27 +247,6 @@ class Bucket(engine.Bucket):
                 f"the gradient of {name!r} has {gradient.numel()} elements, and had {expected} when the optimizer was "
                 "wrapped. Wrap it again after a parameter has got another shape"
             )
-
-    def _still_in_place(self) -> dict[str, torch.Tensor]:
-        """The gradients in which their results will be written; those of the others will be results of `finish`."""
-        moved = [name for name, gradient in self._placed.items() if gradient.data_ptr() != self._places[name]]
-        for name in moved:
-            # its memory, which may have any size now, is the user's
-            del self._placed[name]
-            self.move(name, aligned_empty(self.lanes[name].plan.numel, np.float32))
-        return dict(self._placed)
-
-    def _restored(self, name: str, result: Array, keep: bool, shared: Collection[int]) -> torch.Tensor:
-        tensor, own = tensor_of(result), self._own.get(name)
-        if own is None:
-            self._spare[name] = tensor
-            staged = self._staged[name]
-            return staged.restore(tensor, apart=staged.gradient.data_ptr() in shared)
-        lane = self.lanes[name]
-        if keep and lane.residual is not None and is_seen_elsewhere(own):
-            # a buffer of the user's that .grad was a view of will be written to again
-            lane.residual = lane.residual.copy()
-        return shaped(tensor, own.shape)
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
@@ -262,5 +269,5 @@ class Bucket(engine.Bucket):
         self._handle, self._waiting_for, self.is_between = None, "", False
 
     def _forget(self) -> None:
-        self._own, self._staged, self._small, self.came = {}, {}, {}, {}
-        self._memories, self._places, self._placed = {}, {}, {}
+        self._gradients, self._small, self.came = {}, {}, {}
+        self._placed, self._places, self._versions, self._storages = {}, {}, [], []

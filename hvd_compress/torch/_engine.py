@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from hvd_compress.engine import Lane, Ledger, Pack, Routing, Tensor, Worker, has
 from hvd_compress.exchange import AdaGrad, Hosts
 from hvd_compress.torch._bucket import Bucket
 from hvd_compress.torch._calls import calls_for
+from hvd_compress.torch._staging import overlapping
 from hvd_compress.torch._waits import Wait
 
 __all__ = ["Engine", "described", "precondition", "with_tensors"]
@@ -102,8 +102,8 @@ class Engine(Ledger[Bucket]):
     def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
         """Encode a gradient, start what it completes, and move others on that are ready.
 
-        The gradient is spoiled; with `keep` it is not, and must stay as it is until `wait`. None leaves the tensor out
-        of this step, on all ranks alike.
+        The gradient must stay as it is until `combine`, which overwrites it with the result, but not with `keep`. None
+        leaves the tensor out of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
         waits = name in bucket.waiting
@@ -116,8 +116,8 @@ class Engine(Ledger[Bucket]):
             if gradient is not None and self.debts:
                 gradient = self.with_debt(name, gradient, keep)
             # taken here: whoever made a gradient on a stream of another device is on this thread
-            taken = (None, None) if gradient is None else bucket.take(name, gradient, keep)
-            self._worker.run(self._start, bucket, name, *taken)
+            flat = None if gradient is None else bucket.take(name, gradient, keep)
+            self._worker.run(self._start, bucket, name, flat)
             left = bucket.let_pass(name) if waits else None
         if left == 0:
             self.start_together(bucket)
@@ -132,9 +132,9 @@ class Engine(Ledger[Bucket]):
         if places or flats:
             self._worker.run(self._start_together, bucket, places, flats)
 
-    def _start(self, bucket: Bucket, name: str, flat: Array | None, source: Array | None) -> None:
+    def _start(self, bucket: Bucket, name: str, flat: Array | None) -> None:
         self._progress()
-        bucket.start(name, flat, source)
+        bucket.start(name, flat)
 
     def _start_together(self, bucket: Bucket, places: dict[str, int], flats: dict[str, Array]) -> None:
         self._progress()
@@ -207,9 +207,7 @@ class Engine(Ledger[Bucket]):
         """Decode all that has arrived: {name: result}; see `Bucket.combine`."""
         self.count_step()
         results: dict[str, torch.Tensor] = {}
-        # a backward pass may hand out one memory as the gradients of two parameters, whose results differ
-        places = Counter(place for bucket in self.buckets for place in bucket.staged_places)
-        shared = [place for place, times in places.items() if times > 1]
+        shared = overlapping([span for bucket in self.buckets for span in bucket.spans()])
         for bucket in self.buckets:
             if bucket.busy:
                 results |= bucket.combine(keep, self.scale, shared)

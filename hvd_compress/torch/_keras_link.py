@@ -184,7 +184,7 @@ class TorchExchange:
         """Start the exchange of a gradient, or Horovod's allreduce: its handle, context and Horovod's compressor."""
         name = self._names[i]
         if engine.exchanges(name):
-            # the residual will lie in the gradient's memory: only .grad, which will be replaced, may refer to it too
+            # a gradient that is not .grad is the caller's, and stays what it is
             engine.start(name, gradient, keep=self._variables[i].value.grad is not gradient)
             return None
         settings = self._settings

@@ -713,9 +713,7 @@ class Overrides:
             results |= {} if self._is_plain else engine.combine(keep=finite)
             engine.settle(keep=finite)
         for name, p in self._members.by_name.items():
-            if p.grad is None:
-                p.grad = results[name]
-            self._take_result(name, p.grad, results[name])
+            self._take_result(name, p, results[name])
         self._forget_handles()
         self._combined, self._is_open = self._given, False
         self._versions = {name: gradient._version for name, gradient in self._given.items()}
@@ -744,17 +742,20 @@ class Overrides:
                 compression = self._dense_compression(self._parameter_names[key])
                 yield key, compression.decompress(hvd.synchronize(handle), ctx)
 
-    def _take_result(self: Any, name: str, gradient: Any, output: torch.Tensor) -> None:
-        """Make a combined gradient what `.grad` is: the same tensor, in its memory where others may see that."""
+    def _take_result(self: Any, name: str, p: torch.Tensor, output: torch.Tensor) -> None:
+        """Make a combined gradient what `.grad` is, in its memory where that can hold it."""
+        gradient = p.grad
         if gradient is output:
             return
-        if output.is_sparse:
+        if gradient is None:
+            p.grad = output
+        elif output.is_sparse:
             gradient.zero_().add_(output)
         elif gradient.is_sparse:
             gradient.zero_().add_(output.to_sparse(gradient.sparse_dim()))
         elif self._engine is not None and self._engine.exchanges(name):
-            # memory of this package's, or what nobody but `.grad` refers to
-            gradient.set_(output)
+            # an exchange writes to the gradient, unless its memory is that of other gradients too, or is gone
+            p.grad = output
         else:
             gradient.copy_(output)
 

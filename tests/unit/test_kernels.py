@@ -107,14 +107,16 @@ def test_widening_adds_and_scales(kind, n):
 
 
 def test_bf16_residual_is_what_was_rounded_off_and_says_if_it_is_not_finite():
-    x = np.linspace(-3, 3, 3001, dtype=np.float32)
-    halves = np.empty(x.size, np.uint16)
-    cast.to_bf16(x.view(np.uint32), halves)
-    left = x.copy()
-    assert cast.leave_bf16_residual(left, halves)
-    assert (left == x - halves.view(ml_dtypes.bfloat16).astype(np.float32)).all()
-    halves[3000] = 0x7F80
-    assert not cast.leave_bf16_residual(x.copy(), halves)
+    gradient = np.linspace(-3, 3, 3001, dtype=np.float32)
+    left, halves = np.zeros_like(gradient), np.empty(gradient.size, np.uint16)
+    assert cast.encode_bf16(left, gradient, halves)
+    assert (left == gradient - halves.view(ml_dtypes.bfloat16).astype(np.float32)).all()
+    # it is finite, and rounded to infinity
+    gradient[3000] = 3.4e38
+    left[...] = 0
+    assert not cast.encode_bf16(left, gradient, halves)
+    assert np.isfinite(left).all()
+    assert np.isfinite(halves.view(ml_dtypes.bfloat16).astype(np.float32)).all()
 
 
 # -- selection -------------------------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ def test_onebit_bits_are_packbits_for_every_alignment(n, group):
     groups = -(-n // group)
     means, bits = np.zeros(2 * groups, np.float32), np.zeros((n + 7) // 8 + 4, np.uint8)
     bits[-4:] = 0xCC
-    assert onebit.encode(x, x[:0], x[:0], group, 0, *KEY, means, bits[:-4])
+    assert onebit.encode(x, x[:0], group, 0, *KEY, means, bits[:-4])
     assert (bits[:-4] == np.packbits(x >= 0, bitorder="little")).all()
     assert (bits[-4:] == 0xCC).all()
     out = np.full(n + 2, 9.0, np.float32)
@@ -425,14 +427,63 @@ def test_draw_is_even_within_a_stratum():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_correct_adds_and_reports(dtype):
-    x, r = np.array([1, 2, 3], dtype), np.array([0.5, -2, 0], dtype)
-    assert common.correct(x, r, r[:0]) == 0
+    x, gradient = np.array([1, 2, 3], dtype), np.array([0.5, -2, 0], dtype)
+    assert common.correct(x, gradient) == 0
     assert x.tolist() == [1.5, 0, 3]
-    assert common.correct(x, r[:0], r[:0]) == 0
+    assert common.correct(x, gradient[:0]) == 0
     assert x.tolist() == [1.5, 0, 3]
-    for bad in (np.inf, -np.inf, np.nan, 3.5e38 if dtype == np.float64 else np.inf):
-        assert common.correct(np.array([1, bad, 1], dtype), r, r[:0]) != 0
-        assert common.correct(np.array([1, bad, 1], dtype), r[:0], r[:0]) != 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 3.5e38, 1e300])
+def test_correct_writes_nothing_that_is_not_finite(dtype, bad):
+    with np.errstate(over="ignore"):
+        gradient = np.array([1, bad, 1] * 30, dtype)
+    x = np.full(90, 0.25, dtype)
+    assert common.correct(x, gradient) != 0
+    assert x.tolist() == [1.25, 0.25, 1.25] * 30
+    assert common.correct(gradient, gradient[:0]) != 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_residual_that_is_taken_back_is_off_by_rounding_only(dtype):
+    rng = np.random.default_rng(0)
+    before = (rng.standard_normal(10000) * 10.0 ** rng.integers(-6, 7, 10000)).astype(dtype)
+    gradient = (rng.standard_normal(10000) * 10.0 ** rng.integers(-6, 7, 10000)).astype(dtype)
+    gradient[::7] = np.nan
+    gradient[3::7] = np.inf
+    x = before.copy()
+    common.correct(x, gradient)
+    common.take_back(x, gradient)
+    assert np.isfinite(x).all()
+    is_bad = ~np.isfinite(gradient)
+    assert (x[is_bad] == before[is_bad]).all()
+    largest = np.maximum(np.abs(before), np.abs(gradient))[~is_bad]
+    bound = 4 * np.finfo(dtype).eps
+    assert (np.abs(x - before)[~is_bad] <= bound * largest).all()
+    # noise is not kept: what is left is as good as exact, or nothing
+    with np.errstate(invalid="ignore"):
+        is_noise = ~is_bad & (np.abs(x) < np.abs(gradient) * np.finfo(dtype).eps)
+    assert (x[is_noise] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nothing_is_made_up_where_a_gradient_has_swallowed_the_residual(dtype):
+    x = np.full(100, 1.0, dtype)
+    gradient = np.geomspace(1e18, 1e37, 100).astype(dtype)
+    common.correct(x, gradient)
+    common.take_back(x, gradient)
+    assert (x == 0).all()
+
+
+def test_a_residual_beside_a_sum_that_overflows_becomes_0_or_what_it_was():
+    before = np.array([3e38, -3e38, 1.0, 3e38, 0.5], np.float32)
+    gradient = np.array([3e38, -3e38, 3e38, -3e38, np.inf], np.float32)
+    x = before.copy()
+    common.correct(x, gradient)
+    assert np.isfinite(x).all()
+    common.take_back(x, gradient)
+    assert x.tolist() == [0, 0, 0, 0, 0.5]
 
 
 def test_margin_covers_what_is_asked_for():

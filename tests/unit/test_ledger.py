@@ -15,6 +15,7 @@ from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Hosts, Parcel
 from hvd_compress.exchange.raw import CheckedRaw
 from hvd_compress.policy import Assigned
+from tests.close import check_taken_back
 
 TENSORS = [Tensor("a", (40, 50)), Tensor("small", (30,)), Tensor("b", (33, 61)), Tensor("c", (1500,))]
 SHAPES = {tensor.name: tensor.shape for tensor in TENSORS}
@@ -193,7 +194,8 @@ def test_what_a_hierarchy_inherits_is_pending_until_a_step_is_kept(after: str) -
     before = owed(new)
     assert any(lane.pending is not None for lane in new[0].lanes.values())
     step(new, 1, keep=False)
-    check_same(owed(new), before, atol=0)
+    check_taken_back(owed(new), before, largest=20.0)
+    before = owed(new)
     # a tensor that is left out keeps what is owed of it; the others pay
     step(new, 2, without="a")
     assert owed(new)["a"].tobytes() == before["a"].tobytes()
@@ -253,9 +255,13 @@ def test_who_pays_no_debts_makes_none() -> None:
 @pytest.mark.parametrize("owes", [True, False])
 @pytest.mark.parametrize("after", [QSGD(8, norm="max"), CheckedRaw()], ids=repr)
 def test_a_lane_that_keeps_no_residual_inherits_none(after: Any, owes: bool) -> None:
-    """It would send it beside the debt, or what lies in the memory that comes with a source."""
+    """It would send it beside the debt."""
     old, new = ledgers(routing(TopK(0.1))), ledgers(routing(after))
-    step(old, 0, keep=owes)  # one that is taken back leaves zeros
+    if owes:
+        step(old, 0)
+    else:
+        for lane in (lane for ledger in old for lane in ledger.lanes.values()):
+            lane.fit_residual(np.float32)
     for one, other in zip(new, old, strict=True):
         assert other.lanes["a"].residual is not None
         assert other.lanes["a"].is_owing() == owes
@@ -263,13 +269,13 @@ def test_a_lane_that_keeps_no_residual_inherits_none(after: Any, owes: bool) -> 
         assert all(lane.residual is lane.pending is lane.owner_residual is None for lane in one.lanes.values())
         assert ("a" in one.debts) == owes
     lane = new[0].lanes["a"]
-    source = np.ones(lane.plan.numel, np.float32)
+    gradient = np.ones(lane.plan.numel, np.float32)
     slots = [np.zeros(lane.plan.slots[chunk], np.uint8) for chunk, _ in lane.sent_chunks]
-    lane.encode(np.full_like(source, np.nan), slots, source)
+    lane.encode(gradient, slots)
     for (_, part), slot in zip(lane.sent_chunks, slots, strict=True):
         out = np.empty(part.stop - part.start, np.float32)
         assert after.decode_into(slot, out)
-        np.testing.assert_array_equal(out, source[part])
+        np.testing.assert_array_equal(out, gradient[part])
 
 
 def test_debts_are_not_handed_to_a_compressor_that_keeps_none() -> None:

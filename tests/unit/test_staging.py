@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
@@ -10,48 +11,12 @@ else:
     torch = pytest.importorskip("torch")
 
 _staging = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch")
-all_finite, flat_of, stage = _staging.all_finite, _staging.flat_of, _staging.stage
-is_ours_alone, is_seen_elsewhere = _staging.is_ours_alone, _staging.is_seen_elsewhere
-own_memory, tensor_of = _staging.own_memory, _staging.tensor_of
+all_finite, has_room, hold, overlapping = _staging.all_finite, _staging.has_room, _staging.hold, _staging.overlapping
+
+TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    (parameter * torch.arange(6.0).view(2, 3)).sum().backward()
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def test_a_gradient_that_only_an_exchange_holds_is_not_seen_elsewhere() -> None:
-    # else every step would copy the residual
-    parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    own = own_memory(gradient_of(parameter))
-    assert own is not None
-    array = flat_of(own)
-    assert array.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert not is_seen_elsewhere(own)
-
-
-def test_a_view_or_an_array_that_the_user_holds_is_seen() -> None:
-    for look in (torch.Tensor.flatten, torch.Tensor.numpy):
-        parameter = torch.nn.Parameter(torch.zeros(2, 3))
-        own = own_memory(gradient_of(parameter))
-        assert own is not None
-        array = flat_of(own)
-        kept = look(parameter.grad)
-        assert is_seen_elsewhere(own), look
-        del kept, array
-
-
-def test_memory_that_another_tensor_shows_too_is_not_written_to() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(2, 3))
-    kept = gradient_of(parameter).flatten()
-    assert own_memory(parameter.grad) is None
-    staged = stage(parameter.grad, name="w")
-    staged.memory.fill_(7.0)
-    assert kept.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("numel", [1, 7, 1000])
 def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype, numel: int) -> None:
     values = torch.full((numel,), 1e4, dtype=dtype)
@@ -69,88 +34,105 @@ def test_nothing_is_finite() -> None:
     assert all_finite(torch.zeros(3, 2).to_sparse())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_gradient_to_be_kept_is_not_written_to(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_kernels_read_the_gradient_itself_where_they_can(dtype: torch.dtype) -> None:
     gradient = torch.arange(6.0).view(2, 3).to(dtype)
-    staged = stage(gradient, name="w", keep=True)
-    staged.memory.fill_(7.0)
-    assert gradient.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    restored = staged.restore(staged.memory)
+    held = hold(gradient, "w")
+    assert held.flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert held.is_copy == (dtype in (torch.float16, torch.bfloat16))
+    assert held.flat.dtype == (np.float64 if dtype == torch.float64 else np.float32)
+    if not held.is_copy:
+        held.flat[0] = 7.0
+        assert gradient[0, 0] == 7.0
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "a part", "expanded"])
+def test_other_strides_are_copied_and_the_result_has_them(layout: str) -> None:
+    gradient = {
+        "channels_last": lambda: torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "transposed": lambda: torch.rand(4, 5).t(),
+        "a part": lambda: torch.rand(4, 10)[:, 2:7],
+        "expanded": lambda: torch.rand(4, 1).expand(4, 5),
+    }[layout]()
+    held = hold(gradient, "w")
+    assert held.is_copy
+    assert held.flat.tolist() == gradient.flatten().tolist()
+    assert has_room(gradient) == (layout != "expanded")
+    held.flat[...] = np.arange(held.flat.size)
+    restored = held.restored(apart=not has_room(gradient))
+    assert restored.flatten().tolist() == list(range(held.flat.size))
+    assert (restored is gradient) == has_room(gradient)
     assert restored.shape == gradient.shape
-    assert restored.dtype == dtype
-    assert gradient.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_strides_of_a_gradient_to_be_kept_are_those_of_its_result() -> None:
-    gradient = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    staged = stage(gradient, name="w", keep=True)
-    assert staged.source is None
-    assert staged.memory.tolist() == gradient.flatten().tolist()
-    assert staged.restore(staged.memory).stride() == gradient.stride()
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_result_that_is_apart_leaves_the_gradient_what_it_was(dtype: torch.dtype) -> None:
+    gradient = torch.arange(6.0).view(2, 3).t().to(dtype)
+    before = gradient.clone()
+    held = hold(gradient, "w", keep=True)
+    held.flat[...] = 7.0
+    restored = held.restored(apart=True)
+    assert (restored == 7).all()
+    assert (restored.dtype, restored.shape) == (gradient.dtype, gradient.shape)
+    assert torch.equal(gradient, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gradient_to_be_kept_is_read_where_it_lies(dtype: torch.dtype) -> None:
-    gradient = torch.arange(6.0).view(2, 3).to(dtype)
-    staged = stage(gradient, name="w", keep=True)
-    assert staged.source is not None
-    assert staged.source.data_ptr() == gradient.data_ptr() != staged.memory.data_ptr()
-    assert stage(gradient, name="w").source is None
+def test_memory_for_a_copy_is_used_where_it_fits() -> None:
+    gradient = torch.arange(6.0).to(torch.float16)
+    memory = np.empty(6, np.float32)
+    assert hold(gradient, "w", memory=memory).flat is memory
+    for other in (np.empty(5, np.float32), np.empty(6, np.float64)):
+        held = hold(gradient, "w", memory=other)
+        assert held.flat is not other
+        assert held.flat.tolist() == gradient.tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_memory_is_used_where_it_fits(dtype: torch.dtype) -> None:
-    gradient = torch.arange(6.0).to(dtype)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    memory = torch.empty(6, dtype=wide)
-    fits = stage(gradient, name="w", keep=True, memory=memory)
-    assert fits.memory.data_ptr() == memory.data_ptr()
-    for other in (torch.empty(5, dtype=wide), torch.empty(6, dtype=torch.int8)):
-        staged = stage(gradient, name="w", keep=True, memory=other)
-        assert staged.memory.data_ptr() != other.data_ptr()
-        assert (staged.memory if staged.source is None else staged.source).tolist() == gradient.tolist()
+def test_a_write_and_other_memory_are_noticed() -> None:
+    gradient = torch.arange(6.0)
+    assert not hold(gradient, "w").has_changed
+    held = hold(gradient, "w")
+    gradient.mul_(2)
+    assert held.has_changed
+    assert not held.has_moved
+    held = hold(gradient, "w")
+    gradient.data = torch.ones(6)
+    assert held.has_moved
+    held = hold(gradient, "w")
+    gradient.data = gradient.data[:3]
+    assert held.has_moved
 
 
-def test_memory_of_a_step_becomes_a_tensor_again_without_another_wrapper() -> None:
-    tensor = torch.arange(6.0)
-    array = tensor.numpy()
-    again = tensor_of(array)
-    assert again.data_ptr() == tensor.data_ptr()
-    assert again.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-    part = tensor_of(array[2:4])
-    assert part.tolist() == [2.0, 3.0]
+def test_what_exchanges_write_is_no_write_of_the_user() -> None:
+    gradient = torch.arange(6.0).view(2, 3).t()
+    held = hold(gradient, "w")
+    held.flat[...] = 1
+    held.restored(apart=False)
+    assert not held.has_changed
+    assert (gradient == 1).all()
 
 
-LOOKS = {
-    "a view": lambda tensor: tensor[2:],
-    "an array": lambda tensor: tensor.numpy(),
-    "a part of an array": lambda tensor: tensor.numpy()[2:],
-    "dlpack": lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
-    "its storage": lambda tensor: tensor.untyped_storage(),
-    "a graph": lambda tensor: (torch.ones(6, requires_grad=True) * tensor).sum(),
-    "another process": lambda tensor: tensor.share_memory_(),
-}
-
-
-@pytest.mark.parametrize("look", LOOKS)
-def test_whoever_looks_at_memory_is_noticed(look: str) -> None:
-    ours = torch.arange(6.0)
-    assert is_ours_alone(ours)
-    handed_out = ours.view(2, 3).detach().view(-1).detach()
-    held = LOOKS[look](handed_out)
-    del handed_out
-    assert not is_ours_alone(ours), held
-    if look != "another process":  # it may still have it
-        del held
-        assert is_ours_alone(ours)
-
-
-def test_memory_made_in_inference_mode_is_not_used_outside() -> None:
+def test_gradients_of_inference_mode_are_held() -> None:
     with torch.inference_mode():
-        made_there = stage(torch.ones(6), name="w", keep=True).memory
-        assert tensor_of(made_there.numpy()).data_ptr() == made_there.data_ptr()
-        assert stage(torch.ones(6), name="w", keep=True, memory=made_there).memory is made_there
-    outside = stage(torch.ones(6), name="w", keep=True, memory=made_there).memory
-    assert not outside.is_inference()
-    result = tensor_of(made_there.numpy())
-    (torch.ones(6, requires_grad=True) * result).sum().backward()
+        gradient = torch.arange(6.0)
+        held = hold(gradient, "w", keep=True)
+        assert not held.has_changed
+        assert held.flat.tolist() == gradient.tolist()
+
+
+def test_a_gradient_of_no_floating_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"gradient of 'w' is torch\.int32"):
+        hold(torch.zeros(3, dtype=torch.int32), "w")
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([], set()),
+        ([(0, 8), (8, 16)], set()),
+        ([(8, 16), (0, 8), (8, 16)], {8}),
+        ([(0, 100), (8, 16), (40, 44), (100, 104)], {0, 8, 40}),
+        ([(0, 0), (0, 0)], set()),
+    ],
+)
+def test_spans_that_share_memory_are_found(spans: list[tuple[int, int]], expected: set[int]) -> None:
+    assert overlapping(spans) == expected

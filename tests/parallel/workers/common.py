@@ -16,6 +16,7 @@ from hvd_compress import OneBit
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import routing
 from hvd_compress.loopback import Loopback
+from tests import close
 from tests.parallel.workers.neutral import (
     COMPRESSORS,
     COMPRESSORS_AND_EXCHANGES,
@@ -200,6 +201,29 @@ def check_equal_on_all_ranks(model: torch.nn.Module, process_set: Any = horovod.
     mine = torch.tensor([zlib.crc32(bytes_of(model.parameters()))])
     digests = horovod.allgather(mine, name="digest", process_set=process_set).tolist()
     assert len(set(digests)) == 1, f"the ranks' parameters differ: {digests}"
+
+
+def check_taken_back(optimizer: Any, before: dict[str, Any], largest: float = 40.0) -> None:
+    """Fail unless this rank owes what it owed, to rounding, and make it owe that to the bit.
+
+    Args:
+        optimizer: after a step that was taken back.
+        before: its `compression_state_dict()` before that.
+        largest: see `tests.close`.
+    """
+
+    def values(state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            f"{kind} {name}": entry["values"].numpy()
+            for kind in ("residuals", "owner_residuals")
+            for name, entry in state[kind].items()
+        }
+
+    after, was = values(optimizer.compression_state_dict()), values(before)
+    # an owner that owed nothing may have begun to keep account
+    close.check_taken_back(after, {key: was.get(key) for key in after}, largest)
+    assert was.keys() <= after.keys()
+    optimizer.load_compression_state_dict(before)
 
 
 def residuals(optimizer: Any) -> dict[str, bytes]:

@@ -291,6 +291,78 @@ def a_flat_buffer_of_gradients_holds_the_combined_ones() -> None:
         check_equal_on_all_ranks(model)
 
 
+@cases.each({f"{way}-{bucket_bytes}": (way, bucket_bytes) for way in WAYS for bucket_bytes in (0, 2**25)})
+def whoever_looks_at_a_gradient_sees_the_combined_one(setting: tuple[str, int]) -> None:
+    way, bucket_bytes = setting
+    model = Layers()
+    optimizer = wrap(model, WAYS[way], bucket_bytes=bucket_bytes)
+    looks: dict[str, Any] = {}
+    for step in range(3):
+        loss_of(model, step).backward()
+        for name, p in model.named_parameters():
+            if step == 0:
+                looks[name] = (p.grad, p.grad.view(-1), p.grad.numpy())
+            kept, view, array = looks[name]
+            assert p.grad is kept
+            assert torch.equal(view, p.grad.view(-1)), name
+            assert (array == p.grad.numpy()).all(), name
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"onebit": OneBit(), "all": ALL, "each alone": TopK(ratio=0.999)})
+def a_gradient_that_has_moved_gets_its_result_where_it_lies(compression: Any) -> None:
+    model = Layers()
+    # as a gradient is missing, the exchange is completed in step()
+    settings = {"bucket_bytes": 0} if compression == TopK(ratio=0.999) else {}
+    optimizer = wrap(model, compression, **settings)
+    twin = Layers()
+    plain = wrap(twin, compression, **settings)
+    for step in range(3):
+        for of in (model, twin):
+            loss_of(of, step, uses_last=False).backward()
+        for p in (model.a.weight, model.b.weight):
+            p.grad.data = p.grad.data.clone()
+            places = p.grad.data_ptr()
+        optimizer.step()
+        plain.step()
+        assert model.b.weight.grad.data_ptr() == places
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+            assert torch.equal(p, q)
+        for each in (optimizer, plain):
+            each.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({"alone": 0, "together": 2**25})
+def what_a_step_that_is_given_up_was_to_send_is_dropped_or_stays_owed(bucket_bytes: int) -> None:
+    for is_cleared in (False, True):
+        model = Layers()
+        optimizer = wrap(model, OneBit(), bucket_bytes=bucket_bytes)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = optimizer.compression_state_dict()["residuals"]
+        loss_of(model, 1, uses_last=False).backward()
+        given = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        if is_cleared:
+            # it cannot be subtracted any more
+            model.zero_grad(set_to_none=False)
+        optimizer.load_state_dict(optimizer.state_dict())
+        after = optimizer.compression_state_dict()["residuals"]
+        for name, entry in before.items():
+            expected = entry["values"].clone()
+            if bucket_bytes == 0 and is_cleared and name in given:
+                expected += given[name].view(-1)
+            torch.testing.assert_close(after[name]["values"], expected, rtol=1e-5, atol=1e-5)
+        optimizer.zero_grad()
+        loss_of(model, 2).backward()
+        optimizer.step()
+        check_equal_on_all_ranks(model)
+
+
 @cases.add
 def a_graph_of_gradients_is_refused_with_the_remedy() -> None:
     model = Layers()

@@ -12,6 +12,7 @@ import hvd_compress.tensorflow as hvd
 from hvd_compress import QSGD, AdaGrad, Auto, OneBit, ParameterServer, Percentile, Threshold, TopK
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.loopback import Loopback
+from tests.close import check_taken_back
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import MIN_NUMEL, SHAPES, numbers, raises, ranks_of_start
 
@@ -123,7 +124,7 @@ def a_bad_number_takes_what_is_owed_back(setting: Any) -> None:
     for kind in ("residuals", "owner_residuals"):
         assert before[kind].keys() == after[kind].keys()
         for name, entry in before[kind].items():
-            assert entry["values"].tobytes() == after[kind][name]["values"].tobytes()
+            check_taken_back(after[kind][name]["values"], entry["values"], largest=40.0)
     # and the next step is one like any other
     assert all(np.isfinite(g).all() for g in gradients(of, given(2), OneBit(), **settings))
 

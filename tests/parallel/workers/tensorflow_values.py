@@ -18,6 +18,7 @@ from hvd_compress import QSGD, NoCompression, OneBit, Policy, Threshold, TopK
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, routing
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
+from tests.close import check_taken_back
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, numbers, raises
 
@@ -129,7 +130,7 @@ def one_value_that_is_not_finite_takes_all_residuals_back() -> None:
         after = wrapped(tf.GradientTape()).compression_state_dict(of)
         for kind in ("residuals", "owner_residuals"):
             for name, entry in before[kind].items():
-                assert entry["values"].tobytes() == after[kind][name]["values"].tobytes(), (where, kind, name)
+                check_taken_back(after[kind][name]["values"], entry["values"], largest=40.0)
 
 
 @cases.add
@@ -435,7 +436,7 @@ def a_bad_number_in_a_small_tensor_stays_where_it_is(value: float) -> None:
     for kind in ("residuals", "owner_residuals"):
         assert before[kind]
         for name, entry in before[kind].items():
-            assert entry["values"].tobytes() == after[kind][name]["values"].tobytes(), (kind, name)
+            check_taken_back(after[kind][name]["values"], entry["values"], largest=40.0)
 
 
 @cases.add

@@ -26,6 +26,7 @@ from tests.parallel.workers.common import (
     Oracle,
     bytes_of,
     check_equal_on_all_ranks,
+    check_taken_back,
     gradient,
     loss_of,
     numbers,
@@ -189,10 +190,12 @@ def one_backward_pass_too_many_is_refused() -> None:
     optimizer = wrap(model)
     loss_of(model, 0).backward()
     oracle.check_step(model, 0)
+    before = optimizer.compression_state_dict()
     raises(AssertionError, lambda: loss_of(model, 1).backward(), "backward_passes_per_step")
     # every rank gives the step up at the same point; nothing of it is left
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
+    check_taken_back(optimizer, before)
     loss_of(model, 5).backward()
     optimizer.step()
     oracle.check_step(model, 5)
