@@ -178,6 +178,8 @@ class Compressor(ABC):
                 that keeps none.
         """
         _check_flat("gradient", gradient, gradient)
+        if not gradient.flags.writeable:
+            gradient = np.asarray(_ReadOnly(gradient))
         if residual is not None:
             _check_flat("residual", residual, gradient)
             self._check_feedback()
@@ -377,6 +379,19 @@ class Compressor(ABC):
         return self.compress(tensor)
 
 
+class _ReadOnly:
+    """An array that must not be written to, as one that may be, without a copy.
+
+    Numba would compile a kernel once more for the former, and cannot where the kernel writes to its residual, which
+    a gradient without error feedback stands in for. Kernels only read gradients.
+    """
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
 def max_numel(header: wire.Header) -> int:
     """The most elements that a payload of this size is believed to stand for, so that a forged one allocates little."""
     # 4 bytes for 65536 elements is the least that a table of counts takes; only a group of which nothing is sent and a
@@ -421,7 +436,7 @@ def _checked_residual(residual: Array | None, flat: Array) -> Array | None:
 def _check_flat(name: str, array: Array, like: Array) -> None:
     """Refuse what kernels, which address elements by their number, would read or write beyond its end."""
     if array.dtype not in _NONE or array.dtype != like.dtype:
-        allowed = "float32 or float64" if array is like else f"{like.dtype}, as x is"
+        allowed = "float32 or float64" if array is like else f"{like.dtype}, as the gradient is"
         raise TypeError(f"{name} is {array.dtype}: must be {allowed}")
     if array.ndim != 1 or not array.flags.c_contiguous or array.size != like.size:
         raise ValueError(

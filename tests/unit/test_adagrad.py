@@ -114,7 +114,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(compressor: Compressor, excha
         of_all.allreduce(gradients(4, step), name="w")
         other.allreduce(gradients(4, step), name="w")
     before = accumulators(of_all), residuals(of_all)
-    largest = 4 * max(float(np.abs(g).max()) for g in [*gradients(4, 3), *before[1][0]])
+    largest = 4 * max(float(np.abs(g).max(initial=0)) for g in [*gradients(4, 3), *before[1][0]])
     spoiled = gradients(4, 3)
     for gradient in spoiled:
         gradient[...] = bad
