@@ -28,6 +28,8 @@ from hvd_compress.torch._collectives import sparse_allreduce_async
 from hvd_compress.torch._engine import Engine, precondition, with_tensors
 from hvd_compress.torch._horovod import HorovodOptimizer, form_groups
 from hvd_compress.torch._members import Members
+from hvd_compress.torch._owners import refuse_retired
+from hvd_compress.torch._scaling import told_by_scaler
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering, left_out
 from hvd_compress.torch._waits import Wait, run_together
@@ -39,6 +41,12 @@ __all__ = ["Overrides"]
 _RECIPE = (
     "Clip, unscale and log gradients after backward() where every parameter gets one; where some get none, call "
     "synchronize() first"
+)
+
+_NEEDS_NO_CONTEXT = (
+    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(). With hvd_compress "
+    "this is right, and synchronize() had nothing to do, since backward() had combined the gradients; horovod.torch "
+    "would exchange them a second time"
 )
 
 
@@ -184,10 +192,7 @@ class Overrides:
     def _open(self: Any, name: str | None = None, p: torch.Tensor | None = None) -> None:
         """Begin a step, whose first gradient is that of parameter `p`; now and then a collective."""
         if self._retired:
-            raise GradientError(
-                "these parameters were given to another DistributedOptimizer after this one: use that one, and make "
-                "a new torch optimizer to wrap where you want this one back"
-            )
+            refuse_retired()
         if name is not None and p is not None and self._was_combined(name, p.grad):
             # what another pass has added is this rank's alone
             self._refuse_pass(name)
@@ -375,16 +380,42 @@ class Overrides:
 
         Where all parameters have got gradients, they are when `backward()` returns, and this does nothing.
         """
+        # where it waited, it was needed, here as with Horovod
+        self._synchronized = self._combined is not None
+        self._combine()
+
+    def _combine(self: Any) -> None:
         if self._combined is not None or not self._is_hooked():
-            self._synchronized = True
             return
         if not self._is_open:
             # no gradient has come: other ranks may have some
             self._open()
         run_together([self._combining()])
 
+    @property
+    def _step_supports_amp_scaling(self: Any) -> bool:
+        """Whether a GradScaler is to leave gradients alone: what it writes leaves no trace (their versions stay)."""
+        return bool(self._is_open)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self: Any, value: bool) -> None:
+        """A fused optimizer inside says so of itself; scales are taken off before its step."""
+
+    def _refuse_early_look(self: Any, told: dict[str, Any]) -> None:
+        """Raise GradientError if a GradScaler, which has told this, has seen gradients that were being exchanged."""
+        if told and self._is_open:
+            # other ranks need the exchange
+            self._combine()
+            raise GradientError(
+                "scaler.step(opt) while gradients are exchanged, since some parameters have got none: what the scaler "
+                "saw of them, or divided, are not the combined ones. Call opt.synchronize() after backward(), before "
+                "scaler.unscale_(opt) and scaler.step(opt)"
+            )
+
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
+        with told_by_scaler(self) as told:
+            self._refuse_early_look(told)
         if closure is None:
             self._combine_for_step()
             return super(self.__class__, self).step()  # type: ignore[misc]
@@ -398,7 +429,10 @@ class Overrides:
 
     def _combine_for_step(self: Any) -> None:
         if self._should_synchronize:
-            self.synchronize()
+            if self._synchronized:
+                # a kind that Python hides unless it is asked for: this is right here, and a habit of many
+                warnings.warn(_NEEDS_NO_CONTEXT, PendingDeprecationWarning, stacklevel=4)
+            self._combine()
         elif self._is_open:
             raise GradientError(
                 "step() inside of skip_synchronize() while gradients are exchanged: call synchronize() before"
@@ -441,10 +475,15 @@ class Overrides:
             self._steering.abandon()
         self._close()
 
+    def _owned(self: Any) -> set[int]:
+        """Which parameters this one exchanges, by their ids."""
+        return set(map(id, self._requires_update))
+
     def retire(self: Any) -> None:
         """Another optimizer takes over the parameters: let them go, and refuse to go on."""
-        self._give_up()
-        self._members.release()
+        if self._is_hooked():
+            self._give_up()
+            self._members.release()
         self._retired = True
 
     def compression_stats(self: Any) -> dict[str, Any]:
@@ -552,16 +591,17 @@ class Overrides:
             self._close()
             if "Mismatched" not in str(error):
                 raise
-            raise MismatchError(
+            problem = (
                 "the ranks are not at the same point of their programs: one exchanges gradients, another one something "
                 f"else. Horovod says: {error} All ranks must freeze, unfreeze and add parameters before the same step, "
                 "use optimizers wrapped with the same settings, and make the same number of steps before join()."
-            ) from error
+            )
+            self._wrapping.on_refusal(problem)
+            raise MismatchError(problem) from error
         except BaseException:
             # not ready: it is for `load_state_dict` to give the step up
             self._given = {}
             raise
-        self._synchronized = True
 
     def _combining_ranks(self: Any) -> Iterator[Wait]:
         if self._engine is not None and not self._has_compared:
