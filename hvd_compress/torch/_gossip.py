@@ -14,7 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress.errors import MismatchError
 from hvd_compress.gossip import GossipSettings, Member
 from hvd_compress.mpi import HorovodRanks
-from hvd_compress.torch._agreement import require_agreement, require_agreement_through
+from hvd_compress.torch._agreement import Place, require_agreement, require_agreement_through
 from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors
 
 __all__ = ["Gossip", "TorchCollectives"]
@@ -55,7 +55,7 @@ class TorchCollectives(HorovodRanks):
         """Let all ranks know, in place of the alltoall that comes next, that this one cannot take part in it."""
         # the caller raises what it knows, whatever the others say
         with suppress(HorovodInternalError, MismatchError):
-            require_agreement_through({"EventGraD": problem}, self._process_set, "alltoall", self._name)
+            require_agreement_through({"EventGraD": problem}, self._process_set, Place("alltoall", self._name))
 
     def mean(self, array: Array, name: str) -> Array:
         """Over the ranks."""

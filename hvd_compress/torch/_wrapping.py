@@ -18,7 +18,7 @@ from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
-from hvd_compress.torch._agreement import require_agreement, require_agreement_through
+from hvd_compress.torch._agreement import Place, require_agreement, require_agreement_through
 from hvd_compress.torch._calls import collective_name
 from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._owners import exchanging
@@ -127,7 +127,7 @@ class Wrapping:
             # without a tensor, nobody is about to start anything
             kind, name = "allreduce", next(iter(engine.dense), "hvd_compress.members") + self.label
         try:
-            require_agreement_through(told, self.process_set, kind, name)
+            require_agreement_through(told, self.process_set, Place(kind, name))
         except HorovodInternalError as error:
             if "Mismatched" not in str(error):
                 raise
