@@ -36,7 +36,9 @@ def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch
     dict(_DistributedOptimizer.__dict__))`), and so do we. `__module__` stays Horovod's: broadcast_optimizer_state
     (functions.py l. 105) knows a distributed optimizer by it, and would otherwise start a collective step.
     """
-    ours = {k: v for k, v in vars(overrides).items() if k not in ("__module__", "__dict__", "__weakref__", "__doc__")}
+    hidden = ("__module__", "__dict__", "__weakref__", "__doc__")
+    # what it derives from, too: `object` excepted
+    ours = {k: v for part in overrides.__mro__[-2::-1] for k, v in vars(part).items() if k not in hidden}
     methods = {**vars(HorovodOptimizer), **ours}
     public = _of_itself(methods)
     # torch calls the hooks of a step around the one below

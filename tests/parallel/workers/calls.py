@@ -1,7 +1,6 @@
 """Single allreduces with compression: ranks that do not call them in one way are all told so, and nothing hangs.
 
-In a start of its own: where only some ranks send a group without compression, an operation stays with Horovod, which
-ends all ranks when it has waited for as long as the tests allow.
+In a start of its own: an operation that stayed with Horovod would be found here, and not end the cases of others.
 """
 
 from __future__ import annotations
