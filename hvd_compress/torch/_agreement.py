@@ -28,7 +28,7 @@ class Place(NamedTuple):
     """An operation in whose place ranks compare: a reduction of floating point numbers, or a movement of uint8.
 
     Args:
-        collective: "allreduce", "grouped_allreduce", "allgather" or "alltoall".
+        collective: "allreduce", "grouped_allreduce", "allgather", or else one of an exchange that is an alltoall.
         name: of the operation.
         tensors: in a group.
     """
@@ -164,16 +164,16 @@ class Meeting:
         mine = torch.zeros(_MARK_BYTES, dtype=torch.int8) if mine is None else mine
         if place.collective == "allgather":
             self._waiting[place] = hvd.allgather_async(mine, **common)
-        elif place.collective == "alltoall":
-            splits = torch.full((ranks,), mine.numel(), dtype=torch.int32)
-            self._waiting[place] = hvd.alltoall_async(mine.repeat(ranks), splits=splits, **common)
         elif place.collective == "allreduce":
             rows = torch.zeros((ranks, mine.numel()), dtype=torch.int32)
             rows[self.process_set.rank()] = mine
             self._waiting[place] = hvd.allreduce_async_(rows, op=hvd.Sum, **common)
-        else:
+        elif place.collective == "grouped_allreduce":
             marks = [torch.zeros(1, dtype=torch.int32) for _ in range(place.tensors)]
             self._waiting[place] = hvd.grouped_allreduce_async_(marks, op=hvd.Sum, **common)
+        else:
+            splits = torch.full((ranks,), mine.numel(), dtype=torch.int32)
+            self._waiting[place] = hvd.alltoall_async(mine.repeat(ranks), splits=splits, **common)
 
     def _finish(self) -> None:
         """Wait for what is under way, whatever comes of it."""
