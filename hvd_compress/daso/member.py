@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hvd_compress.daso.lane import Array, Lane
 from hvd_compress.daso.ranks import Groups, means
 from hvd_compress.daso.settings import DasoSettings
 from hvd_compress.daso.sync import NodeSync
-from hvd_compress.errors import StateError
+from hvd_compress.errors import MismatchError, StateError
 from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import Tensor
@@ -149,6 +150,14 @@ class Member:
         self.settings = replace(self.settings, schedule=schedule)
         self.clock.schedule = schedule
         self._described["schedule"] = schedule.get_config()
+
+    def refuse(self, problem: str) -> None:
+        """Let all ranks know where they meet next that this one cannot go on; the caller raises what it knows."""
+        # on one node ranks meet in their gradients
+        if self._syncs:
+            with suppress(MismatchError):
+                self._tell(problem)
+                self._settle()
 
     def _tell(self, what: str, has_loss: bool = False) -> None:
         """Begin to compare what all ranks do at this moment; of those that have made more steps the others are told.

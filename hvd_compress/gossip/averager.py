@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, Protocol
 
@@ -50,9 +50,7 @@ class Averager:
 
     def mix(self, arrays: Sequence[Array | None]) -> None:
         """Send, receive and average, in place; None, of a frozen tensor, is left as it is."""
-        if not self._has_begun:
-            self.node.start_from(arrays)
-            self._has_begun = True
+        self.begin(lambda: arrays)
         if self.transport is None:
             # counted all the same: a program for many ranks shows its figures on one, too
             self.node.decide(arrays)
@@ -62,6 +60,12 @@ class Averager:
         self.drain()
         self._next = _Next.UNSENT
         self.node.mix(arrays)
+
+    def begin(self, arrays: Callable[[], Sequence[Array | None]]) -> None:
+        """Take own values for what is known of the neighbours, unless that has been done."""
+        if not self._has_begun:
+            self.node.start_from(arrays())
+            self._has_begun = True
 
     def after_update(self, arrays: Sequence[Array | None]) -> None:
         """With `overlap`: send what the next step will begin with."""
@@ -83,6 +87,8 @@ class Averager:
     def drain(self) -> None:
         """Take over what is under way."""
         if self._next is _Next.SENT and self.transport is not None:
+            # what fails is not waited for again
+            self._next = _Next.UNSENT
             self.transport.receive()
             self._next = _Next.RECEIVED
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,6 +83,14 @@ class Member:
             else:
                 transport = Alltoall(node, collectives.size, collectives.start, collectives.wait)
         self._averager = Averager(node, transport, settings.overlap)
+
+    def begin(self, arrays: Callable[[], Sequence[Array]]) -> None:
+        """Before the first `mix`, where some arrays are to be left out of that: take all for what neighbours hold."""
+        self._averager.begin(arrays)
+
+    def drain(self) -> None:
+        """Take over what is under way."""
+        self._averager.drain()
 
     def mix(self, arrays: Sequence[Array | None]) -> None:
         """Send, receive and average, in place."""

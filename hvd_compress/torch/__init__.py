@@ -29,6 +29,7 @@ from hvd_compress.torch._async_server import AsyncParameterServerOptimizer
 from hvd_compress.torch._collectives import *  # noqa: F403
 from hvd_compress.torch._daso import DASO, daso_process_sets
 from hvd_compress.torch._differentiable import *  # noqa: F403
+from hvd_compress.torch._elastic import TorchState
 from hvd_compress.torch._eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.torch._join import join
@@ -54,7 +55,7 @@ __all__ = [
     "join",
 ]
 
-offer(__name__, "horovod.torch")
+offer(__name__, "horovod.torch", TorchState=TorchState)
 
 if TYPE_CHECKING:
 

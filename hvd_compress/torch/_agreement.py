@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.fingerprint import DIGEST_BYTES, agree, check_agreement, digest, scope_of, serialize
+from hvd_compress.fingerprint import agree, check_agreement, scope_of, serialize
 
 __all__ = [
-    "Collective",
+    "Meeting",
+    "Place",
     "is_mismatch",
     "require_agreement",
-    "require_agreement_of_call",
     "require_agreement_through",
     "without_compression",
 ]
 
-Collective = tuple[str, str]
-"""What kind of collective it is, and its name."""
+
+class Place(NamedTuple):
+    """An operation in whose place ranks compare: a reduction of floating point numbers, or a movement of uint8.
+
+    Args:
+        collective: "allreduce", "grouped_allreduce", "allgather", or else one of an exchange that is an alltoall.
+        name: of the operation.
+        tensors: in a group.
+    """
+
+    collective: str
+    name: str
+    tensors: int = 1
 
 
 def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) -> None:
@@ -32,100 +44,146 @@ def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
-
-    def allgather(data: bytes, name: str) -> bytes:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return bytes(hvd.allgather(tensor, name=name, process_set=process_set).numpy().tobytes())
-
-    agree(description, scope_of(process_set), allgather)
+    agree(description, scope_of(process_set), lambda data, name: _gathered(data, name, process_set))
 
 
-def require_agreement_through(
-    description: dict[str, Any], process_set: hvd.ProcessSet, collective: str, name: str
-) -> None:
+def require_agreement_through(description: dict[str, Any], process_set: hvd.ProcessSet, place: Place) -> None:
     """`require_agreement` in place of an operation that ranks are about to start who do not know of it.
-
-    Horovod refuses operations of one name whose types differ, on all ranks: so nobody waits for ever.
-
-    Args:
-        description: see `require_agreement`.
-        process_set: the ranks that compare.
-        collective: "allreduce" of floating point numbers, "allgather" of uint8, or else an alltoall of uint8.
-        name: of the operation.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
         HorovodInternalError: another rank has started the operation itself.
     """
-    ranks, position = process_set.size(), process_set.rank()
+    _agree_at(Meeting(process_set, place.name), description, [place])
+
+
+def _agree_at(meeting: Meeting, description: dict[str, Any], places: Sequence[Place]) -> None:
+    name = places[0].name
 
     def allgather(data: bytes, its_name: str) -> bytes:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.int8)
-        if its_name != name:
-            # all ranks have met
-            return bytes(hvd.allgather(mine, name=its_name, process_set=process_set).numpy().tobytes())
-        if collective == "allgather":
-            everyone = hvd.synchronize(hvd.allgather_async(mine, name=name, process_set=process_set))
-        elif collective == "allreduce":
-            rows = torch.zeros((ranks, mine.numel()), dtype=torch.int32)
-            rows[position] = mine
-            handle = hvd.allreduce_async_(rows, name=name, op=hvd.Sum, process_set=process_set)
-            everyone = hvd.synchronize(handle).to(torch.int8)
-        else:
-            splits = torch.full((ranks,), mine.numel(), dtype=torch.int32)
-            handle = hvd.alltoall_async(mine.repeat(ranks), splits=splits, name=name, process_set=process_set)
-            everyone, _ = hvd.synchronize(handle)
-        return bytes(everyone.numpy().tobytes())
+        # those that gather once more have all met
+        return meeting.gather(data, places) if its_name == name else _gathered(data, its_name, meeting.process_set)
 
-    agree(description, scope_of(process_set), allgather, name)
+    agree(description, scope_of(meeting.process_set), allgather, name)
 
 
-def require_agreement_of_call(
-    call: str, told: dict[str, Any], name: str, tensors: int, process_set: hvd.ProcessSet, earlier: Iterable[Collective]
-) -> None:
-    """Compare what the ranks say of a call of allreduce; a collective call that does not hang where they differ.
+def _gathered(data: bytes, name: str, process_set: hvd.ProcessSet) -> bytes:
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return bytes(hvd.allgather(tensor, name=name, process_set=process_set).numpy().tobytes())
 
-    It goes by the Horovod name of the call without compression, so that a rank that calls in that way fails, and by
-    those of the first collectives of the call before, so that a rank that has not changed does.
+
+class Meeting:
+    """Ranks that compare in places where others may be, and that leave nothing under way when they disagree.
+
+    Horovod refuses operations of one name whose types differ, on all ranks: so nobody waits for ever.
 
     Args:
-        call: for errors.
-        told: what this rank says.
-        name: of the call.
-        tensors: how many there are; several are named as a group.
-        process_set: the ranks that take part.
-        earlier: the first collectives of the last call of this name, if that was another one.
-
-    Raises:
-        MismatchError: on all ranks, naming the first difference where all of them compare.
+        process_set: the ranks that compare.
+        name: of what they compare, for their disagreement.
+        started: operations of these ranks that have failed already, as they have met such a comparison.
     """
-    text = serialize(told)
-    mine = digest(text) + len(text).to_bytes(8, "little")
-    # of type int32, which compression refuses and its payloads are not
-    rows = torch.zeros(process_set.size(), len(mine) // 4, dtype=torch.int32)
-    rows[process_set.rank()] = torch.frombuffer(bytearray(mine), dtype=torch.int32)
-    common = {"name": name, "process_set": process_set}
-    waiting = {"rows": hvd.allreduce_async_(rows, op=hvd.Sum, **common)}
-    if tensors != 1:
-        marks = [torch.zeros(1, dtype=torch.int32) for _ in range(tensors)]
-        waiting["group"] = hvd.grouped_allreduce_async_(marks, op=hvd.Sum, **common)
-    for collective, its_name in earlier:
-        start = getattr(hvd, f"{collective}_async")
-        mark = torch.zeros(process_set.size(), dtype=torch.int32)
-        waiting[its_name] = start(mark, name=its_name, process_set=process_set)
-    while waiting:
-        for kind in [kind for kind, handle in waiting.items() if hvd.poll(handle)]:
+
+    def __init__(self, process_set: hvd.ProcessSet, name: str, started: Iterable[Place] = ()) -> None:
+        self.process_set = process_set
+        self._name = name
+        self._started = list(started)
+        self._waiting: dict[Place, Any] = {}
+        # ranks that have met already are not late, unless they are programs without us
+        self._patience = _SECONDS_TO_MEET if self._started else float("inf")
+
+    def require_agreement(self, label: str, description: dict[str, Any], places: Sequence[Place]) -> None:
+        """Compare at the first of some places, when all ranks have come there; those at the others are told to come.
+
+        Raises:
+            MismatchError: on all ranks, naming the first difference; nothing is under way any more.
+        """
+        try:
+            _agree_at(self, description, places)
+            self._finish()
+        except (MismatchError, HorovodInternalError) as error:
+            if isinstance(error, HorovodInternalError) and "Mismatched" not in str(error):
+                raise
+            self.leave(label, description, error)
+
+    def gather(self, mine: bytes, places: Sequence[Place]) -> bytes:
+        """Bytes of all ranks, as many of each, that have met at the first place.
+
+        Raises:
+            HorovodInternalError: another rank has started that operation itself.
+        """
+        first, *others = places
+        self._start(first, torch.frombuffer(bytearray(mine), dtype=torch.int8))
+        for place in others:
+            self._start(place)
+        begin = time.monotonic()
+        while time.monotonic() - begin < self._patience:
+            for place in [place for place, handle in self._waiting.items() if hvd.poll(handle)]:
+                try:
+                    result = hvd.synchronize(self._waiting.pop(place))
+                except HorovodInternalError as error:
+                    # ranks that were about to start another one have failed as well, and come to the first one now
+                    if place == first or "Mismatched" not in str(error):
+                        raise
+                else:
+                    if place == first:
+                        output = result[0] if isinstance(result, tuple) else result
+                        return bytes(output.to(torch.int8).numpy().tobytes())
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+        raise HorovodInternalError("Mismatched programs: ranks do not compare what they call (int32)")
+
+    def leave(self, label: str, description: dict[str, Any], cause: Exception) -> None:
+        """After a disagreement: start what other ranks have started, so that nothing stays under way, and tell why.
+
+        Raises:
+            MismatchError: naming the first difference.
+        """
+        told = json.dumps([serialize(description).decode(), self._started]).encode() + _END
+        data = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        name = f"hvd_compress.told.{self._name}"
+        handle = hvd.allgather_async(data, name=name, process_set=self.process_set)
+        begin = time.monotonic()
+        while not hvd.poll(handle):
+            if time.monotonic() - begin > _SECONDS_TO_MEET:
+                raise MismatchError(without_compression(label, cause)) from cause
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+        everyone = hvd.synchronize(handle).numpy().tobytes().split(_END)[:-1]
+        texts, started = zip(*map(json.loads, everyone), strict=True)
+        for place in sorted({Place(*place) for of_rank in started for place in of_rank} - set(self._started)):
+            self._start(place)
+        self._finish()
+        try:
+            check_agreement([text.encode() for text in texts])
+        except MismatchError as error:
+            raise MismatchError(f"{label}: {error}") from cause
+        raise cause
+
+    def _start(self, place: Place, mine: torch.Tensor | None = None) -> None:
+        """Start the operation of a place with elements of another type, which carry the bytes of this rank, or none."""
+        self._started.append(place)
+        ranks, common = self.process_set.size(), {"name": place.name, "process_set": self.process_set}
+        mine = torch.zeros(_MARK_BYTES, dtype=torch.int8) if mine is None else mine
+        if place.collective == "allgather":
+            self._waiting[place] = hvd.allgather_async(mine, **common)
+        elif place.collective == "allreduce":
+            rows = torch.zeros((ranks, mine.numel()), dtype=torch.int32)
+            rows[self.process_set.rank()] = mine
+            self._waiting[place] = hvd.allreduce_async_(rows, op=hvd.Sum, **common)
+        elif place.collective == "grouped_allreduce":
+            marks = [torch.zeros(1, dtype=torch.int32) for _ in range(place.tensors)]
+            self._waiting[place] = hvd.grouped_allreduce_async_(marks, op=hvd.Sum, **common)
+        else:
+            splits = torch.full((ranks,), mine.numel(), dtype=torch.int32)
+            self._waiting[place] = hvd.alltoall_async(mine.repeat(ranks), splits=splits, **common)
+
+    def _finish(self) -> None:
+        """Wait for what is under way, whatever comes of it."""
+        while self._waiting:
+            _, handle = self._waiting.popitem()
             try:
-                hvd.synchronize(waiting.pop(kind))
+                hvd.synchronize(handle)
             except HorovodInternalError as error:
-                if not is_mismatch(error):
+                if "Mismatched" not in str(error):
                     raise
-                # ranks that call as before have failed as well, and compare now
-                if kind in ("rows", "group"):
-                    raise MismatchError(without_compression(call, error)) from error
-            if kind == "rows":
-                _compare(call, text, [row.numpy().tobytes() for row in rows], name, process_set)
-        time.sleep(_SECONDS_BETWEEN_POLLS)
 
 
 def is_mismatch(error: HorovodInternalError) -> bool:
@@ -133,7 +191,7 @@ def is_mismatch(error: HorovodInternalError) -> bool:
     return "Mismatched" in str(error) and "int32" in str(error)
 
 
-def without_compression(call: str, error: HorovodInternalError) -> str:
+def without_compression(call: str, error: Exception) -> str:
     """What is told where a rank that compresses has met one that does not."""
     return (
         f"{call}: the ranks disagree on compression: one of them compresses this tensor, and another one does not, or "
@@ -141,20 +199,9 @@ def without_compression(call: str, error: HorovodInternalError) -> str:
     )
 
 
-def _compare(call: str, text: bytes, rows: list[bytes], name: str, process_set: hvd.ProcessSet) -> None:
-    if len(set(rows)) == 1:
-        return
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    joined = hvd.allgather(mine, name=f"hvd_compress.told.{name}", process_set=process_set).numpy().tobytes()
-    texts = []
-    for row in rows:
-        length = int.from_bytes(row[DIGEST_BYTES:], "little")
-        texts.append(joined[:length])
-        joined = joined[length:]
-    try:
-        check_agreement(texts)
-    except MismatchError as error:
-        raise MismatchError(f"{call}: {error}") from None
-
-
+_END = b"\0"
+_MARK_BYTES = 40
+"""As many as are compared, so that a mark and what is compared are of one shape."""
 _SECONDS_BETWEEN_POLLS = 0.0005
+_SECONDS_TO_MEET = 10.0
+"""After an operation that has failed on all ranks; those that do not come run programs without us."""

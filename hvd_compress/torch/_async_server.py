@@ -14,7 +14,8 @@ from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi import join_server
 from hvd_compress.torch._gossip import TorchCollectives
-from hvd_compress.torch._horovod import laid_over, refuse_unfit
+from hvd_compress.torch._horovod import laid_over
+from hvd_compress.torch._owners import check_sole_step, refuse_retired, take_over
 from hvd_compress.torch._parameters import Parameters, as_tensors, trained
 
 __all__ = ["AsyncParameterServerOptimizer"]
@@ -68,6 +69,15 @@ class _Overrides:
 
     _server: Any = _NoServer()
     _values: Any = _NoServer()
+    _retired = False
+    """Whether another optimizer has taken over the parameters."""
+
+    def _owned(self: Any) -> set[int]:
+        return {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+
+    def retire(self: Any) -> None:
+        """Another optimizer takes over the parameters: refuse to go on."""
+        self._retired = True
 
     @property
     def is_server(self: Any) -> bool:
@@ -104,6 +114,8 @@ class _Overrides:
         """
         if self._values.is_updating:
             return super(self.__class__, self).step()  # type: ignore[misc]
+        if self._retired:
+            refuse_retired()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -200,16 +212,18 @@ def AsyncParameterServerOptimizer(
             ...  # train as always
         opt.close()
     """
-    refuse_unfit("AsyncParameterServerOptimizer", optimizer)
+    check_sole_step("AsyncParameterServerOptimizer", optimizer)
     if not process_set.included():
         raise ValueError("this rank is not in process_set: wrap its optimizer on those ranks only")
     settings = AsyncServerSettings(staleness, compression, answer, patience, server)
-    values = _Values(trained(optimizer, named_parameters))
+    named = trained(optimizer, named_parameters)
+    values = _Values(named)
     wrapped = laid_over(optimizer, _Overrides)
     wrapped._values, values.optimizer = values, wrapped
     wrapped._server = _joined(values, settings, process_set)
     # a GradScaler would leave gradients as they are to a fused optimizer, which makes its step on the server
     wrapped._step_supports_amp_scaling = False
+    take_over(wrapped, named.values(), "AsyncParameterServerOptimizer", optimizer)
     return wrapped
 
 

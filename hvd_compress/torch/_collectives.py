@@ -342,6 +342,11 @@ def name_of_call(kind: str, name: str | None, process_set: hvd.ProcessSet) -> st
     return f"hvd_compress.unnamed.{kind}.{_calls[key] - 1}"
 
 
+def forget_count_of_calls() -> None:
+    """Count calls without a name from the beginning; all ranks must do so at the same point."""
+    _calls.clear()
+
+
 def _handle(handle: int, finish: Callable[[Any], Any]) -> _Handle:
     finishing = _Handle(handle)
     finishing.finish = finish

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -15,10 +15,12 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.policy import Policy
 from hvd_compress.schedules import DasoSchedule, Moment
-from hvd_compress.torch._horovod import HorovodOptimizer, relay
+from hvd_compress.torch._horovod import relay
 from hvd_compress.torch._optimizer import DistributedOptimizer
+from hvd_compress.torch._owners import check_owner, disown, take_over
 from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors, by_name, trained
 from hvd_compress.torch._ranks import NODES
+from hvd_compress.torch._scaling import told_by_scaler, unscale
 
 __all__ = ["DASO", "daso_process_sets"]
 
@@ -33,17 +35,17 @@ class _Overrides:
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients in the node, update, and do what is due between nodes."""
-        self._daso.parameters.check(self.param_groups)
+        self._daso.check(self.param_groups)
         loss = None
-        # what a GradScaler leaves here is for an optimizer that unscales itself, and it takes it away afterwards
-        told = {key: vars(self).pop(key) for key in ("grad_scale", "found_inf") if key in vars(self)}
-        try:
-            if _skips(told):
-                self._close()
+        with told_by_scaler(self) as told:
+            self._refuse_early_look(told)
+            if told.get("grad_scale") is not None:
+                unscale(self.param_groups, told["grad_scale"])
+            if told.get("found_inf", False):
+                # of combined gradients, and so on all ranks of the node
+                self._combine_for_step()
             else:
                 loss = self._below_step(closure)
-        finally:
-            vars(self).update(told)
         self._daso.after_update()
         return loss
 
@@ -60,7 +62,7 @@ class _Overrides:
             TypeError: the loss is no number.
             MismatchError: some ranks give a loss, others None; or some have made more steps. Raised on all ranks.
         """
-        self._daso.parameters.check(self.param_groups)
+        self._daso.check(self.param_groups)
         self._daso.end_epoch(number_of(loss), self.state)
 
     def daso_stats(self: Any) -> dict[str, Any]:
@@ -121,6 +123,12 @@ class _Daso:
         nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._gradient_bytes = round(2 * (ranks - 1) / ranks * nbytes)
         self.gradient_bytes = 0
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if parameters have changed so that nodes cannot average them; all ranks are told."""
+        if problem := self.parameters.problem(groups):
+            self.member.refuse(problem)
+            raise ValueError(problem)
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -185,8 +193,7 @@ def DASO(
     in every step; what is sent is a snapshot; 16 bits hold changes, not parameters, and what they leave out goes with
     the next change. All ranks must call this.
 
-    With a GradScaler, call `opt.synchronize()` and `scaler.unscale_(opt)` before `scaler.step(opt)` inside of
-    `opt.skip_synchronize()`, as with Horovod; a step that it skips counts as a batch.
+    A GradScaler is used as ever; a step that it skips, on one node, counts as a batch.
 
     Args:
         optimizer: to wrap; its state (momentum) stays on its rank.
@@ -230,8 +237,7 @@ def DASO(
             ...  # train as always
             opt.epoch_end(loss)
     """
-    if type(optimizer).__module__ == HorovodOptimizer.__module__:
-        raise UnsupportedError("DASO around an optimizer that is distributed already: wrap the torch optimizer inside")
+    check_owner("DASO", optimizer)
     schedule = DasoSchedule(
         global_skips,
         batches_to_wait,
@@ -252,12 +258,16 @@ def DASO(
     _refuse_complex(parameters)
     sets = NODES.sets(ranks_per_node)
     daso = _Daso(parameters, buffers, settings, sets)
+    # the one inside is of a kind of its own
+    disown(optimizer)
     wrapped = DistributedOptimizer(
         optimizer, named, _inside(parameters), backward_passes_per_step, sparse_as_dense=sparse_as_dense,
         process_set=sets.within, min_numel=0,
     )  # fmt: skip
     relay(wrapped, _Overrides)
     wrapped._daso = daso
+    wrapped._wrapping.on_refusal = daso.member.refuse
+    take_over(wrapped, parameters.values(), "DASO", optimizer)
     return wrapped
 
 
@@ -289,13 +299,3 @@ def _inside(parameters: dict[str, torch.Tensor]) -> Any:
     """How gradients go inside of a node: Horovod's allreduce knows no bfloat16."""
     halves = [name for name, p in parameters.items() if p.dtype == torch.bfloat16]
     return Policy([(glob.escape(name), BF16()) for name in halves]) if halves else NoCompression()
-
-
-def _skips(told: dict[str, Any]) -> bool:
-    """Whether a GradScaler, which has told this, has found a gradient that is not finite."""
-    if told.get("grad_scale") is not None:
-        raise UnsupportedError(
-            "scaler.step(opt) with DASO before opt.synchronize() and scaler.unscale_(opt): ranks of a node would not "
-            "agree on what is finite. Call both first, and scaler.step(opt) inside of opt.skip_synchronize()"
-        )
-    return bool(told.get("found_inf", False))

@@ -14,8 +14,10 @@ from hvd_compress.gossip import GossipSettings
 from hvd_compress.schedules import ConstantThreshold, SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
 from hvd_compress.torch._gossip import Gossip
-from hvd_compress.torch._horovod import laid_over, refuse_unfit
+from hvd_compress.torch._horovod import laid_over
+from hvd_compress.torch._owners import check_sole_step, refuse_retired, take_over
 from hvd_compress.torch._parameters import by_name, trained
+from hvd_compress.torch._scaling import told_by_scaler, unscale
 
 __all__ = ["DPSGDOptimizer", "EventGraDOptimizer"]
 
@@ -33,20 +35,38 @@ class _Overrides:
     """Methods laid over those of the wrapped optimizer's class."""
 
     _gossip: Any = _NoNeighbours()
+    # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
+    _step_supports_amp_scaling = True
+    _retired = False
+    """Whether another optimizer has taken over the parameters."""
+
+    def _owned(self: Any) -> set[int]:
+        return {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
+
+    def retire(self: Any) -> None:
+        """Another optimizer takes over the parameters: refuse to go on."""
+        self._retired = True
 
     @torch.no_grad()
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Average the parameters with those of the neighbours, and update them with this rank's gradients.
 
-        A closure is called once, before the averaging: gradients belong to the parameters as they were.
+        A closure is called once, before the averaging: gradients belong to the parameters as they were. Where a
+        GradScaler has found a gradient that is not finite, this rank averages and does not update.
         """
+        if self._retired:
+            refuse_retired()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._gossip.check(self.param_groups)
-        self._gossip.mix()
-        super(self.__class__, self).step()  # type: ignore[misc]
+        with told_by_scaler(self) as told:
+            if told.get("grad_scale") is not None:
+                unscale(self.param_groups, told["grad_scale"])
+            self._gossip.mix()
+            if not told.get("found_inf", False):
+                super(self.__class__, self).step()  # type: ignore[misc]
         self._gossip.after_update()
         return loss
 
@@ -129,8 +149,8 @@ def EventGraDOptimizer(
     sent nor averaged. All ranks of the process set must call this.
 
     With "alltoall" a step is a collective call: ranks may make different numbers of steps only where they call no other
-    collectives in between, such as averages of losses. A GradScaler skips steps of one rank alone; let ranks agree on
-    that first, or use "one_sided".
+    collectives in between, such as averages of losses. A GradScaler is used as ever: a step whose update it skips, on
+    one rank alone, counts.
 
     Args:
         optimizer: to wrap; its state (momentum) stays on its rank.
@@ -168,12 +188,14 @@ def EventGraDOptimizer(
         ...  # train as always
         opt.average_parameters()
     """
-    refuse_unfit("EventGraDOptimizer", optimizer)
+    check_sole_step("EventGraDOptimizer", optimizer)
     settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, overlap, traced)
     buffers = by_name("named_buffers", named_buffers or ())
-    gossip = Gossip(trained(optimizer, named_parameters), buffers, settings, process_set)
+    parameters = trained(optimizer, named_parameters)
+    gossip = Gossip(parameters, buffers, settings, process_set)
     wrapped = laid_over(optimizer, _Overrides)
     wrapped._gossip = gossip
+    take_over(wrapped, parameters.values(), "EventGraDOptimizer", optimizer)
     return wrapped
 
 

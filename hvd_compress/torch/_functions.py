@@ -11,6 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress import wire
+from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
     Routing,
     average_share,
@@ -19,14 +20,9 @@ from hvd_compress.engine import (
     names_of_call,
     op_of_call,
 )
-from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch import _differentiable
-from hvd_compress.torch._agreement import (
-    Collective,
-    is_mismatch,
-    require_agreement_of_call,
-    without_compression,
-)
+from hvd_compress.torch._agreement import Meeting, Place, is_mismatch
 from hvd_compress.torch._calls import collective_name
 from hvd_compress.torch._carried import name_of
 from hvd_compress.torch._collectives import name_of_call
@@ -61,6 +57,15 @@ class _Call(NamedTuple):
         return f"{self.function} of {self.base!r}"
 
     @property
+    def place(self) -> Place:
+        """Where all ranks compare that do so, whatever they call."""
+        return Place("allreduce", self.base)
+
+    def places(self, tensors: int) -> list[Place]:
+        """That one, and where a call without compression would be; the last one."""
+        return [self.place, *([Place(self.function, self.base, tensors)] if self.function != "allreduce" else [])]
+
+    @property
     def scope(self) -> tuple[str, int, int]:
         """Whose calls are compared with each other."""
         return self.base, self.process_set.process_set_id, self.process_set.size()
@@ -70,7 +75,7 @@ class _Agreed(NamedTuple):
     """The last call of a name, on which all ranks have agreed, and how its exchange begins."""
 
     key: tuple[Any, ...]
-    first: list[Collective]
+    first: list[Place]
 
 
 _agreed: dict[tuple[str, int, int], _Agreed] = {}
@@ -114,17 +119,12 @@ def allreduce(
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
     compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
-    if process_set.size() > 1 and (compressor is not None or _was_compressed(name, process_set)):
-        call = _call(
-            "allreduce", name, compressor or horovods, average, op, prescale_factor, postscale_factor, process_set
-        )
-        if compressor is not None:
-            return _reduce([tensor], call)[0]
-        _leave([tensor], call)
-    with _told_of_compression("allreduce", name, [tensor]):
-        return _differentiable.allreduce(
-            tensor, average, name, horovods, op, prescale_factor, postscale_factor, process_set
-        )
+    factors = prescale_factor, postscale_factor
+    call = _call("allreduce", name, compressor or horovods, average, op, *factors, process_set)
+    if compressor is not None and process_set.size() > 1:
+        return _reduce([tensor], call)[0]
+    with _uncompressed([tensor], call):
+        return _differentiable.allreduce(tensor, average, call.base, horovods, op, *factors, process_set)
 
 
 def grouped_allreduce(
@@ -140,18 +140,12 @@ def grouped_allreduce(
     """`allreduce` of several tensors at once, which share their exchanges."""
     tensors = list(tensors)
     compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
-    if process_set.size() > 1 and (compressor is not None or _was_compressed(name, process_set)):
-        call = _call(
-            "grouped_allreduce", name, compressor or horovods, average, op, prescale_factor, postscale_factor,
-            process_set,
-        )  # fmt: skip
-        if compressor is not None:
-            return _reduce(tensors, call)
-        _leave(tensors, call)
-    with _told_of_compression("grouped_allreduce", name, tensors):
-        return _differentiable.grouped_allreduce(
-            tensors, average, name, horovods, op, prescale_factor, postscale_factor, process_set
-        )
+    factors = prescale_factor, postscale_factor
+    call = _call("grouped_allreduce", name, compressor or horovods, average, op, *factors, process_set)
+    if compressor is not None and process_set.size() > 1:
+        return _reduce(tensors, call)
+    with _uncompressed(tensors, call):
+        return _differentiable.grouped_allreduce(tensors, average, call.base, horovods, op, *factors, process_set)
 
 
 def forget_residuals() -> None:
@@ -169,7 +163,10 @@ def _call(
     postscale_factor: float,
     process_set: hvd.ProcessSet,
 ) -> _Call:
-    op = op_of_call(average, op, hvd.Average, hvd.Sum)
+    if isinstance(compressor, Compressor):
+        op = op_of_call(average, op, hvd.Average, hvd.Sum)
+    elif op is None:
+        op = hvd.Sum if average is False else hvd.Average
     # counted like the calls without compression, whose Horovod name a rank may wait for
     base = name_of_call(function, name, process_set)
     return _Call(
@@ -202,13 +199,12 @@ def _exchanged(real: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], ca
         results = engine.combine(engine.wait())
         return [results[n] if n in results else plain(t, n) for t, n in zip(real, names, strict=True)]
     except HorovodInternalError as error:
-        if not is_mismatch(error):
+        if "Mismatched" not in str(error):
             raise
         engine.abandon()
-        if engine.buckets or len(real) > 1:
-            # another rank compares this call, which differs from its last one: be told the same as that rank
-            require_agreement_of_call(call.label, _told(tensors, call), call.base, len(real), call.process_set, ())
-        raise MismatchError(without_compression(call.label, error)) from error
+        # another rank compares this call, which differs from its last one: be told the same as that rank
+        _tell(tensors, call, _agreed[call.scope].first or [call.place], error)
+        raise
 
 
 # -- what the ranks must agree on ------------------------------------------------------------------------------------
@@ -232,19 +228,20 @@ def _agree(tensors: Sequence[torch.Tensor], call: _Call) -> None:
     if last is not None and last.key == key:
         return
     first = [] if last is None else last.first
-    require_agreement_of_call(call.label, _told(tensors, call), call.base, len(tensors), call.process_set, first)
+    Meeting(call.process_set, call.base).require_agreement(
+        call.label, _told(tensors, call), [*call.places(len(tensors)), *first]
+    )
     if call.is_named:
         _agreed[call.scope] = _Agreed(key, [])
 
 
-def _was_compressed(name: str | None, process_set: hvd.ProcessSet) -> bool:
-    return bool(_agreed) and (name, process_set.process_set_id, process_set.size()) in _agreed
-
-
-def _leave(tensors: Sequence[torch.Tensor], call: _Call) -> None:
-    """A name whose last call was compressed goes on without: all ranks must do so."""
-    _agree(tensors, call)
-    del _agreed[call.scope]
+def _tell(tensors: Sequence[torch.Tensor], call: _Call, failed: Sequence[Place], error: Exception) -> None:
+    """Meet the ranks that compare this call, after operations of this rank have failed where they had come."""
+    meeting, told = Meeting(call.process_set, call.base, failed), _told(tensors, call)
+    if call.place in failed:
+        meeting.leave(call.label, told, error)
+    places = [place for place in call.places(len(tensors)) if place not in failed]
+    meeting.require_agreement(call.label, told, places)
 
 
 def _refuse(tensors: Sequence[torch.Tensor], call: _Call) -> None:
@@ -263,13 +260,18 @@ def _refuse(tensors: Sequence[torch.Tensor], call: _Call) -> None:
 
 
 @contextmanager
-def _told_of_compression(function: str, name: str | None, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Say it where a call without compression has met one with it; Horovod tells of types only."""
+def _uncompressed(tensors: Sequence[torch.Tensor], call: _Call) -> Iterator[None]:
+    """A call without compression, of a name whose last one may have had it, or has it on another rank."""
+    if call.scope in _agreed and call.process_set.size() > 1:
+        _agree(tensors, call)
+        del _agreed[call.scope]
     try:
         yield
     except HorovodInternalError as error:
-        if is_mismatch(error) and all(tensor.dtype != torch.int32 for tensor in tensors):
-            raise MismatchError(without_compression(f"{function} of {name!r}", error)) from error
+        if not is_mismatch(error):
+            raise
+        # the last one is what this rank has started; all that get this error come here
+        _tell(tensors, call, call.places(len(tensors))[-1:], error)
         raise
 
 
@@ -287,9 +289,9 @@ def _engine(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> E
             _engines[key] = engine
     if call.scope in _agreed:
         begun = [(bucket.collectives[0], bucket.name) for bucket in engine.buckets]
-        first = [(collective, collective_name(collective, name)) for collective, name in begun]
+        first = [Place(collective, collective_name(collective, name)) for collective, name in begun]
         if not first and len(names) > 1:
-            first = [("allreduce", names[0])]
+            first = [Place("allreduce", names[0])]
         _agreed[call.scope] = _agreed[call.scope]._replace(first=first)
     engine.scale = scale
     return engine

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress.errors import MismatchError
 from hvd_compress.gossip import GossipSettings, Member
 from hvd_compress.mpi import HorovodRanks
-from hvd_compress.torch._agreement import require_agreement
+from hvd_compress.torch._agreement import Place, require_agreement, require_agreement_through
 from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors
 
 __all__ = ["Gossip", "TorchCollectives"]
@@ -37,8 +40,22 @@ class TorchCollectives(HorovodRanks):
 
     def wait(self, handle: Any) -> Array:
         """What it brought, in the order of the senders."""
-        received: Array = hvd.synchronize(handle)[0].numpy()
+        try:
+            received: Array = hvd.synchronize(handle)[0].numpy()
+        except HorovodInternalError as error:
+            if "Mismatched" not in str(error):
+                raise
+            raise MismatchError(
+                "another rank cannot go on: its parameters were unfrozen, added or changed since they were wrapped, "
+                "which its own error says. All ranks must wrap a torch optimizer anew before such a step"
+            ) from error
         return received
+
+    def refuse(self, problem: str) -> None:
+        """Let all ranks know, in place of the alltoall that comes next, that this one cannot take part in it."""
+        # the caller raises what it knows, whatever the others say
+        with suppress(HorovodInternalError, MismatchError):
+            require_agreement_through({"EventGraD": problem}, self._process_set, Place("alltoall", self._name))
 
     def mean(self, array: Array, name: str) -> Array:
         """Over the ranks."""
@@ -72,15 +89,24 @@ class Gossip:
         self._buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
         self._overlap = settings.overlap
         takes_part = process_set.included() and process_set.size() > 1
-        self.member = Member(self._parameters.tensors, settings, TorchCollectives(process_set) if takes_part else None)
+        self._collectives = TorchCollectives(process_set) if takes_part else None
+        self.member = Member(self._parameters.tensors, settings, self._collectives)
+        self._waits = not settings.is_one_sided
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError if parameters take gradients of which this knows nothing."""
-        self._parameters.check(groups)
+        """Raise ValueError if parameters have changed so that they cannot be averaged; ranks that wait are told."""
+        problem = self._parameters.problem(groups)
+        if problem is None:
+            return
+        if self._collectives is not None and self._waits:
+            self.member.drain()
+            self._collectives.refuse(problem)
+        raise ValueError(problem)
 
     @torch.no_grad()
     def mix(self) -> None:
         """Send, receive and average, in place; what is frozen by now is left as it is."""
+        self.member.begin(self._parameters.arrays)
         arrays = self._parameters.trained_arrays()
         self.member.mix(arrays)
         self._parameters.write(arrays)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from horovod.common import process_sets
@@ -23,7 +23,6 @@ __all__ = [
     "known_process_sets",
     "laid_over",
     "make_class",
-    "refuse_unfit",
     "refuse_wrapped",
     "relay",
 ]
@@ -37,7 +36,9 @@ def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch
     dict(_DistributedOptimizer.__dict__))`), and so do we. `__module__` stays Horovod's: broadcast_optimizer_state
     (functions.py l. 105) knows a distributed optimizer by it, and would otherwise start a collective step.
     """
-    ours = {k: v for k, v in vars(overrides).items() if k not in ("__module__", "__dict__", "__weakref__", "__doc__")}
+    hidden = ("__module__", "__dict__", "__weakref__", "__doc__")
+    # what it derives from, too: `object` excepted
+    ours = {k: v for part in overrides.__mro__[-2::-1] for k, v in vars(part).items() if k not in hidden}
     methods = {**vars(HorovodOptimizer), **ours}
     public = _of_itself(methods)
     # torch calls the hooks of a step around the one below
@@ -63,15 +64,6 @@ def _of_itself(methods: Mapping[str, Any]) -> dict[str, Any]:
     return {k: of_itself(v) for k, v in methods.items() if k[0] != "_" and callable(v)}
 
 
-def refuse_unfit(by: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UnsupportedError if what goes by this name cannot be `laid_over` an optimizer."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            f"{by} around LBFGS: it evaluates many points in one step. Use an optimizer with one gradient per step"
-        )
-    refuse_wrapped(by, optimizer)
-
-
 def refuse_wrapped(by: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedError if an optimizer is distributed already."""
     if type(optimizer).__module__ == HorovodOptimizer.__module__:
@@ -90,11 +82,20 @@ def laid_over(optimizer: torch.optim.Optimizer, overrides: type) -> Any:
     base = type(optimizer)
     ours = {k: v for k, v in vars(overrides).items() if k not in ("__dict__", "__weakref__", "__doc__")}
     cls: Any = type(base.__name__, (base,), {**ours, **_of_itself(ours), "__module__": HorovodOptimizer.__module__})
+    cls.__init__ = _refuse_another
     wrapped = cls.__new__(cls)
     # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._itself = weakref.ref(wrapped)
     return wrapped
+
+
+def _refuse_another(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """In the place of the constructor of a class that has one optimizer; Horovod's own wrapper would derive from it."""
+    raise UnsupportedError(
+        "an optimizer of hvd_compress inside of another wrapper, such as horovod.torch.DistributedOptimizer: wrap a "
+        "torch optimizer, once"
+    )
 
 
 def form_groups(optimizer: Any) -> None:

@@ -29,9 +29,10 @@ from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._carried import refuse_other_types
 from hvd_compress.torch._engine import described
-from hvd_compress.torch._horovod import make_class, refuse_wrapped
+from hvd_compress.torch._horovod import make_class
 from hvd_compress.torch._overrides import Overrides
-from hvd_compress.torch._wrapping import Wrapping, label_for, take_over
+from hvd_compress.torch._owners import check_owner, take_over
+from hvd_compress.torch._wrapping import Wrapping, label_for
 from hvd_compress.torch.compression import route_of
 
 __all__ = ["DistributedOptimizer"]
@@ -104,7 +105,7 @@ def DistributedOptimizer(
             of the ranks, or whose transport is not there.
         MismatchError: the ranks disagree; raised on all of them.
     """
-    refuse_wrapped("DistributedOptimizer", optimizer)
+    check_owner("DistributedOptimizer", optimizer)
     groups = num_groups if num_groups and groups is None else groups
     compression = resolved(compression, exchange)
     check_settings(
@@ -162,6 +163,6 @@ def DistributedOptimizer(
         wrapped._alone = Ledger(
             Routing(None), 1, 0, described(wrapped._members.by_name.items()), Bucket, adagrad=adagrad
         )
-    if wrapped._is_hooked():
-        take_over(wrapped)
+    taken = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
+    take_over(wrapped, taken, "DistributedOptimizer", optimizer)
     return wrapped

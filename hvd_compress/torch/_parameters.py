@@ -32,6 +32,7 @@ class Parameters:
         self.tensors = [Tensor(name, _shape_of(p), _dtype_of(name, p)) for name, p in parameters.items()]
         self._parameters = list(parameters.values())
         self._known = {id(p) for p in self._parameters}
+        self._layout = self._layout_now()
         self._optimizer = optimizer
         self._refuse_shared(parameters)
 
@@ -45,16 +46,32 @@ class Parameters:
                     "twice: use one Parameter in both places"
                 )
 
-    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError if parameters take gradients of which this knows nothing."""
+    def problem(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """What keeps these from being exchanged: parameters that take gradients now, or have become others."""
         for group in groups:
             for p in group["params"]:
                 if p.requires_grad and id(p) not in self._known:
-                    raise ValueError(
+                    return (
                         f"a parameter of shape {tuple(p.shape)} takes gradients, and did not when {self._optimizer} "
-                        "was made, so that ranks would never exchange it. Make all ranks equal, and wrap the inner "
-                        "optimizer anew, on all ranks"
+                        f"was made, so that ranks would never exchange it. {_ANEW}"
                     )
+        if self._layout_now() == self._layout:
+            return None
+        for tensor, p in zip(self.tensors, self._parameters, strict=True):
+            if _shape_of(p) != tensor.shape or _dtype_name(p) != tensor.dtype:
+                return (
+                    f"parameter {tensor.name!r} is {_dtype_name(p)} of shape {_shape_of(p)} now, and was "
+                    f"{tensor.dtype} of shape {tensor.shape} when {self._optimizer} was made. {_ANEW}"
+                )
+        return None
+
+    def _layout_now(self) -> list[tuple[Any, ...]]:
+        return [(p.shape, p.dtype) for p in self._parameters]
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if there is a `problem`."""
+        if problem := self.problem(groups):
+            raise ValueError(problem)
 
     def arrays(self) -> list[Array]:
         """Flat arrays of all of them."""
@@ -158,6 +175,10 @@ def as_tensors(state: Any) -> Any:
     return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
 
 
+_ANEW = (
+    "On all ranks: make the parameters equal (average_parameters() or epoch_end() before the change, or "
+    "hvd.broadcast_parameters), make a torch optimizer anew, and wrap that"
+)
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _DOUBLE = (torch.float64, torch.complex128)
@@ -169,6 +190,10 @@ def _dtype_of(name: str, p: torch.Tensor) -> str:
             f"parameter {name!r} is {p.dtype}; what is exchanged is float16, bfloat16, float32 or float64, and complex "
             "numbers of these. Convert it before its optimizer is made, or freeze it: p.requires_grad_(False)"
         )
+    return _dtype_name(p)
+
+
+def _dtype_name(p: torch.Tensor) -> str:
     return "float64" if p.dtype in _DOUBLE else "float32"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -18,15 +18,13 @@ from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
-from hvd_compress.torch._agreement import require_agreement, require_agreement_through
+from hvd_compress.torch._agreement import Place, require_agreement, require_agreement_through
 from hvd_compress.torch._calls import collective_name
 from hvd_compress.torch._engine import Engine, described
+from hvd_compress.torch._owners import exchanging
 from hvd_compress.torch._steering import Steering
 
-__all__ = ["Wrapping", "in_use", "label_for", "take_over"]
-
-_wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Distributed optimizers that are in use."""
+__all__ = ["Wrapping", "in_use", "label_for"]
 
 
 @dataclass
@@ -60,6 +58,8 @@ class Wrapping:
     scale: float
     settings: dict[str, Any] = field(default_factory=dict)
     label: str = ""
+    on_refusal: Callable[[str], None] = lambda problem: None
+    """Called with what ends a step on all ranks of the process set, before it is raised: others may wait for them."""
     number: int = field(default_factory=partial(next, count()))
     """Of this wrapping among those of this process."""
 
@@ -127,11 +127,15 @@ class Wrapping:
             # without a tensor, nobody is about to start anything
             kind, name = "allreduce", next(iter(engine.dense), "hvd_compress.members") + self.label
         try:
-            require_agreement_through(told, self.process_set, kind, name)
+            require_agreement_through(told, self.process_set, Place(kind, name))
         except HorovodInternalError as error:
             if "Mismatched" not in str(error):
                 raise
+            self.on_refusal(alone)
             raise MismatchError(alone) from error
+        except MismatchError as error:
+            self.on_refusal(str(error))
+            raise
 
     def equip(self, optimizer: Any) -> None:
         """Give an optimizer the exchanges of the parameters that take gradients now; with `Auto` a collective call."""
@@ -155,20 +159,7 @@ class Wrapping:
 
 def in_use() -> list[Any]:
     """Distributed optimizers that are in use, in the order in which they were wrapped, which is that of all ranks."""
-    return sorted(_wrapped, key=lambda optimizer: optimizer._wrapping.number)
-
-
-def take_over(optimizer: Any) -> None:
-    """Let an optimizer be the one that exchanges its parameters; others that have some of them are retired.
-
-    A notebook wraps the same model again, and a scheduler keeps the old optimizer alive.
-    """
-    mine = set(map(id, optimizer._requires_update))
-    for other in list(_wrapped):
-        if not mine.isdisjoint(map(id, other._requires_update)):
-            _wrapped.discard(other)
-            other.retire()
-    _wrapped.add(optimizer)
+    return sorted(exchanging(), key=lambda optimizer: optimizer._wrapping.number)
 
 
 def label_for(groups: list[dict[str, Any]], names: set[str], process_set: hvd.ProcessSet) -> str:
@@ -182,7 +173,7 @@ def label_for(groups: list[dict[str, Any]], names: set[str], process_set: hvd.Pr
     mine = {id(p) for group in groups for p in group["params"]}
     used = [
         other._wrapping.label
-        for other in _wrapped
+        for other in exchanging()
         if other.process_set.process_set_id == process_set.process_set_id
         and not names.isdisjoint(other._parameter_names.values())
         and mine.isdisjoint(map(id, other._requires_update))

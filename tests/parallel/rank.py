@@ -69,6 +69,9 @@ def be_strict() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=r"builtin type .* has no __module__", category=DeprecationWarning)
+    # of a kind that Python hides: what horovod.torch would do in our place
+    message = r"optimizer\.step\(\) called without"
+    warnings.filterwarnings("ignore", message=message, category=PendingDeprecationWarning)
     # Keras 3 hands torch tensors to NumPy 2, whose __array__ has no copy argument
     warnings.filterwarnings("ignore", message=r"__array__ implementation doesn't accept", category=DeprecationWarning)
     # Keras 2 draws its layers' seeds up to 1e9, a float

@@ -1,24 +1,24 @@
 """Single allreduces with compression: ranks that do not call them in one way are all told so, and nothing hangs.
 
-In a start of its own: where only some ranks send a group without compression, an operation stays with Horovod, which
-ends all ranks when it has waited for as long as the tests allow.
+In a start of its own: an operation that stayed with Horovod would be found here, and not end the cases of others.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import horovod.torch as horovod
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, QSGD, OneBit, Threshold, TopK
 from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.loopback import Loopback
-from hvd_compress.torch import _functions
+from hvd_compress.torch._agreement import Meeting
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import raises, to_numpy
 
@@ -80,6 +80,45 @@ WAYS = {
 }
 
 
+def check_that_nothing_is_under_way(name: str) -> None:
+    """Horovod refuses a name that is in use, on this rank, and on all ranks one that another kind of call uses."""
+    total = torch.full((3,), float(horovod.size()))
+    assert torch.equal(horovod.allreduce(torch.ones(3), name=name, op=hvd.Sum), total)
+    for number in (1, 2, 3):
+        group = [torch.ones(3) for _ in range(number)]
+        assert all(torch.equal(x, total) for x in horovod.grouped_allreduce(group, name=name, op=hvd.Sum))
+
+
+@cases.each({"odd": True, "others": False})
+def a_group_and_a_single_tensor_of_one_name_are_told(is_grouped: bool) -> None:
+    grouped = is_grouped == odd_one()
+    for number in (1, 2, 3):
+        name = f"group of {number} or single, {is_grouped}"
+        words = ("function", "'grouped_allreduce'", "'allreduce'")
+        raises(MismatchError, lambda n=name, i=number: call(n, grouped, number=i), *words)
+        check_that_nothing_is_under_way(name)
+        # and a name that all have used in one way before
+        call(f"later {name}", False)
+        raises(MismatchError, lambda n=name, i=number: call(f"later {n}", grouped, number=i), *words)
+        check_that_nothing_is_under_way(f"later {name}")
+
+
+@cases.add
+def a_group_of_one_that_some_compress_is_told() -> None:
+    compression = hvd.Compression.none if odd_one() else OneBit()
+    raises(MismatchError, lambda: call("group of one", True, number=1, compression=compression), "compression")
+    check_that_nothing_is_under_way("group of one")
+
+
+@cases.add
+def types_that_differ_without_compression_stay_horovods_error() -> None:
+    dtype = torch.int32 if odd_one() else torch.float32
+    for grouped in (False, True):
+        give = {"compression": hvd.Compression.none, "dtype": dtype}
+        raises((HorovodInternalError, MismatchError), lambda g=grouped, s=give: call("types", g, **s), "int32")
+        check_that_nothing_is_under_way("types")
+
+
 @cases.each(WAYS)
 def ranks_that_call_in_different_ways_are_all_told(
     setting: tuple[dict[str, Any], dict[str, Any], tuple[str, ...], bool],
@@ -88,10 +127,12 @@ def ranks_that_call_in_different_ways_are_all_told(
     label = f"{sorted(map(str, odd))} {sorted(map(str, odd.values()))} {grouped}"
     given = odd if odd_one() else others
     raises(MismatchError, lambda: call(f"first {label}", grouped, **given), *words)
+    check_that_nothing_is_under_way(f"first {label}")
     # a name that all ranks have used in one way before
     before = [call(f"later {label}", grouped, **others) for _ in range(2)]
     assert before
     raises(MismatchError, lambda: call(f"later {label}", grouped, **given), *words)
+    check_that_nothing_is_under_way(f"later {label}")
 
 
 @cases.each({k: v for k, v in WAYS.items() if not k.startswith("number")})
@@ -139,19 +180,16 @@ def what_all_ranks_change_at_once_is_accepted() -> None:
 @cases.add
 def calls_of_one_name_are_compared_once() -> None:
     compared: list[str] = []
-    compare: Callable[..., None] = _functions.require_agreement_of_call
+    compare = Meeting.require_agreement
 
-    def counting(label: str, *arguments: Any) -> None:
+    def counting(meeting: Meeting, label: str, *arguments: Any) -> None:
         compared.append(label)
-        compare(label, *arguments)
+        compare(meeting, label, *arguments)
 
-    _functions.require_agreement_of_call = counting  # type: ignore[assignment]
-    try:
+    with mock.patch.object(Meeting, "require_agreement", counting):
         for _ in range(4):
             call("once", False)
             call("once, grouped", True)
-    finally:
-        _functions.require_agreement_of_call = compare
     assert compared == ["allreduce of 'once'", "grouped_allreduce of 'once, grouped'"]
 
 

@@ -17,7 +17,7 @@ import torch
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, Adaptive, DasoSchedule, NoCompression, OneBit, TopK
 from hvd_compress.cost import HorovodCollectives
-from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
 from tests.parallel.cases import Cases
 
@@ -336,11 +336,134 @@ def a_step_that_a_scaler_skips_on_one_node_counts_on_all() -> None:
     assert optimizer.daso_stats()["batches"] == 8
     optimizer.epoch_end()
     assert_same_everywhere(model)
-    optimizer.zero_grad()
-    scaler.scale(model(batch(0, 0)).square().mean()).backward()
-    with pytest.raises(UnsupportedError, match=r"before opt\.synchronize"):
+
+
+class Branches(torch.nn.Module):
+    """Of two layers, one may get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = torch.nn.Linear(30, 8), torch.nn.Linear(30, 8)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+BASES = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "fused": lambda params: torch.optim.SGD(params, lr=0.05, fused=True),
+}
+
+
+@cases.each(BASES)
+def a_scaler_is_used_as_most_code_does(make) -> None:
+    model, other = network(), network()
+    optimizer = hvd.DASO(
+        make(model.parameters()), model.named_parameters(), global_skips=2, batches_to_wait=1, patience=None,
+        ranks_per_node=RANKS_PER_NODE, **RAW,
+    )  # fmt: skip
+    expected = wrapped(other, global_skips=2, batches_to_wait=1, momentum=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        is_bad = step == 4 and hvd.rank() == 0
+        loss = model(batch(step, hvd.rank())).square().mean()
+        scaler.scale(loss * (float("inf") if is_bad else 1.0)).backward()
+        clips = step % 3 == 1
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        before, scale = model[3].weight.detach().clone(), scaler.get_scale()
         scaler.step(optimizer)
-    optimizer.synchronize()
+        scaler.update()
+        if step == 4:
+            assert (scaler.get_scale() < scale) == (hvd.rank() < RANKS_PER_NODE)
+            break
+        train(expected, other, step, step + 1) if not clips else clipped(expected, other, step)
+        assert all(torch.allclose(p, q, atol=1e-5) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+        assert not torch.equal(model[3].weight, before)
+    optimizer.epoch_end()
+    assert_same_everywhere(model)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def clipped(optimizer, model, step: int) -> None:
+    optimizer.zero_grad()
+    model(batch(step, hvd.rank())).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+@cases.add
+def a_scaler_that_looks_before_all_gradients_have_come_is_told() -> None:
+    if RANKS_PER_NODE == 1:
+        return
+    model = Branches()
+    optimizer = wrapped(model, momentum=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step, hvd.rank()), both=step % 2 == 0).square().mean()).backward()
+        if step == 1:
+            with pytest.raises(GradientError, match=r"while gradients are exchanged.*Call opt\.synchronize\(\) after"):
+                scaler.step(optimizer)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            continue
+        if step == 3:
+            optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.epoch_end()
+    assert_same_everywhere(model)
+
+
+def unfreeze(model, optimizer) -> None:
+    model[0].bias.requires_grad_(True)
+
+
+def add(model, optimizer) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(40, 30))]})
+
+
+CHANGES = {"unfrozen": unfreeze, "added": add}
+
+
+@cases.each(CHANGES)
+def what_takes_gradients_later_is_an_error_on_all_ranks(change) -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    optimizer = wrapped(model, global_skips=2, batches_to_wait=1)
+    train(optimizer, model, 0, 3)
+    change(model, optimizer)
+    optimizer.zero_grad()
+    model(batch(3, hvd.rank())).square().mean().backward()
+    for call in (optimizer.step, optimizer.epoch_end):
+        with pytest.raises(ValueError, match=r"takes gradients, and did not when DASO.*On all ranks: make .* equal"):
+            call()
+    # the remedy
+    plain.broadcast_parameters(model.state_dict(), 0)
+    again = wrapped(model, global_skips=2, batches_to_wait=1)
+    train(again, model, 8, 11)
+    again.epoch_end()
+    assert_same_everywhere(model)
+
+
+@cases.add
+def what_is_frozen_later_is_made_equal_and_then_stays() -> None:
+    model = network()
+    optimizer = wrapped(model, global_skips=2, batches_to_wait=1)
+    train(optimizer, model, 0, 3)
+    model[0].weight.requires_grad_(False)
+    model[0].weight.grad = None
+    train(optimizer, model, 3, 5)
+    optimizer.epoch_end()
+    assert_same_everywhere(model)
+    before = model[0].weight.clone()
+    train(optimizer, model, 5, 11)
+    optimizer.epoch_end()
+    assert torch.allclose(model[0].weight, before, rtol=0, atol=1e-6)
+    assert_same_everywhere(model)
 
 
 @cases.add

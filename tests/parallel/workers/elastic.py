@@ -48,6 +48,46 @@ def with_torch(package: str, note: Note) -> None:
     train(state)
 
 
+def with_torch_types(package: str, note: Note) -> None:
+    """Parameters and buffers that Horovod cannot move: 16 bits, complex, in other orders, without dimensions."""
+    import torch
+
+    hvd = importlib.import_module(f"{package}.torch")
+    hvd.init()
+    torch.manual_seed(os.getpid())
+    model = torch.nn.Module()
+    model.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    model.narrow = torch.nn.Linear(10, 10).bfloat16()
+    model.rotation = torch.nn.Parameter(torch.randn(5, dtype=torch.complex64))
+    model.scale = torch.nn.Parameter(torch.randn(()))
+    model.register_buffer("mask", torch.rand(6) > 0.5)
+    model.register_buffer("strided", torch.randn(4, 6).t())
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(adam, model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer, step=0)
+
+    def numbers(tensors: Any) -> float:
+        wide = (torch.view_as_real(t) if t.is_complex() else t for t in tensors if isinstance(t, torch.Tensor))
+        return sum(float(t.double().abs().sum()) for t in wide)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while state.step < STEPS or hvd.size() < 2:
+            states = [value for of_p in optimizer.state.values() for value in of_p.values()]
+            note(hvd, state.step, numbers([*model.state_dict().values(), *states]))
+            # who joins has made fewer calls without a name
+            assert hvd.allreduce(torch.ones(3, dtype=torch.bfloat16), op=hvd.Sum).tolist() == [hvd.size()] * 3
+            optimizer.zero_grad()
+            image = model.conv(torch.ones(2, 3, 5, 5)).square().mean()
+            halves = model.narrow(torch.ones(4, 10, dtype=torch.bfloat16)).float().square().mean()
+            (image + halves + (model.rotation.abs() * model.scale).sum()).backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+
+    train(state)
+
+
 def with_tensorflow(package: str, note: Note) -> None:
     import tensorflow as tf
 
@@ -119,7 +159,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         lines.write(json.dumps({"step": step, "ranks": hvd.size(), "total": total}) + "\n")
 
-    {"torch": with_torch, "tensorflow": with_tensorflow, "keras": with_keras}[way](package, note)
+    {"torch": with_torch, "types": with_torch_types, "tensorflow": with_tensorflow, "keras": with_keras}[way](
+        package, note
+    )
     lines.write(json.dumps({"end": True}) + "\n")
 
 

@@ -21,7 +21,7 @@ from hvd_compress import (
     SlopeThreshold,
     TopK,
 )
-from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.gossip import GossipLoopback, Tensor
 from tests.parallel.cases import Cases
 
@@ -301,16 +301,85 @@ def what_is_frozen_later_is_neither_sent_nor_changed() -> None:
     assert (same == same[0]).all()
 
 
-@cases.add
-def what_is_unfrozen_added_or_resized_later_is_refused() -> None:
+def unfreeze(model, optimizer) -> None:
+    model[0].weight.requires_grad_(True)
+
+
+def add(model, optimizer) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(40, 30))]})
+
+
+def resize(model, optimizer) -> None:
+    model[3].weight.data = torch.ones(7, 40)
+
+
+CHANGES = {"unfrozen": unfreeze, "added": add, "resized": resize}
+
+
+@cases.each({f"{k}-{way}": (c, way == "ahead") for k, c in CHANGES.items() for way in ("plain", "ahead")})
+def what_one_rank_changes_later_is_an_error_on_all_ranks(setting) -> None:
+    change, overlap = setting
+    model = network()
+    model[0].weight.requires_grad_(False)
+    optimizer = wrapped(model, trigger=ConstantThreshold(0), overlap=overlap)
+    train(optimizer, model, 2)
+    is_odd = hvd.rank() == hvd.size() - 1
+    if is_odd:
+        change(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    if is_odd:
+        with pytest.raises(ValueError, match=r"shape .* (takes gradients|now).*On all ranks: make .* equal"):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+    else:
+        if overlap:
+            # what was sent ahead arrives
+            optimizer.step()
+        with pytest.raises(MismatchError, match=r"another rank cannot go on.*unfrozen, added or changed"):
+            optimizer.step()
+    # nothing is left behind: the remedy works
+    if not is_odd:
+        change(model, optimizer)
+    plain.broadcast_parameters(model.state_dict(), 0)
+    again = wrapped(model, trigger=ConstantThreshold(0))
+    again.step()
+    again.average_parameters()
+
+
+@cases.each(CHANGES)
+def what_all_ranks_change_later_is_an_error_on_all_ranks(change) -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     optimizer = wrapped(model)
-    train(optimizer, model, 1)
-    model[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"shape \(40, 30\) takes gradients, and did not"):
-        optimizer.step()
+    train(optimizer, model, 2)
+    change(model, optimizer)
+    optimizer.zero_grad()
+    for call in (optimizer.step, optimizer.average_parameters):
+        with pytest.raises(ValueError, match=r"shape .* (takes gradients|now)"):
+            call()
+
+
+@cases.add
+def what_is_frozen_before_the_first_step_may_be_unfrozen_later() -> None:
+    model = network()
+    optimizer = wrapped(model, trigger=ConstantThreshold(1e6))
     model[0].weight.requires_grad_(False)
+    train(optimizer, model, 2)
+    before = model[0].weight.clone()
+    model[0].weight.requires_grad_(True)
+    model[0].weight.grad = None
+    optimizer.step()
+    # neighbours have sent nothing: it is averaged with what this rank began with
+    assert torch.equal(model[0].weight, before)
+    optimizer.average_parameters()
+
+
+@cases.add
+def what_is_resized_is_refused_by_its_averaging() -> None:
+    model = network()
+    optimizer = wrapped(model)
+    train(optimizer, model, 1)
     with torch.no_grad():
         model[3].weight.data = torch.zeros(7, 40)
     with pytest.raises(ValueError, match=r"'3\.weight' has 280 elements of float32, and had 200"):
@@ -329,6 +398,111 @@ def copies_and_optimizers_that_are_wrapped_already_are_refused() -> None:
         hvd.EventGraDOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), named_buffers=[("a", torch.zeros(1)), ("a", torch.ones(1))]
         )
+
+
+def in_all_ways() -> dict:
+    ways = {
+        "DistributedOptimizer": hvd.DistributedOptimizer,
+        "EventGraDOptimizer": hvd.EventGraDOptimizer,
+        "DASO": lambda base, named: hvd.DASO(base, named, ranks_per_node=hvd.size()),
+    }
+    if hvd.mpi_enabled() and hvd.size() > 1:
+        ways["AsyncParameterServerOptimizer"] = hvd.AsyncParameterServerOptimizer
+    return ways
+
+
+@cases.add
+def an_optimizer_has_one_wrapper_and_no_two_kinds_of_them() -> None:
+    for inner, wrap in in_all_ways().items():
+        model = network()
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = wrap(base, list(model.named_parameters()))
+        for outer, wrap_again in in_all_ways().items():
+            named = list(model.named_parameters())
+            with pytest.raises(UnsupportedError, match=f"{outer} around .* distributed already: give a torch"):
+                wrap_again(optimizer, named)
+            if outer != inner:
+                remedy = f"{outer} around an optimizer that {inner} has wrapped.*make a torch optimizer anew"
+                with pytest.raises(UnsupportedError, match=remedy):
+                    wrap_again(base, named)
+        if inner in ("EventGraDOptimizer", "AsyncParameterServerOptimizer"):
+            with pytest.raises(UnsupportedError, match=r"inside of another wrapper, such as horovod\.torch"):
+                plain.DistributedOptimizer(optimizer, model.named_parameters())
+        if inner == "AsyncParameterServerOptimizer":
+            optimizer.close()
+
+
+@cases.add
+def the_last_wrapper_of_a_parameter_is_its_optimizer() -> None:
+    ways = {k: v for k, v in in_all_ways().items() if k != "AsyncParameterServerOptimizer"}
+    for first, wrap in ways.items():
+        for wrap_again in ways.values():
+            model, alone = network(), network()
+            old = wrap(torch.optim.SGD(model.parameters(), lr=0.05), list(model.named_parameters()))
+            keeps_it = torch.optim.lr_scheduler.StepLR(old, 1)
+            train(old, model, 1)
+            keeps_it.step()
+            plain.broadcast_parameters(model.state_dict(), 0)
+            alone.load_state_dict(model.state_dict())
+            new = wrap_again(torch.optim.SGD(model.parameters(), lr=0.05), list(model.named_parameters()))
+            expected = wrap_again(torch.optim.SGD(alone.parameters(), lr=0.05), list(alone.named_parameters()))
+            train(new, model, 3)
+            train(expected, alone, 3)
+            # gradients are not exchanged by the old one as well
+            assert_equal(model, alone)
+            if hvd.size() > 1 or first == "EventGraDOptimizer":
+                with pytest.raises(GradientError, match="given to another"):
+                    train(old, model, 1)
+
+
+def scaled(optimizer, model, step: int, scaler, unscales: bool = False, bad: bool = False) -> None:
+    optimizer.zero_grad()
+    loss = model(batch(step, hvd.rank())).square().mean()
+    scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+    if unscales:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+BASES = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "fused": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+}
+
+
+@cases.each(BASES)
+def a_scaler_is_used_as_most_code_does(make) -> None:
+    model, other = network(), network()
+    optimizer = wrapped(model, base=make(model.parameters()), trigger=ConstantThreshold(0))
+    expected = wrapped(other, trigger=ConstantThreshold(0))
+    # powers of two: scaling is exact
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(5):
+        scaled(optimizer, model, step, scaler)
+        train(expected, other, 1, begin=step)
+    assert all(torch.allclose(p, q, atol=1e-6) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    before = model[0].weight.detach().clone()
+    scaled(optimizer, model, 5, scaler, unscales=True)
+    assert not torch.equal(model[0].weight, before)
+    assert model[0].weight.grad.norm() < 1.1e-3
+    optimizer.average_parameters()
+
+
+@cases.each(BASES)
+def a_step_that_a_scaler_skips_on_one_rank_counts_on_all(make) -> None:
+    model = network()
+    optimizer = wrapped(model, base=make(model.parameters()), trigger=ConstantThreshold(0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(6):
+        scaled(optimizer, model, step, scaler, bad=step in (2, 3) and hvd.rank() == 0)
+        assert torch.isfinite(model[0].weight).all()
+        # another collective in between: ranks are at the same step
+        steps = plain.allgather(torch.tensor([optimizer.event_stats()["total"]["passes"]]), name="passes")
+        assert steps.tolist() == [step + 1] * hvd.size()
+    assert scaler.get_scale() == (64.0 if hvd.rank() == 0 else 256.0)
+    optimizer.average_parameters()
 
 
 @cases.add

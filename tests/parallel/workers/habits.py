@@ -142,6 +142,79 @@ def a_scaler_is_used_as_most_code_does(compression: Any) -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=0.02)
 
 
+@cases.each(WAYS)
+def a_step_after_synchronize_is_told_to_those_only_who_ask(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    stock = "optimizer.step() called without optimizer.skip_synchronize()"  # what Horovod's own tests look for
+    with warnings.catch_warnings(record=True) as told:
+        warnings.resetwarnings()
+        # what Python starts with, but for what __main__ is told
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+        for step, asks in enumerate((False, True, False)):
+            if asks:
+                warnings.simplefilter("always")
+            loss_of(model, step).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            assert len(told) == step, told
+            optimizer.zero_grad()
+    for one in told:
+        assert stock in str(one.message)
+        assert one.category is PendingDeprecationWarning
+        assert one.filename == __file__
+    # nothing is said where synchronize() was needed, or where a context says so
+    loss_of(model, 3, uses_last=False).backward()
+    optimizer.synchronize()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 4).backward()
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 5).backward()
+    optimizer.step()
+    check_equal_on_all_ranks(model)
+
+
+@cases.each({f"{k}-{u}": (w, u == "unscaled") for k, w in WAYS.items() for u in ("unscaled", "not")})
+def a_scaler_that_looks_before_all_gradients_have_come_is_told(setting: tuple[Any, bool]) -> None:
+    compression, unscales = setting
+    model = Layers()
+    optimizer = wrap(model, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    is_odd = horovod.rank() == horovod.size() - 1
+
+    def step(number: int, uses_last: bool, synchronizes: bool = False) -> None:
+        scaler.scale(loss_of(model, number, uses_last=uses_last)).backward()
+        if synchronizes:
+            optimizer.synchronize()
+        if unscales:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    step(0, True)
+    if is_odd:
+        raises(GradientError, lambda: step(1, False), "synchronize()")
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer.zero_grad()
+    else:
+        step(1, True)
+    # the recipe
+    horovod.broadcast_parameters(model.state_dict(), 0)
+    before = values(model)
+    step(2, not is_odd, synchronizes=True)
+    check_equal_on_all_ranks(model)
+    moved = sum(float(np.sum((p - before[name]) ** 2.0)) for name, p in values(model).items())
+    assert 0 < moved < (0.125e-3 if unscales else 10.0) ** 2 * 1.1
+
+
 CLEARS: dict[str, Any] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "model": lambda model, optimizer: model.zero_grad(),

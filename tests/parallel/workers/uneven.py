@@ -189,6 +189,32 @@ def a_rank_that_waits_for_long_says_what_for() -> None:
 # -- parameters that change on some ranks only -----------------------------------------------------------------------
 
 
+def unfreeze(model: Any, optimizer: Any) -> None:
+    model[0].bias.requires_grad_(True)
+
+
+def add(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(40, 30))]})
+
+
+@cases.each({"unfrozen": unfreeze, "added": add})
+def what_takes_gradients_later_on_one_rank_is_an_error_on_all_ranks_of_daso(change: Any) -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    # what a rank has started and others never will stays under way: these names are used up
+    named = [(f"{change.__name__} later, {name}", p) for name, p in model.named_parameters()]
+    optimizer = hvd.DASO(sgd, named, ranks_per_node=RANKS_PER_NODE, global_skips=2, batches_to_wait=1)
+    train(optimizer, model, 3)
+    if hvd.rank() == hvd.size() - 1:
+        change(model, optimizer)
+    begin = time.monotonic()
+    # of the other node, in the step in which nodes meet next
+    with pytest.raises((ValueError, MismatchError), match=r"takes gradients|unfrozen, added|same point|DASO's moment"):
+        train(optimizer, model, 4)
+    assert time.monotonic() - begin < 20.0
+
+
 @cases.each({"onebit": OneBit(), "allgather": "allgather", "none": hvd.Compression.none})
 def ranks_that_freeze_different_parameters_are_told_so(how: Any) -> None:
     settings = {"exchange": "allgather"} if how == "allgather" else {}

@@ -1,0 +1,68 @@
+"""What a `DistributedOptimizer` knows of its step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hvd_compress.engine import Bucket, Ledger, Routing
+from hvd_compress.exchange import AdaGrad
+from hvd_compress.torch._bucket import Bucket as TorchBucket
+from hvd_compress.torch._engine import Engine
+from hvd_compress.torch._members import Members
+from hvd_compress.torch._steering import Steering
+from hvd_compress.torch._wrapping import Wrapping
+
+__all__ = ["Step"]
+
+
+class Step:
+    """Attributes of `Overrides`; those that have no value here are set where an optimizer is wrapped, or its hooks."""
+
+    _engine: Engine | None = None
+    _steering: Steering | None = None
+    _alone: Ledger[Bucket] | None = None
+    """With AdaGrad, where this rank exchanges nothing."""
+    _itself: weakref.ref[Any]
+    """See `_horovod.make_class`; only of the instance."""
+    _wrapping: Wrapping
+    _members: Members
+    _is_open = False
+    """Whether gradients of a step are coming, or being exchanged."""
+    _combined: dict[str, torch.Tensor] | None = None
+    """The gradients of a step whose exchange is complete, until the step is made or given up."""
+    _given: dict[str, torch.Tensor]
+    """The gradients of this step that have come."""
+    _versions: dict[str, int]
+    """How often each of them had been written to by then."""
+    _has_warned = False
+    """Whether the user was told of gradients that were changed before the last of their passes."""
+    _is_queued = False
+    """Whether the end of this backward pass will be told."""
+    _has_compared = False
+    """Whether ranks know which gradients of each other are sparse; nothing is sent before."""
+    _sparse_dims: dict[str, int]
+    """Of the tensors that all ranks send sparse."""
+    _chooses = False
+    _is_plain = False
+    """Whether all tensors go through Horovod's allreduce in one way."""
+    _plain_steps = 0
+    """Plain steps that are not among the counters yet: counting in every hook would make short steps longer."""
+    _sparse_steps: Counter[str]
+    """In how many of these a tensor was sparse, and so not reduced."""
+    _sparse_now: set[str]
+    """Those that are sparse in the step that is not complete yet; it may be abandoned."""
+    _adagrad: AdaGrad | None = None
+    _waiting: dict[str, TorchBucket] = {}  # noqa: RUF012 - replaced, never changed
+    """The bucket of each tensor whose gradient a hook only puts there; Horovod's dicts know nothing of it then."""
+    _new: dict[str, torch.Tensor] = {}  # noqa: RUF012 - replaced, never changed
+    """Parameters that take gradients since this step began."""
+    _retired = False
+    """Whether another optimizer has taken over the parameters."""
+    _horovods: Any
+    _make_engine: Callable[[Routing], Engine]
+    _sent_itemsizes: dict[tuple[Any, torch.dtype], int]
