@@ -81,6 +81,7 @@ def test_a_rank_that_dies_is_replaced_as_with_horovod(tmp_path: Path) -> None:
         assert totals["hvd_compress"][step] == pytest.approx(totals["horovod"][step], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_tapes_go_on(tmp_path: Path) -> None:
     totals = check(elastic_run(tmp_path, "tensorflow", "hvd_compress"))
     assert totals[STEPS - 1] < totals[0]
@@ -89,6 +90,7 @@ def test_tapes_go_on(tmp_path: Path) -> None:
 KERAS = [] if version("keras").startswith("2.") else ["tensorflow", "torch"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", KERAS)
 def test_keras_goes_on(tmp_path: Path, backend: str) -> None:
     totals = check(elastic_run(tmp_path, "keras", "hvd_compress", KERAS_BACKEND=backend))
