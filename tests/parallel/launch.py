@@ -43,13 +43,20 @@ _TENSORFLOW = {
 # none: else `make test` and `make test-rest` would both make it.
 TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     (2, "gloo"): (
-        {**_TORCH, "async_gloo": "test_async_server", "python_calls": "test_python_calls"},
+        {
+            # first: optimizers that others leave behind are asked, too, whether they are ready
+            "python_calls": "test_python_calls",
+            **_TORCH,
+            "async_gloo": "test_async_server",
+            "frameworks": "test_frameworks",
+        },
         {
             **_TENSORFLOW,
             "parameter_server_tensorflow": "test_parameter_server",
             "tensorflow_eventgrad": "test_eventgrad",
         },
     ),
+    (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (_TORCH, {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"}),
 }
 selected: set[str] = set()  # the test files of this session; see conftest.py

@@ -24,8 +24,9 @@ def test_torch(hosts: str, launcher: str) -> None:
         outcome.check(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", hierarchical_tensorflow.cases)
-@pytest.mark.parametrize(("hosts", "launcher"), [("aabb", "gloo"), thorough("", "mpi")])
+@pytest.mark.parametrize(("hosts", "launcher"), [("aabb", "gloo"), ("", "mpi")])
 def test_tensorflow(hosts: str, launcher: str, case: str) -> None:
     outcome = launched("hierarchical_tensorflow", 4, launcher, HVD_COMPRESS_HOSTS=hosts)
     outcome.check(case)
