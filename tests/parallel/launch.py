@@ -48,6 +48,7 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
             "python_calls": "test_python_calls",
             **_TORCH,
             "async_gloo": "test_async_server",
+            "cli": "test_cli",
             "frameworks": "test_frameworks",
         },
         {

@@ -46,8 +46,7 @@ def reports(outcome: Outcome) -> dict[int, dict[str, Any]]:
     return {rank: line for rank, lines in outcome.reports.items() for line in lines if "told" in line}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("topic", ["async_stop", "async_stop_horovod"])
+@pytest.mark.parametrize("topic", ["async_stop", thorough("async_stop_horovod")])
 def test_a_worker_that_is_stopped_does_not_stop_the_rest_and_ends_with_them(topic: str) -> None:
     outcome = run(topic, 4, "mpi", "stays", limit_seconds=120)
     check_ended(outcome)

@@ -41,11 +41,13 @@ def needs(*names: str) -> None:
         pytest.skip(f"hvd_compress has no {', '.join(missing)}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", cases)
 def test_an_interrupted_training_loses_nothing(case: str) -> None:
     launched("reproduce", 2, "mpi").check(case)
 
 
+@pytest.mark.thorough
 def test_every_rank_took_part() -> None:
     launched("reproduce", 2, "mpi").check_ended_well()
 
@@ -65,6 +67,7 @@ def test_dryden_starts(tmp_path: Path) -> None:
     assert result["watched"]["step"] == list(range(40))
 
 
+@pytest.mark.thorough
 def test_qsgd_starts(tmp_path: Path) -> None:
     result = tiny("qsgd", tmp_path, "MNIST, 4 bits, Elias coded")["result"]
     assert result["replicas_identical"]
