@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,9 +26,13 @@ def count_calls(work: Callable[[], Any]) -> Counter[str]:
         if calls or module.partition(".")[0] == PACKAGE:
             calls[f"{module}.{frame.f_code.co_qualname}"] += 1
 
+    # what others have left would be told of its end in between, by functions of Python
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -59,7 +58,6 @@ SETTINGS = {
 
 def calls_of_a_step(setting: Setting, shapes: Iterable[tuple[int, ...]]) -> Counter[str]:
     """The functions that a step enters on this rank, after some steps, with gradients of these shapes."""
-    gc.collect()  # optimizers of before would be asked whether they are ready
     torch.manual_seed(0)
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
     sgd = torch.optim.SGD(model.parameters(), lr=0.125)
