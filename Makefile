@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-keras2 test-all fresh test-cuda-build coverage lint format bench reproduce clean
+.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build coverage lint format bench reproduce clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -18,18 +18,25 @@ setup-keras2:        ## .venv-keras2 with TensorFlow 2.15, whose Keras is Keras 
 demo: setup          ## train MNIST on 2 ranks, compressed and dense, and compare (below 5 minutes)
 	@$(WITH_VENV) $(PYTHON_VENV) examples/demo.py
 
-test: setup          ## all tests, those with several processes too (about half an hour on 2 cores)
+test: setup          ## each guarantee once, with real ranks (about 10 minutes on 2 cores); ARGS names tests, and none is left out
+ifdef ARGS
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest $(ARGS)
+else
+	@$(WITH_VENV) bash ci/test.sh
+endif
+
+test-rest: setup     ## what `make test` leaves out: the same with other numbers of ranks and launchers (about 25 minutes)
+	@$(WITH_VENV) bash ci/test.sh rest
 
 # tracing the ranks takes a quarter more, so that `test` goes without
-coverage: setup      ## the same tests, and which lines of the package they have run
+coverage: setup      ## the tests of `make test` and `make test-rest`, and which lines of the package they have run
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest --cov --cov-report=term $(ARGS)
 
 test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the core, with TensorFlow 2.15 and Keras 2
 	@$(WITH_VENV_KERAS2) .venv-keras2/bin/python -m pytest tests/unit tests/parallel/test_tensorflow.py \
 		tests/parallel/test_keras.py $(ARGS)
 
-test-all: test test-keras2  ## both
+test-all: test test-rest test-keras2  ## all three
 
 fresh:               ## `make demo` in clean roots of Debian 12, 13 and testing (root and debootstrap; an hour; ARGS: see ci/fresh.sh)
 	@ci/fresh.sh $(ARGS)

@@ -14,9 +14,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden files anew; only for a deliberate change of the wire format, with a new version number",
     )
+    parser.addoption(
+        "--write-names", action="store_true", help="write the list of public names anew, after a deliberate change"
+    )
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        # a worker of xdist begins while others compile
+        return
     # Numba keys its cache by the file of the compiled function alone; kernels inlined from another file that has
     # changed since would be tested as they were
     kernels = Path(__file__).parent.parent / "hvd_compress" / "kernels"

@@ -39,16 +39,25 @@ _TENSORFLOW = {
     "tensorflow_values": "test_tensorflow",
 }
 # What topics share a start if the test files that ask for them are run together. Most of a short start is the import of
-# a framework on each rank, and was 40 % of the time of all.
+# a framework on each rank, and was 40 % of the time of all. Of the tests that ask for one start all are thorough, or
+# none: else `make test` and `make test-rest` would both make it.
 TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     (2, "gloo"): (
-        _TORCH,
+        {
+            # first: optimizers that others leave behind are asked, too, whether they are ready
+            "python_calls": "test_python_calls",
+            **_TORCH,
+            "async_gloo": "test_async_server",
+            "cli": "test_cli",
+            "frameworks": "test_frameworks",
+        },
         {
             **_TENSORFLOW,
             "parameter_server_tensorflow": "test_parameter_server",
             "tensorflow_eventgrad": "test_eventgrad",
         },
     ),
+    (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (_TORCH, {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"}),
 }
 selected: set[str] = set()  # the test files of this session; see conftest.py
@@ -58,6 +67,11 @@ _SECONDS_TO_LOOK = 5.0
 _SECONDS_FOR_STACKS = 5.0
 _SECONDS_TO_END = 15.0
 _SECONDS_TO_FOLLOW = 10.0
+
+
+def thorough(*values: Any) -> Any:
+    """Parameters of a test that `make test` leaves out: a start that shows again what another one has shown."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
 
 
 def _mpirun(ranks: int) -> list[str]:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import adagrad, tensorflow_adagrad
 
-STARTS = [(2, "gloo"), (4, "mpi")]
+STARTS = [(2, "gloo"), thorough(4, "mpi")]
 NEED_SEVERAL_RANKS = ("compressed_tensors_are_the_loopbacks", "ranks_must_agree_on_it")
 
 
@@ -21,6 +21,7 @@ def test_adagrad_of_a_tape(case: str, ranks: int, launcher: str) -> None:
     launched("tensorflow_adagrad", ranks, launcher).check(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [case for case in tensorflow_adagrad.cases if case not in NEED_SEVERAL_RANKS])
 def test_adagrad_of_a_tape_on_one_rank(case: str) -> None:
     launched("tensorflow_adagrad", 1, "gloo").check(case)

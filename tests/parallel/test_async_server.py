@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import Outcome, launched, run
+from tests.parallel.launch import Outcome, launched, run, thorough
 
-STARTS = [2, 4, 8]
+STARTS = [thorough(2), 4, thorough(8)]
 # modules of workers that start MPI are not imported here: `mpirun` refuses to start below a process that has
 NUMPY_CASES = 16
 TORCH_CASES = 19
@@ -46,7 +46,7 @@ def reports(outcome: Outcome) -> dict[int, dict[str, Any]]:
     return {rank: line for rank, lines in outcome.reports.items() for line in lines if "told" in line}
 
 
-@pytest.mark.parametrize("topic", ["async_stop", "async_stop_horovod"])
+@pytest.mark.parametrize("topic", ["async_stop", thorough("async_stop_horovod")])
 def test_a_worker_that_is_stopped_does_not_stop_the_rest_and_ends_with_them(topic: str) -> None:
     outcome = run(topic, 4, "mpi", "stays", limit_seconds=120)
     check_ended(outcome)
@@ -67,6 +67,7 @@ def test_a_worker_that_is_stopped_does_not_stop_the_rest_and_ends_with_them(topi
     assert not found[3]["told"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("topic", ["async_stop", "async_stop_horovod"])
 def test_a_worker_that_goes_on_takes_part_again(topic: str) -> None:
     outcome = run(topic, 4, "mpi", "returns", limit_seconds=120)
@@ -80,6 +81,7 @@ def test_a_worker_that_goes_on_takes_part_again(topic: str) -> None:
     assert found[0]["value"] == -found[0]["stats"]["updates"]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_raises_lets_the_others_finish_and_the_start_fails() -> None:
     outcome = run("async_stop", 4, "mpi", "raises", limit_seconds=120)
     assert outcome.returncode not in (0, None), outcome.describe("the start should fail")
@@ -88,12 +90,14 @@ def test_a_worker_that_raises_lets_the_others_finish_and_the_start_fails() -> No
     assert outcome.left == []
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_ends_the_job() -> None:
     outcome = run("async_stop", 4, "mpi", "dies", limit_seconds=120)
     assert outcome.returncode not in (0, None), outcome.describe("the start should fail")
     assert outcome.left == []
 
 
+@pytest.mark.thorough
 def test_servers_that_workers_never_close_are_closed_at_exit() -> None:
     outcome = run("async_stop", 4, "mpi", "stays-open", limit_seconds=120)
     check_ended(outcome)

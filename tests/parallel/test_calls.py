@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import calls
 
-STARTS = [(2, "gloo"), (4, "mpi")]
+STARTS = [(2, "gloo"), thorough(4, "mpi")]
 # what only some ranks begin is left behind, and is not to end the cases after it
 ENVIRONMENT = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}
 

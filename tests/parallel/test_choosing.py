@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import choosing_tensorflow
 
-STARTS = [(2, "gloo"), (4, "mpi")]
+STARTS = [(2, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")

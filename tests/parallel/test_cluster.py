@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster, ClusterError, Run, RunError, unavailable
 from cluster.cli import main
 
-from tests.parallel.launch import ROOT
+from tests.parallel.launch import ROOT, thorough
 
 LIMIT_SECONDS = 200.0
 NUMEL = 250_000
@@ -38,7 +38,7 @@ def _in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+@pytest.mark.parametrize("launcher", [thorough("mpi"), "gloo"])
 def test_horovod_sees_hosts_and_its_bytes_are_counted(cluster: Cluster, launcher: str) -> None:
     outcome = run(cluster, "horovod", str(NUMEL), ranks_per_host=2, launcher=launcher)
     for rank, text in enumerate(outcome.stdout):
@@ -59,6 +59,7 @@ def test_horovod_sees_hosts_and_its_bytes_are_counted(cluster: Cluster, launcher
     assert not cluster.pids()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_ranks_on_one_host_do_not_use_its_link(cluster: Cluster, launcher: str) -> None:
     outcome = run(cluster, "horovod", str(NUMEL), ranks=2, ranks_per_host=2, launcher=launcher)
@@ -68,6 +69,7 @@ def test_ranks_on_one_host_do_not_use_its_link(cluster: Cluster, launcher: str) 
     assert max(outcome.received) < 1000
 
 
+@pytest.mark.thorough
 def test_a_link_is_as_slow_as_it_is_told_to_be(cluster: Cluster) -> None:
     number = 4_000_000
     seconds = {}
@@ -85,6 +87,7 @@ def test_a_link_is_as_slow_as_it_is_told_to_be(cluster: Cluster) -> None:
     assert seconds["unlimited"] < seconds["20mbit"] / 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_a_rank_that_fails_ends_the_run_and_is_quoted(cluster: Cluster, launcher: str) -> None:
     number = {"mpi": "OMPI_COMM_WORLD_RANK", "gloo": "HOROVOD_RANK"}[launcher]
@@ -96,6 +99,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_quoted(cluster: Cluster, launcher
     assert not cluster.pids()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", ["mpi", "gloo"])
 def test_a_time_limit_ends_all_ranks_and_says_where_they_were(cluster: Cluster, launcher: str) -> None:
     with pytest.raises(RunError) as error:

@@ -16,7 +16,7 @@ from cluster.cli import main
 from cluster.cluster import remove_leftovers, take_down
 from cluster.system import call, exclusive, namespaces, pids_in
 
-from tests.parallel.launch import ROOT
+from tests.parallel.launch import ROOT, thorough
 
 SECONDS = 60.0
 # what was started in the background of a shell inherits that SIGINT is to be ignored
@@ -99,7 +99,7 @@ def test_an_error_in_the_block_takes_it_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "launcher"), [(signal.SIGINT, "mpi"), (signal.SIGINT, "gloo"), (signal.SIGTERM, "mpi")]
+    ("number", "launcher"), [thorough(signal.SIGINT, "mpi"), thorough(signal.SIGINT, "gloo"), (signal.SIGTERM, "mpi")]
 )
 def test_a_signal_ends_ranks_and_cluster(number: signal.Signals, launcher: str) -> None:
     with started(launcher) as (process, pids):
@@ -128,6 +128,7 @@ def test_the_next_cluster_removes_what_a_killed_process_has_left() -> None:
     assert not namespaces()
 
 
+@pytest.mark.thorough
 def test_up_and_down_remove_what_a_killed_process_has_left(capsys: pytest.CaptureFixture[str]) -> None:
     with leftovers():
         assert main(["status"]) == 1
@@ -141,6 +142,7 @@ def test_up_and_down_remove_what_a_killed_process_has_left(capsys: pytest.Captur
     assert not namespaces()
 
 
+@pytest.mark.thorough
 def test_what_up_makes_stays_until_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--hosts", "2", "--rate", "100mbit"]) == 0
     assert main(["up"]) == 1

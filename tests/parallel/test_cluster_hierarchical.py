@@ -17,6 +17,7 @@ RANKS_PER_HOST = 2
 LAUNCHERS = ("mpi", "gloo")
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.skipif(unavailable() is not None, reason=f"{unavailable()}"),
     pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)"),
 ]

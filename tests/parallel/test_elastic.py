@@ -87,6 +87,7 @@ def test_models_of_any_type_and_layout_go_on(tmp_path: Path) -> None:
     assert len(set(totals.values())) == len(totals)
 
 
+@pytest.mark.thorough
 def test_tapes_go_on(tmp_path: Path) -> None:
     totals = check(elastic_run(tmp_path, "tensorflow", "hvd_compress"))
     assert totals[STEPS - 1] < totals[0]
@@ -95,6 +96,7 @@ def test_tapes_go_on(tmp_path: Path) -> None:
 KERAS = [] if version("keras").startswith("2.") else ["tensorflow", "torch"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", KERAS)
 def test_keras_goes_on(tmp_path: Path, backend: str) -> None:
     totals = check(elastic_run(tmp_path, "keras", "hvd_compress", KERAS_BACKEND=backend))

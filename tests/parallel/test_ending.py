@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import run
+from tests.parallel.launch import run, thorough
 
 # a rank that has failed leaves its messages some seconds to be taken
 SECONDS = 45.0
@@ -12,7 +12,9 @@ LIMIT_SECONDS = 90.0
 RANKS = 3
 WHO_STARTS_MPI = "TESTS_MPI_IS_STARTED_FIRST"
 
+WITNESS = ("root", "after-backward", "raises", "")
 ENDS = [
+    WITNESS,
     ("one_sided", "wrapping", "raises", ""),
     ("one_sided", "after-backward", "raises", ""),
     ("one_sided", "training", "exits", ""),
@@ -20,7 +22,6 @@ ENDS = [
     ("one_sided", "closing", "raises", "1"),
     ("alltoall", "after-backward", "raises", ""),
     ("root", "wrapping", "raises", ""),
-    ("root", "after-backward", "raises", ""),
     ("root", "training", "raises", "1"),
     ("root", "training", "exits", "1"),
     ("async", "wrapping", "raises", ""),
@@ -31,7 +32,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("what", "when", "how", "first"), ENDS)
+@pytest.mark.parametrize(("what", "when", "how", "first"), [end if end == WITNESS else thorough(*end) for end in ENDS])
 def test_a_rank_that_ends_ends_all_without_a_crash(what: str, when: str, how: str, first: str) -> None:
     environment = {WHO_STARTS_MPI: first}
     outcome = run("ending", RANKS, "mpi", what, when, how, limit_seconds=LIMIT_SECONDS, environment=environment)

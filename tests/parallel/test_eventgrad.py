@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import eventgrad, one_sided
 
-STARTS = [(1, "gloo"), (2, "gloo"), (4, "mpi")]
-STARTS_ONE_SIDED = [(1, "mpi"), (2, "horovodrun-mpi"), (4, "mpi")]
+STARTS = [thorough(1, "gloo"), (2, "gloo"), thorough(4, "mpi")]
+STARTS_ONE_SIDED = [thorough(1, "mpi"), (2, "horovodrun-mpi"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", eventgrad.cases)
@@ -21,17 +21,23 @@ def test_one_sided(case: str, ranks: int, launcher: str) -> None:
     launched("one_sided", ranks, launcher).check(case)
 
 
-@pytest.mark.parametrize(
-    ("topic", "ranks", "launcher"),
-    [("eventgrad", *start) for start in STARTS] + [("one_sided", *start) for start in STARTS_ONE_SIDED],
-)
-def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
+def check_all_took_part(topic: str, ranks: int, launcher: str) -> None:
     outcome = launched(topic, ranks, launcher)
     outcome.check_ended_well()
     assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), (3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_every_rank_took_part(ranks: int, launcher: str) -> None:
+    check_all_took_part("eventgrad", ranks, launcher)
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS_ONE_SIDED)
+def test_every_rank_took_part_one_sided(ranks: int, launcher: str) -> None:
+    check_all_took_part("one_sided", ranks, launcher)
+
+
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), thorough(3, "mpi")])
 def test_tensorflow(ranks: int, launcher: str) -> None:
     outcome = launched("tensorflow_eventgrad", ranks, launcher)
     outcome.check_ended_well()

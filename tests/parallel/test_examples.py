@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import BIN, LAUNCHERS
+from tests.parallel.launch import BIN, LAUNCHERS, thorough
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--limit-train", "1280", "--width", "256", "--batch-size", "16", "--epochs", "3"]
@@ -32,12 +32,12 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
     ("script", "environment"),
     [
         ("pytorch_mnist.py", {}),
-        ("eventgrad_mnist.py", {}),
-        ("daso_mnist.py", {}),
-        ("async_mnist.py", {}),
-        ("tensorflow2_mnist.py", {}),
-        ("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
-        ("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
+        thorough("eventgrad_mnist.py", {}),
+        thorough("daso_mnist.py", {}),
+        thorough("async_mnist.py", {}),
+        thorough("tensorflow2_mnist.py", {}),
+        thorough("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
+        thorough("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
     ],
 )
 def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environment: dict[str, str]) -> None:
@@ -63,7 +63,7 @@ HEADINGS = [
 ]
 
 
-@pytest.mark.parametrize("heading", HEADINGS)
+@pytest.mark.parametrize("heading", [HEADINGS[0], *map(thorough, HEADINGS[1:])])
 def test_the_readme_runs(tmp_path: Path, heading: str) -> None:
     section = (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2]
     script = tmp_path / "train.py"

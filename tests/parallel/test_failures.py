@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import Outcome, run
+from tests.parallel.launch import Outcome, run, thorough
 
 # what launcher and ranks may take to notice: Horovod's stall check ends a rank that waits for one which is gone after
 # 30 seconds (see launch.py), but the launcher or the closed connection should tell it long before
@@ -28,8 +28,8 @@ def check_all_ended(outcome: Outcome) -> None:
     ("ranks", "launcher", "how"),
     [
         (2, "gloo", "raise-after-backward"),
-        (4, "mpi", "raise-before-backward"),
-        (2, "horovodrun-mpi", "raise-after-backward"),
+        thorough(4, "mpi", "raise-before-backward"),
+        thorough(2, "horovodrun-mpi", "raise-after-backward"),
     ],
 )
 def test_a_rank_that_raises_ends_all(ranks: int, launcher: str, how: str) -> None:
@@ -39,7 +39,7 @@ def test_a_rank_that_raises_ends_all(ranks: int, launcher: str, how: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("ranks", "launcher", "how"), [(2, "gloo", "corrupt-two_phase"), (4, "mpi", "corrupt-allgather")]
+    ("ranks", "launcher", "how"), [(2, "gloo", "corrupt-two_phase"), thorough(4, "mpi", "corrupt-allgather")]
 )
 def test_a_corrupted_payload_ends_all_with_a_wire_error(ranks: int, launcher: str, how: str) -> None:
     outcome = run("failures", ranks, launcher, how, limit_seconds=LIMIT_SECONDS)

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import hierarchical_tensorflow
 
 # ranks were started host by host; one on each host in turn; so that Horovod's own numbers of hosts are wrong; on one
-STARTS = [("aabb", "mpi"), ("abab", "gloo"), ("abba", "gloo"), ("", "mpi")]
+STARTS = [("aabb", "mpi"), thorough("abab", "gloo"), thorough("abba", "gloo"), thorough("", "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
@@ -24,6 +24,7 @@ def test_torch(hosts: str, launcher: str) -> None:
         outcome.check(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", hierarchical_tensorflow.cases)
 @pytest.mark.parametrize(("hosts", "launcher"), [("aabb", "gloo"), ("", "mpi")])
 def test_tensorflow(hosts: str, launcher: str, case: str) -> None:

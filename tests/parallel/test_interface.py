@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import interface
 
-STARTS = [(2, "gloo"), (4, "mpi")]
+STARTS = [(2, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", interface.cases)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 
 MAIN = {
     "tensorflow": {"KERAS_BACKEND": "tensorflow"},
@@ -39,18 +39,22 @@ def check_all(topic: str, ranks: int, launcher: str, flavour: str) -> None:
 
 
 # most of a start is the import of a framework and of Keras
-@pytest.mark.parametrize(("ranks", "launcher", "flavour"), FIT)
+@pytest.mark.parametrize(
+    ("ranks", "launcher", "flavour"),
+    [start if start == (2, "gloo", "tensorflow") else thorough(*start) for start in FIT],
+)
 def test_fit_and_daso(ranks: int, launcher: str, flavour: str) -> None:
     # two nodes of two ranks; in the main environment Keras 2 has two of one
     with_daso = flavour == "tf_keras" or ranks == 4
     check_all("keras_fit+keras_daso" if with_daso else "keras_fit", ranks, launcher, flavour)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", [f if f == "torch" else thorough(f) for f in FLAVOURS])
 def test_corners_and_adagrad(flavour: str) -> None:
     check_all("keras_corners+keras_adagrad", 2, "mpi", flavour)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_adagrad_on_one_rank(flavour: str) -> None:
     check_all("keras_adagrad", 1, "gloo", flavour)

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import parameter_server_tensorflow
 
-STARTS = [(2, "gloo"), (3, "mpi"), (4, "gloo"), (4, "mpi")]
+STARTS = [(2, "gloo"), thorough(3, "mpi"), thorough(4, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
@@ -24,7 +24,7 @@ def test_torch(ranks: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", parameter_server_tensorflow.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), (3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), thorough(3, "mpi")])
 def test_tensorflow(ranks: int, launcher: str, case: str) -> None:
     outcome = launched("parameter_server_tensorflow", ranks, launcher)
     outcome.check(case)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import process_sets
 
-STARTS = [(3, "gloo"), (4, "mpi")]
+STARTS = [(3, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", process_sets.cases)

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import crowd, replicas
 
-STARTS = [(4, "gloo"), (4, "mpi")]
+STARTS = [(3, "gloo"), thorough(4, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", replicas.cases)
@@ -14,13 +14,14 @@ def test_replicas_after_200_steps(case: str, ranks: int, launcher: str) -> None:
     launched("replicas", ranks, launcher).check(case)
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [*STARTS, (16, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [*STARTS, thorough(16, "mpi")])
 def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     outcome = launched("crowd" if ranks == 16 else "replicas", ranks, launcher)
     outcome.check_ended_well()
     assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", crowd.cases)
 def test_sixteen_ranks(case: str) -> None:
     launched("crowd", 16, "mpi").check(case)

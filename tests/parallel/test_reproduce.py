@@ -41,15 +41,18 @@ def needs(*names: str) -> None:
         pytest.skip(f"hvd_compress has no {', '.join(missing)}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", cases)
 def test_an_interrupted_training_loses_nothing(case: str) -> None:
     launched("reproduce", 2, "mpi").check(case)
 
 
+@pytest.mark.thorough
 def test_every_rank_took_part() -> None:
     launched("reproduce", 2, "mpi").check_ended_well()
 
 
+@pytest.mark.thorough
 def test_dryden_starts(tmp_path: Path) -> None:
     result = tiny("dryden", tmp_path, "adaptive")["result"]
     assert result["replicas_identical"]
@@ -64,6 +67,7 @@ def test_dryden_starts(tmp_path: Path) -> None:
     assert result["watched"]["step"] == list(range(40))
 
 
+@pytest.mark.thorough
 def test_qsgd_starts(tmp_path: Path) -> None:
     result = tiny("qsgd", tmp_path, "MNIST, 4 bits, Elias coded")["result"]
     assert result["replicas_identical"]
@@ -71,6 +75,7 @@ def test_qsgd_starts(tmp_path: Path) -> None:
     assert 0 < result["bytes_sent"][0] < dense / 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["adaptive(64), Golomb coded", "Percentile(90), error feedback"])
 def test_methods_start(method: str, tmp_path: Path) -> None:
     result = tiny("methods", tmp_path, f"MNIST, {method}")["result"]
@@ -79,6 +84,7 @@ def test_methods_start(method: str, tmp_path: Path) -> None:
     assert 0 < result["bytes_sent"][0] < dense / 7
 
 
+@pytest.mark.thorough
 def test_lam_starts(tmp_path: Path) -> None:
     needs("Percentile", "ParameterServer")
     needs_cifar()
@@ -90,6 +96,7 @@ def test_lam_starts(tmp_path: Path) -> None:
     assert result["watched"]["step"][0] == 0
 
 
+@pytest.mark.thorough
 def test_lam_times_all_methods_in_turns(tmp_path: Path) -> None:
     needs("Percentile", "ParameterServer")
     needs_cifar()
@@ -98,6 +105,7 @@ def test_lam_times_all_methods_in_turns(tmp_path: Path) -> None:
     assert {"dense, allreduce", "Percentile(90)", "Percentile(90), error feedback"} <= set(result["rows"])
 
 
+@pytest.mark.thorough
 def test_sievert_starts(tmp_path: Path) -> None:
     needs("ParameterServer")
     needs_cifar()

@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import launched, run
+from tests.parallel.launch import launched, run, thorough
 from tests.parallel.workers import tensorflow_process_sets, tensorflow_values
 
-STARTS = [(2, "gloo"), (4, "mpi")]
+STARTS = [(2, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", tensorflow_values.cases)
@@ -23,11 +23,13 @@ def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", tensorflow_process_sets.cases)
 def test_process_sets(case: str) -> None:
     launched("tensorflow_process_sets", 4, "mpi").check(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("inter_op", ["1", "2"])
 def test_64_variables_in_one_function_never_stall(inter_op: str) -> None:
     environment = {"TF_NUM_INTEROP_THREADS": inter_op}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 
 CASES = 36
 # what one rank has begun and the others never join is left behind, and is not to end the cases after it
 ENVIRONMENT = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), (4, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), thorough(4, "mpi")])
 def test_uneven(ranks: int, launcher: str) -> None:
     outcome = launched("uneven", ranks, launcher, **ENVIRONMENT)
     cases = {line["case"] for lines in outcome.reports.values() for line in lines if "case" in line}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched
+from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import buckets, values
 
 THREAD = {"HVD_COMPRESS_WORKER": "1"}
@@ -15,12 +15,13 @@ def test_values(case: str) -> None:
     launched("values", 2, "mpi", **THREAD).check(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", buckets.cases)
 def test_buckets(case: str) -> None:
     launched("buckets", 3, "gloo", **THREAD).check(case)
 
 
-@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), ("buckets", 3, "gloo")])
+@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), thorough("buckets", 3, "gloo")])
 def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
     outcome = launched(topic, ranks, launcher, **THREAD)
     outcome.check_ended_well()

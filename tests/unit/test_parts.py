@@ -1,0 +1,75 @@
+"""`make test` and `make test-rest` together run every test, and none of them twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# stands in for Python, and notes what it is to run
+NOTE = """#!{python}
+import json, sys
+with open({file!r}, "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+# one session after the other: frameworks are imported once
+COLLECT = """
+import json, sys
+import pytest
+
+class Collected:
+    def __init__(self):
+        self.ids, self.others = [], []
+
+    def pytest_deselected(self, items):
+        self.others += [item.nodeid for item in items]
+
+    def pytest_collection_finish(self, session):
+        self.ids = [item.nodeid for item in session.items]
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    collected = Collected()
+    code = pytest.main([*arguments, "--collect-only", "-qqq", "-p", "no:cacheprovider"], plugins=[collected])
+    assert code == 0, (code, arguments)
+    found.append([collected.ids, collected.others])
+with open(sys.argv[2], "w") as file:
+    json.dump(found, file)
+"""
+
+
+def sessions_of(folder: Path, *part: str) -> list[list[str]]:
+    """The arguments of each call of pytest that `ci/test.sh` makes for a part."""
+    noted, python = folder / f"noted-{len(part)}", folder / "python"
+    python.write_text(NOTE.format(python=sys.executable, file=str(noted)))
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "ci/test.sh", *part], cwd=ROOT, check=True, timeout=60, env=environment)
+    commands = [json.loads(line) for line in noted.read_text().splitlines()]
+    assert all(command[:2] == ["-m", "pytest"] for command in commands)
+    return [command[2:] for command in commands]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
+def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
+    sessions = [*sessions_of(tmp_path), *sessions_of(tmp_path, "rest")]
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, json.dumps(sessions), str(tmp_path / "found")],
+        cwd=ROOT, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    found = json.loads((tmp_path / "found").read_text())
+    one_process, ranks, rest = (Counter(ids) for ids, _ in found)
+    # the last session looks at all that pytest finds
+    everything = Counter(found[-1][0] + found[-1][1])
+    assert one_process + ranks + rest == everything
+    assert set(everything.values()) == {1}
+    assert all((one_process, ranks, rest))
