@@ -25,8 +25,8 @@ def corrupt_payloads() -> None:
     """From now on this rank sends payloads of which some bits of the body are wrong."""
     encode = Transfer.encode
 
-    def corrupting(self: Transfer, x: Any, slots: Sequence[Any], source: Any = None) -> list[int]:
-        used = encode(self, x, slots, source)
+    def corrupting(self: Transfer, gradient: Any, slots: Sequence[Any]) -> list[int]:
+        used = encode(self, gradient, slots)
         for slot, nbytes in zip(slots, used, strict=True):
             slot[100:nbytes:1000] ^= 4
         return used
