@@ -114,11 +114,12 @@ def overlapping(spans: Sequence[tuple[int, int]]) -> set[int]:
         [32, 36]
     """
     shared: set[int] = set()
-    last = (0, 0)
-    for span in sorted(spans):
-        if span[0] < last[1]:
-            shared |= {last[0], span[0]}
-        last = max(last, span, key=lambda known: known[1])
+    first = last = 0
+    for start, end in sorted(spans):
+        if start < last:
+            shared |= {first, start}
+        if end > last:
+            first, last = start, end
     return shared
 
 
