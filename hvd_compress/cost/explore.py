@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
 from hvd_compress.cost.race import Race
@@ -203,42 +201,6 @@ class Explorer:
         if changes:
             self._skipped = 0
         return changes
-
-    def get_state(self) -> dict[str, Any]:
-        """All that it has learnt, as a JSON-able dict for `set_state`."""
-        return {
-            "current": self.current.name,
-            "race": self._race.get_state(),
-            "rivals": self._rivals.get_state(),
-            "turn": None if self._turn is None else asdict(self._turn),
-            "seconds": list(self._seconds),
-            "skipped": self._skipped,
-            "watch": self._watch.get_state(),
-            "search": [self._search_seconds, self._search_steps],
-            "expected": self._expected,
-            "dense is due": self._dense_is_due,
-            "factors": self.corrector.get_state(),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `get_state`.
-
-        Raises:
-            ValueError: it names a configuration that is not known here.
-        """
-        unknown = {state["current"], *state["race"]["trials"], *state["rivals"]["known"]} - self._by_name.keys()
-        if unknown:
-            raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(self._by_name)}; begin anew")
-        self._current = self._by_name[state["current"]]
-        self._race.set_state(state["race"])
-        self._rivals.set_state(state["rivals"])
-        self._turn = None if state["turn"] is None else _Turn(**deepcopy(state["turn"]))
-        self._seconds = list(state["seconds"])
-        self._skipped = state["skipped"]
-        self._watch.set_state(state["watch"])
-        self._search_seconds, self._search_steps = state["search"]
-        self._expected, self._dense_is_due = state["expected"], state["dense is due"]
-        self.corrector.set_state(state["factors"])
 
     def _is_enough(self) -> bool:
         taken, least = len(self._seconds), self._settings.steps

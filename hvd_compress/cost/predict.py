@@ -163,18 +163,15 @@ def exchange_seconds(work: Work, speed: Speed, network: Network) -> float:
     return sum(stage.seconds for stage in stages_of(work, speed, network))
 
 
-def break_even_bandwidth(
-    compressed: Callable[[float], float], dense: Callable[[float], float], digits: float = 1e-3
-) -> float:
+def break_even_bandwidth(compressed: Callable[[float], float], dense: Callable[[float], float]) -> float:
     """The bandwidth at which both take the same time: below it compressing pays.
 
     Args:
         compressed: bandwidth in bits per second -> seconds.
         dense: the same; of two that both fall with the bandwidth, the one that falls further.
-        digits: relative precision.
 
     Returns:
-        Bits per second; 0 if compressing never pays, infinity if it always does.
+        Bits per second, to a thousandth; 0 if compressing never pays, infinity if it always does.
 
     Example:
         >>> from hvd_compress.cost import break_even_bandwidth
@@ -190,7 +187,7 @@ def break_even_bandwidth(
     if pays(_MOST_BANDWIDTH):
         return math.inf
     low, high = _LEAST_BANDWIDTH, _MOST_BANDWIDTH
-    while high / low > 1 + digits:
+    while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return math.sqrt(low * high)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median, median_low
-from typing import Any
 
 from hvd_compress.cost.chance import is_slower
 
@@ -74,16 +73,6 @@ class Race:
     def ratios(self, name: str, other: str) -> list[float]:
         """How many times as long the first took as the other, in each turn of both."""
         return [a / b for a, b in zip(self._trials[name], self._trials[other], strict=False)]
-
-    def get_state(self) -> dict[str, Any]:
-        """A JSON-able dict for `set_state`."""
-        trials = {name: list(seconds) for name, seconds in self._trials.items()}
-        return {"trials": trials, "lost": sorted(self._lost), "lasted": self._lasted}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `get_state`."""
-        self._trials = {name: list(seconds) for name, seconds in state["trials"].items()}
-        self._lost, self._lasted = set(state["lost"]), float(state["lasted"])
 
     def _compared(self, name: str, fastest: str, alone: Mapping[str, float]) -> float:
         """Seconds of a name from those of the fastest: what disturbs both of a turn alike does not count."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from hvd_compress.cost.chance import is_slower
 
@@ -131,25 +130,6 @@ class Rivals:
         measured = self.measured
         predicted = {other: self._known[other] for other in self._predicted}
         self.begin(name, measured, {self._chosen: inverse}, predicted)
-
-    def get_state(self) -> dict[str, Any]:
-        """A JSON-able dict for `set_state`."""
-        return {
-            "chosen": self._chosen,
-            "known": dict(self._known),
-            "predicted": sorted(self._predicted),
-            "ratios": {name: list(of_name) for name, of_name in self._ratios.items()},
-            "saved": dict(self._saved),
-            "recent": list(self._recent),
-        }
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `get_state`."""
-        self._chosen, self._known = state["chosen"], dict(state["known"])
-        self._predicted = set(state["predicted"])
-        self._ratios = {name: list(ratios) for name, ratios in state["ratios"].items()}
-        self._saved, self._recent = dict(state["saved"]), list(state["recent"])
-        self._set_prices()
 
     def _set_prices(self) -> None:
         seconds = {name: self._known[name] for name in self._ratios}

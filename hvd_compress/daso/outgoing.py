@@ -129,7 +129,7 @@ class Outgoing:
             if self._debt is not None:
                 change += self._debt[self.share.place(piece)]
             bucket.encode(key, change)
-        self._send_parcel(bucket, bucket.collectives[0], bucket.parcel())
+        self._send_parcel(bucket.collectives[0], bucket.parcel())
         self._later = [(_halfway(wait), partial(self._advance, bucket)) for _ in bucket.collectives[1:]]
 
     def receive_changes(self, out: Array) -> bool:
@@ -273,7 +273,7 @@ class Outgoing:
         self.seconds += time.perf_counter() - begin
         return received
 
-    def _send_parcel(self, bucket: Bucket[Transfer], collective: str, parcel: Parcel) -> None:
+    def _send_parcel(self, collective: str, parcel: Parcel) -> None:
         self._change = self._across.start(collective, parcel.buffer, f"{self._name}.{collective}", parcel.sizes)
         self._collective = collective
         ranks, me = self._across.size, self._across.position
@@ -286,7 +286,7 @@ class Outgoing:
     def _advance(self, bucket: Bucket[Transfer]) -> None:
         collective = self._collective
         following = bucket.collectives[bucket.collectives.index(collective) + 1]
-        self._send_parcel(bucket, following, bucket.advance(collective, self._wait_for_change()))
+        self._send_parcel(following, bucket.advance(collective, self._wait_for_change()))
 
     def _wait_for_change(self) -> Array:
         begin = time.perf_counter()

@@ -402,10 +402,6 @@ class _Table:
                 rows.append((i, part.start, numel, offsets[number], slots[number], transfer.plan.group, adds))
         return cls(list(transfers), rows)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._values.size
-
     def of(self, held: Collection[str]) -> _Rows:
         """The rows of the tensors that are held; their owners are numbered among these."""
         if len(held) == len(self._names):
