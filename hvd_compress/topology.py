@@ -1,4 +1,4 @@
-"""Topologies: which ranks are neighbours, and with which weights they average.
+"""Say which ranks are neighbours, and with which weights they average.
 
 A topology turns a number of ranks into a doubly stochastic matrix W: `W[i, j]` is the weight of rank j's values on rank
 i, rows and columns sum to one, and every rank is reached from every other. Then averaging with neighbours again and
@@ -29,14 +29,14 @@ class Topology(ABC):
 
     @abstractmethod
     def matrix(self, size: int) -> Matrix:
-        """The weights among `size` ranks: float64 of shape (size, size)."""
+        """Return the weights among `size` ranks: float64 of shape (size, size)."""
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": self.id}
 
     def neighbours(self, size: int) -> list[Neighbours]:
-        """The part of each of `size` ranks.
+        """Check the weights among `size` ranks and return the part of each rank.
 
         Raises:
             ValueError: `size` below 1, or weights that do not bring all ranks to their mean.
@@ -63,7 +63,7 @@ class Topology(ABC):
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One rank's part in a topology.
+    """Describes one rank's part in a topology.
 
     Args:
         position: of the rank.
@@ -141,7 +141,7 @@ class Exponential(Topology):
 
 
 class Graph(Topology):
-    """Any networkx graph whose nodes are the ranks 0, 1, 2, ….
+    """Takes the neighbours from any networkx graph whose nodes are the ranks 0, 1, 2, ….
 
     Edges with an attribute "weight" say the weights, and each rank's own is what is left to one; an edge of a directed
     graph goes the way of the messages. Without that attribute an undirected graph gets the weights of
@@ -192,18 +192,18 @@ class Graph(Topology):
         return f"Graph({len(self._matrix)} ranks, {int((self._matrix != 0).sum() - len(self._matrix))} messages a step)"
 
     def matrix(self, size: int) -> Matrix:
-        """The weights; `size` must be the number of nodes."""
+        """Return the weights; `size` must be the number of nodes."""
         if size != len(self._matrix):
             raise ValueError(f"{self!r} was given to {size} ranks; it needs a node for each")
         return self._matrix.copy()
 
     def get_config(self) -> dict[str, Any]:
-        """The weights in brief, which ranks compare."""
+        """Return a digest of the weights, which ranks compare."""
         return {"id": self.id, "weights": hashlib.sha256(self._matrix.tobytes()).hexdigest()[:16]}
 
 
 def _circulant(size: int, offsets: set[int]) -> Matrix:
-    """Equal weights for those `offset` places after each rank, itself included."""
+    """Make equal weights for the ranks at these offsets after each rank."""
     distinct = {offset % size for offset in offsets}
     weights = np.zeros((size, size))
     for rank in range(size):
