@@ -1,4 +1,4 @@
-"""Which exchange for which bucket: decisions from predictions, and predictions corrected by what was measured."""
+"""Choose an exchange for each bucket by predictions, and correct predictions by what was measured."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def configurations(
     forward: float = 0.0,
     margin: float = _MARGIN,
 ) -> list[Configuration]:
-    """All configurations worth a thought, the one of the shortest predicted step first.
+    """List all configurations worth a thought, the one of the shortest predicted step first.
 
-    They are: `dense` everywhere; for each other label, it where a bucket gains by it, and `dense` elsewhere; and under
-    the name "mixed" the best of each bucket. Where no bucket gains by a label, it is used where it is predicted to take
+    They are: `dense` everywhere; each other label where a bucket gains by it, with `dense` elsewhere; and under the
+    name "mixed" the best of each bucket. Where no bucket gains by a label, it is used where it is predicted to take
     at most half as long again as `dense`: predictions of short exchanges are not that exact.
 
     Args:
@@ -138,7 +138,7 @@ class Corrector:
         self._ratios[name] = [*self._ratios.get(name, []), measured / predicted][-self._window :]
 
     def factor(self, name: str) -> float:
-        """What to multiply a prediction with."""
+        """Return the factor to multiply a prediction with."""
         if name in self._ratios:
             return median(self._ratios[name])
         return min((median(r) for r in self._ratios.values()), default=1.0)
