@@ -1,4 +1,4 @@
-"""Residuals in a saved state: who owes what, and how that is divided among another number of ranks.
+"""Check, write, read and redistribute saved states: which rank owes what, with any number of ranks.
 
 A state is what `compression_state_dict()` of an edge returns on one rank:
 
@@ -38,7 +38,7 @@ State = dict[str, Any]
 
 _NEEDED = ("size", "rank", "steps", "residuals", "owner_residuals")
 _KINDS = {"residuals": "residual", "owner_residuals": "owner residual", "accumulators": "accumulator"}
-# elements of a tensor that are believed without values to show for them
+# a tensor of up to so many elements is believed without values to show for them
 _MOST_UNBACKED = 2**20
 
 
@@ -123,7 +123,7 @@ def write_state(path: str | os.PathLike[str], state: State) -> None:
 
 
 def read_state(path: str | os.PathLike[str]) -> State:
-    """The state that `write_state` wrote.
+    """Read a state that `write_state` wrote.
 
     Raises:
         StateError: the file is something else, or damaged.
@@ -136,7 +136,7 @@ def read_state(path: str | os.PathLike[str]) -> State:
             state = json.loads(arrays.pop("plain").tobytes())
             for kind in _kinds(state):
                 for entry in state[kind].values():
-                    # each is there once: else a small file could stand for any number of arrays
+                    # each array is used once: else a small file could stand for any number of arrays
                     entry["values"] = arrays.pop(entry["values"])
             return check_state(state)
         except Exception as error:
@@ -252,7 +252,7 @@ def _summed(name: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _put_together(by_rank: dict[int, State], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Entries with all elements of each tensor, and which of them some rank has."""
+    """Join the ranks' entries to all elements of each tensor; returns them, and which elements some rank has."""
     whole: dict[str, Any] = {}
     held: dict[str, Any] = {}
     for name in dict.fromkeys(name for state in by_rank.values() for name in state[kind]):
@@ -270,6 +270,6 @@ def _put_together(by_rank: dict[int, State], kind: str) -> tuple[dict[str, Any],
 
 
 def _zeros(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """An entry for all elements, of the largest of the types."""
+    """Make an entry of zeros for all elements, in the largest of the types."""
     dtype = np.result_type(*(entry["values"].dtype for entry in entries))
     return {"shape": list(entries[0]["shape"]), "values": np.zeros(math.prod(entries[0]["shape"]), dtype)}

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Compares what each rank says about itself; edges carry the bytes."""
+"""Compare what each rank says about its settings and tensors; edges carry the bytes."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _calls: Counter[str] = Counter()
 
 
 def serialize(description: dict[str, Any]) -> bytes:
-    """A description (JSON-able) as canonical bytes."""
+    """Turn a JSON-able description into canonical bytes."""
     return json.dumps(description, sort_keys=True, default=str).encode()
 
 
 def versions() -> dict[str, Any]:
-    """What is compared beside every description: two releases may choose, lay out or name things differently."""
+    """Return the versions that ranks compare too: two releases may choose, lay out or name things differently."""
     # the package itself is above this module, and is there whenever this module is
     package = sys.modules[__name__.partition(".")[0]]
     return dict(zip(_VERSIONS, (package.__version__, wire.VERSION), strict=True))
 
 
 def digest(serialized: bytes) -> bytes:
-    """DIGEST_BYTES bytes that differ when descriptions do."""
+    """Return DIGEST_BYTES bytes that differ when descriptions do."""
     return hashlib.sha256(serialized).digest()
 
 
@@ -74,10 +74,10 @@ must be given the same settings, and parameters of the same names, shapes and or
 
 
 def scope_of(process_set: Any) -> str:
-    """A name for the ranks of a Horovod process set; its own number goes to the next set when it is removed."""
+    """Name the ranks of a Horovod process set, whose own number another set gets after its removal."""
     if process_set.process_set_id == 0:
         return "all"
-    # one that was made of a communicator knows no ranks
+    # a process set that was made from a communicator knows no ranks
     ranks = process_set.process_set_id if process_set.ranks is None else list(process_set.ranks)
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
 
@@ -87,8 +87,8 @@ def agree(
 ) -> None:
     """Compare the description of this rank, and `versions`, with all others; a collective call, but for elastic runs.
 
-    There nothing is compared: who joins comes here while the others wait in their states' `sync`, or train. What has to
-    be the same on all ranks beyond what Horovod compares itself is refused in such runs.
+    In elastic runs nothing is compared: a new rank comes here while the others wait in their states' `sync`, or train.
+    Such runs refuse what would need more comparisons than Horovod's own.
 
     Args:
         description: JSON-able.
@@ -113,7 +113,7 @@ def agree(
 def begin_agreement(
     description: dict[str, Any], scope: str, start: Callable[[bytes, str], Callable[[], bytes]]
 ) -> Callable[[], None]:
-    """The same as `agree` in two parts, for ranks that have something to do meanwhile.
+    """Begin what `agree` does, and return what ends it, for ranks that have something to do meanwhile.
 
     Args:
         description: JSON-able.

@@ -1,4 +1,4 @@
-"""N ranks in one process: the same stages as on a cluster, with collectives that are list operations."""
+"""Run N ranks in one process: the same stages as on a cluster, with collectives that are list operations."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Loopback:
         return [results[name] for results in self.grouped_allreduce([{name: array} for array in arrays])]
 
     def grouped_allreduce(self, arrays: Sequence[Mapping[str, npt.ArrayLike]]) -> list[dict[str, Array]]:
-        """`allreduce` of several tensors in one exchange, as a bucket of an optimizer makes it.
+        """Exchange several tensors together, as a bucket of an optimizer does; see `allreduce`.
 
         Args:
             arrays: {name: array} of each rank, with the same names in the same order.
@@ -134,22 +134,22 @@ class Loopback:
         ]
 
     def residual(self, name: str, rank: int) -> Array:
-        """Copy of a rank's residual of a tensor, flat."""
+        """Return a flat copy of a rank's residual of a tensor."""
         value = self._transfers[name][rank].residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def owner_residual(self, name: str, rank: int) -> Array:
-        """Copy of what a rank owes of the chunk that it owns, flat; empty for `allgather`."""
+        """Return a flat copy of what a rank owes of the chunk that it owns; empty for `allgather`."""
         value = self._transfers[name][rank].owner_residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def accumulator(self, name: str, rank: int) -> Array:
-        """Copy of AdaGrad's sums of squares of the chunk that a rank owns, flat."""
+        """Return a flat copy of AdaGrad's sums of squares of the chunk that a rank owns."""
         of_rank = self._transfers[name][rank].accumulator
         return np.zeros(0, np.float32) if of_rank is None or of_rank.values is None else of_rank.values.copy()
 
     def bounds(self, name: str) -> tuple[int, ...]:
-        """Element offsets of the chunks of a tensor."""
+        """Return the element offsets of the chunks of a tensor."""
         return self._transfers[name][0].plan.bounds
 
     def _accumulator(self) -> Accumulator | None:
@@ -196,7 +196,7 @@ class Loopback:
         return self._buckets[names]
 
     def _run(self, collective: str, parcels: list[Parcel], root: int | None = None) -> list[Bytes]:
-        """What each rank receives."""
+        """Run a collective; returns what each rank receives."""
         if collective == "broadcast" and root is not None:
             self.bytes_sent[root] += (self.ranks - 1) * parcels[root].buffer.size
             return [parcels[root].buffer] * self.ranks

@@ -1,4 +1,4 @@
-"""Which tensor gets which compressor: by its name, or by what the network and the machine turn out to be."""
+"""Choose a compressor for each tensor: by its name, or by what the network and the machine turn out to be."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HOROVODS = {"NoneCompressor": _UNCOMPRESSED, "FP16Compressor": FP16()}
 
 @dataclass(frozen=True)
 class Policy:
-    """A compressor for each tensor by its name: that of the first rule whose pattern matches.
+    """Chooses a compressor for each tensor by its name: that of the first rule whose pattern matches.
 
     Tensors of several compressors share an exchange all the same; those of NoCompression and FP16 go through Horovod's
     allreduce.
@@ -76,11 +76,11 @@ class Policy:
                 )
 
     def for_tensor(self, name: str) -> Compressor:
-        """The compressor of a tensor."""
+        """Return the compressor of a tensor."""
         return next((c for pattern, c in self.rules if fnmatchcase(name, pattern)), self.default)
 
     def get_config(self) -> dict[str, Any]:
-        """The rules as a JSON-able dict, which ranks compare."""
+        """Return the rules as a JSON-able dict, which ranks compare."""
         rules = [[pattern, compressor.get_config()] for pattern, compressor in self.rules]
         return {"id": "policy", "rules": rules, "default": self.default.get_config()}
 
@@ -127,17 +127,17 @@ class Auto:
             raise ValueError("Auto: give at least one candidate, or use compression=Compression.none")
 
     def __call__(self, *args: Any, **settings: Any) -> Auto:
-        """Another one with the given settings, as a compressor's."""
+        """Return another `Auto` with the given settings, as compressors do."""
         return Auto(*args, **settings)
 
     def get_config(self) -> dict[str, Any]:
-        """The candidates as a JSON-able dict, which ranks compare."""
+        """Return the candidates as a JSON-able dict, which ranks compare."""
         return {"id": "auto", "candidates": [compressor.get_config() for compressor in self.candidates]}
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """A compressor for each tensor by its exact name; what `Auto` makes of its choices.
+    """Holds the compressor of each tensor by its exact name, as `Auto` has chosen it.
 
     Args:
         compressors: by name; those without one stay uncompressed.
@@ -148,42 +148,42 @@ class Assigned:
     exchanges: Mapping[str, str] = field(default_factory=dict)
 
     def for_tensor(self, name: str) -> Compressor:
-        """The compressor of a tensor."""
+        """Return the compressor of a tensor."""
         return self.compressors.get(name, _UNCOMPRESSED)
 
     def get_config(self) -> dict[str, Any]:
-        """The assignment as a JSON-able dict."""
+        """Return the assignment as a JSON-able dict."""
         compressors = {name: c.get_config() for name, c in self.compressors.items()}
         return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}
 
 
 def check_patterns(compression: Any, names: Iterable[str]) -> None:
-    """Check, when all ranks have compared the settings, that each pattern of a `Policy` is one of some tensor.
+    """Check, after all ranks have compared the settings, that each pattern of a `Policy` matches some tensor.
 
     Raises:
-        ValueError: it is not; on all ranks, whose settings and tensors are equal.
+        ValueError: one matches none; on all ranks, since their settings and tensors are equal.
     """
     if isinstance(compression, Policy):
         compression.check_names(names)
 
 
 def compressor_for(compression: Compressor | Policy, name: str) -> Compressor:
-    """What a tensor of this name gets."""
+    """Return the compressor that a tensor of this name gets."""
     return compression.for_tensor(name) if isinstance(compression, Policy) else compression
 
 
 def compressors_in(compression: Compressor | Policy) -> list[Compressor]:
-    """All that some tensor may get."""
+    """List all compressors that some tensor may get."""
     if isinstance(compression, Policy):
         return [*(compressor for _, compressor in compression.rules), compression.default]
     return [compression]
 
 
 def meant(compression: Any) -> Any:
-    """What a name stands for, "auto" or that of a compressor (see `compressors.named`); all else as it is.
+    """Replace a name, "auto" or that of a compressor (see `compressors.named`), by what it stands for.
 
     Raises:
-        ValueError: a name of nothing.
+        ValueError: the name stands for nothing.
     """
     if not isinstance(compression, str):
         return compression
@@ -199,9 +199,9 @@ def refuse_class(argument: str, compression: Any) -> None:
 
 
 def horovods_own(compression: Any) -> Any:
-    """In place of a compressor that comes with Horovod, ours of the same meaning."""
+    """Replace a compressor that comes with Horovod by ours of the same meaning; return all else as it is."""
     kind = compression if isinstance(compression, type) else type(compression)
-    # a user's own may be of the same name
+    # a user's own class may have the same name
     is_horovods = kind.__module__.partition(".")[0] == "horovod"
     return _HOROVODS.get(kind.__name__, compression) if is_horovods else compression
 
@@ -216,7 +216,7 @@ def _checked_rule(rule: Any) -> tuple[str, Compressor]:
 
 
 def given_compression(argument: str, compression: Any) -> Compressor | Policy:
-    """What an optimizer that averages parameters was given as `argument`; Horovod's own compressors become ours.
+    """Check what an optimizer that averages parameters was given; returns ours in place of Horovod's compressors.
 
     Raises:
         TypeError: no compressor, or `Auto`.

@@ -166,8 +166,8 @@ def floats(
     return array
 
 
-def integers(what: str, value: Any, shape: tuple[int, ...], least: int = 0) -> Array:
-    """An int64 array of integers.
+def integers(what: str, value: Any, shape: tuple[int, ...]) -> Array:
+    """An int64 array of integers, none below 0.
 
     Raises:
         StateError: it is something else.
@@ -176,8 +176,8 @@ def integers(what: str, value: Any, shape: tuple[int, ...], least: int = 0) -> A
     if array.dtype.kind not in "iu" and array.size:
         raise StateError(f"{what} has values of type {array.dtype}: must be integers")
     _check_shape(what, array, shape)
-    if array.size and not least <= int(array.min()) <= int(array.max()) <= _MOST:
-        raise StateError(f"{what} has values from {array.min()} to {array.max()}: must be at least {least}")
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= _MOST:
+        raise StateError(f"{what} has values from {array.min()} to {array.max()}: must be at least 0")
     return array.astype(np.int64)
 
 

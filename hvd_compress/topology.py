@@ -1,4 +1,4 @@
-"""Topologies: which ranks are neighbours, and with which weights they average.
+"""Say which ranks are neighbours, and with which weights they average.
 
 A topology turns a number of ranks into a doubly stochastic matrix W: `W[i, j]` is the weight of rank j's values on rank
 i, rows and columns sum to one, and every rank is reached from every other. Then averaging with neighbours again and
@@ -29,42 +29,41 @@ class Topology(ABC):
 
     @abstractmethod
     def matrix(self, size: int) -> Matrix:
-        """The weights among `size` ranks: float64 of shape (size, size)."""
+        """Return the weights among `size` ranks: float64 of shape (size, size)."""
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": self.id}
 
     def neighbours(self, size: int) -> list[Neighbours]:
-        """The part of each of `size` ranks.
+        """Check the weights among `size` ranks and return the part of each rank.
 
         Raises:
             ValueError: `size` below 1, or weights that do not bring all ranks to their mean.
         """
-        import networkx as nx
-
         if size < 1:
             raise ValueError(f"{self!r} of {size} ranks: must be at least 1")
         weights = np.array(self.matrix(size), np.float64)
         _check(self, weights, size)
         weights[np.abs(weights) <= _TOLERANCE] = 0
-        # an edge goes the way of the messages: from j to i where W[i, j] counts
-        graph = nx.from_numpy_array((weights != 0).T, create_using=nx.DiGraph)
-        if not nx.is_strongly_connected(graph):
-            apart = sorted(nx.node_connected_component(graph.to_undirected(), 0) ^ set(range(size)))
-            raise ValueError(f"{self!r} of {size} ranks: ranks {apart or 'some'} are not reached from all others")
-        if size > 1 and not (weights.diagonal() > 0).any() and not nx.is_aperiodic(graph):
+        # messages go from j to i where W[i, j] counts
+        messages = (weights != 0).T
+        away, back = _steps(messages), _steps(messages.T)
+        apart = np.flatnonzero((away < 0) | (back < 0)).tolist()
+        if apart:
+            raise ValueError(f"{self!r} of {size} ranks: ranks {apart} are not reached from all others")
+        if _period(messages, away) > 1:
             raise ValueError(
                 f"{self!r} of {size} ranks: values would go round for ever; give ranks a weight of their own"
             )
         # by way of rank 0: the diameter itself would take a search from every rank
-        reach = int(nx.eccentricity(graph, 0) + nx.eccentricity(graph.reverse(copy=False), 0))
+        reach = int(away.max() + back.max())
         return [_part_of(weights, rank, reach) for rank in range(size)]
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """One rank's part in a topology.
+    """Describes one rank's part in a topology.
 
     Args:
         position: of the rank.
@@ -142,7 +141,7 @@ class Exponential(Topology):
 
 
 class Graph(Topology):
-    """Any networkx graph whose nodes are the ranks 0, 1, 2, ….
+    """Takes the neighbours from any networkx graph whose nodes are the ranks 0, 1, 2, ….
 
     Edges with an attribute "weight" say the weights, and each rank's own is what is left to one; an edge of a directed
     graph goes the way of the messages. Without that attribute an undirected graph gets the weights of
@@ -152,6 +151,7 @@ class Graph(Topology):
         graph: networkx Graph or DiGraph.
 
     Raises:
+        TypeError: `graph` is no networkx graph.
         ValueError: nodes are not 0, 1, 2, …; a MultiGraph; a directed graph, or only some edges, without weights.
 
     Example:
@@ -164,6 +164,10 @@ class Graph(Topology):
     id: ClassVar[str] = "graph"
 
     def __init__(self, graph: Any) -> None:
+        if not hasattr(graph, "is_multigraph"):
+            raise TypeError(
+                f"Graph: got {type(graph).__name__}; give a networkx Graph or DiGraph (pip install networkx)"
+            )
         if graph.is_multigraph():
             raise ValueError("Graph: several edges between two ranks; give a Graph or a DiGraph")
         size = graph.number_of_nodes()
@@ -188,18 +192,18 @@ class Graph(Topology):
         return f"Graph({len(self._matrix)} ranks, {int((self._matrix != 0).sum() - len(self._matrix))} messages a step)"
 
     def matrix(self, size: int) -> Matrix:
-        """The weights; `size` must be the number of nodes."""
+        """Return the weights; `size` must be the number of nodes."""
         if size != len(self._matrix):
             raise ValueError(f"{self!r} was given to {size} ranks; it needs a node for each")
         return self._matrix.copy()
 
     def get_config(self) -> dict[str, Any]:
-        """The weights in brief, which ranks compare."""
+        """Return a digest of the weights, which ranks compare."""
         return {"id": self.id, "weights": hashlib.sha256(self._matrix.tobytes()).hexdigest()[:16]}
 
 
 def _circulant(size: int, offsets: set[int]) -> Matrix:
-    """Equal weights for those `offset` places after each rank, itself included."""
+    """Make equal weights for the ranks at these offsets after each rank."""
     distinct = {offset % size for offset in offsets}
     weights = np.zeros((size, size))
     for rank in range(size):
@@ -223,6 +227,24 @@ def _check(topology: Topology, weights: Matrix, size: int) -> None:
                 f"{topology!r}: the weights of the {axis} rank {worst} sum to {sums[worst]:g}, must be 1: "
                 "else the mean of the ranks would drift"
             )
+
+
+def _steps(messages: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Count the steps until news of rank 0 has come to each rank; -1 where it never comes."""
+    steps = np.full(len(messages), -1, np.int64)
+    front = np.arange(len(messages)) == 0
+    step = 0
+    while front.any():
+        steps[front] = step
+        step += 1
+        front = messages[front].any(axis=0) & (steps < 0)
+    return steps
+
+
+def _period(messages: npt.NDArray[np.bool_], steps: npt.NDArray[np.int64]) -> int:
+    """Find what divides the length of every cycle, given that every rank is reached; above 1, values go round."""
+    senders, receivers = np.nonzero(messages)
+    return int(np.gcd.reduce(steps[senders] + 1 - steps[receivers]))
 
 
 def _part_of(weights: Matrix, rank: int, reach: int) -> Neighbours:

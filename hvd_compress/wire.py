@@ -67,12 +67,12 @@ class Header(NamedTuple):
 
 
 def header_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes before the body of a payload of `shape`."""
+    """Count the bytes before the body of a payload of `shape`."""
     return HEADER_BYTES + (0 if len(shape) == 1 else 8 * len(shape))
 
 
 def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of 8."""
+    """Round `nbytes` up to a multiple of 8."""
     return (nbytes + 7) & ~7
 
 
@@ -88,7 +88,7 @@ class Sections:
         self._at = 0
 
     def take(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-        """The next `count` items as a view."""
+        """Return the next `count` items as a view."""
         dtype = np.dtype(dtype)
         begin = self._at
         end = begin + count * dtype.itemsize
@@ -98,7 +98,7 @@ class Sections:
         return self._body[begin:end].view(dtype)
 
     def blank(self, count: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-        """Like `take`, for writing: the padding is zeroed, so that equal content means equal bytes."""
+        """Take items for writing, and zero the padding, so that equal content means equal bytes."""
         begin = self._at
         view = self.take(count, dtype)
         if (nbytes := view.nbytes) & 7:
@@ -106,14 +106,14 @@ class Sections:
         return view
 
     def rest(self) -> npt.NDArray[np.uint64]:
-        """All that is left, as words."""
+        """Return all that is left, as words."""
         view = self._body[self._at :].view(np.uint64)
         self._at = self._body.size
         return view
 
     @property
     def used(self) -> int:
-        """Bytes handed out so far, padding included."""
+        """The bytes handed out so far, padding included."""
         return self._at
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""An asynchronous parameter server on NumPy arrays: workers send gradients and do not wait for each other.
+"""Run an asynchronous parameter server on NumPy arrays: workers send gradients and do not wait for each other.
 
 A worker sends a gradient, goes on with the parameters it has, and waits only for the answer to its last gradient
 before it sends the next. The server applies each gradient as it comes, and holds back the answers of workers that are

@@ -1,4 +1,4 @@
-"""The server's parameters on their way to a worker: whole, or as the compressed difference to what the worker has."""
+"""Send the server's parameters to a worker: whole, or as the compressed difference to what the worker has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What carries messages between the server and one worker."""
+"""Carry messages between the server and one worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Link(Protocol):
-    """One end; messages arrive whole and in order."""
+    """One end of a link, whose messages arrive whole and in order."""
 
     def send(self, message: Bytes) -> None:
         """Start sending; the bytes are in use until `flush` returns."""
@@ -23,7 +23,7 @@ class Link(Protocol):
         """Wait until no bytes are in use."""
 
     def receive(self) -> Bytes | None:
-        """A message that has arrived, which lasts until the next call; None if there is none. Never waits."""
+        """Return a message that has arrived, which lasts until the next call, or None; never waits."""
 
 
 class QueueLink:
@@ -51,7 +51,7 @@ class QueueLink:
 
 
 def queue_links() -> tuple[QueueLink, QueueLink]:
-    """Both ends.
+    """Make both ends of a link inside this process.
 
     Example:
         >>> import numpy as np

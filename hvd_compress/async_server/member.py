@@ -1,4 +1,4 @@
-"""One rank, server or worker, and where it waits."""
+"""Run one rank, server or worker, and wait where it has to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvd_compress.tensors import Tensor
 
 __all__ = ["Member", "wait_until"]
 
-# MPI would spin on a core that others want; a message between hosts takes about as long
+# naps last about as long as a message between hosts: MPI itself would spin on a core that others want
 _NAP_SECONDS = 1e-4
 
 
@@ -62,16 +62,16 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether gradients count no more: all workers have finished, or all others have without this one."""
+        """Whether gradients no longer count, since all workers, or all but this one, have finished."""
         return (self._server or self._the_worker).is_over
 
     @property
     def version(self) -> int:
-        """Updates that the parameters of this rank contain."""
+        """The number of updates that the parameters of this rank contain."""
         return self._server.clocks.version if self._server else self._the_worker.version
 
     def serve(self, on_update: Callable[[int], object] | None = None) -> None:
-        """On the server: apply gradients until all workers have finished, but for those that were given up.
+        """Apply gradients, on the server, until all workers have finished that were not given up.
 
         Args:
             on_update: called with the number of updates after each of them.
@@ -91,7 +91,7 @@ class Member:
                 time.sleep(_NAP_SECONDS)
 
     def step(self, gradients: Callable[[], Sequence[Array | None]]) -> None:
-        """On a worker: send a gradient, once the last one is answered; the parameters are newer afterwards, perhaps.
+        """Send a gradient, on a worker, once the last one is answered; the answer may bring newer parameters.
 
         Args:
             gradients: returns flat arrays, which are not changed; None where there is no gradient.
@@ -147,7 +147,7 @@ class Member:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes, in the form of `feedback`; a gradient under way counts as applied."""
+        """Return what this rank owes, in the form of `feedback`; a gradient under way counts as applied."""
         return {
             "format": feedback.FORMAT,
             "size": self._size,
@@ -182,7 +182,7 @@ class Member:
         return self._worker
 
     def _exchanges(self, worker: Worker, gradients: Callable[[], Sequence[Array | None]]) -> bool:
-        """Send a gradient and take answers; False if the others have finished."""
+        """Send a gradient and take answers; returns False if the others have finished."""
         # whatever comes now, the gradient was computed from what was there before
         computed_from = worker.version
         self._wait_for_answer(worker)
@@ -214,6 +214,6 @@ class Member:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Ask again and again, with naps."""
+    """Wait until a condition holds, with naps between the tests."""
     while not holds():
         time.sleep(_NAP_SECONDS)

@@ -60,7 +60,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """What a message says, after its checks; payloads are views that are not checked yet."""
+    """Holds what a message says, after its checks; payloads are views that are not checked yet."""
 
     kind: Kind
     number: int

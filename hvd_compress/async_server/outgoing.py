@@ -1,4 +1,4 @@
-"""The gradients of a worker on their way to the server, with what was left out of them so far."""
+"""Send the gradients of a worker to the server, with what was left out of earlier ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Outgoing:
             The number of bytes used; None if a value is not finite, and then residuals are as before.
         """
         self.steps += 1
-        # what is not sent is not taken back
+        # a tensor that is not sent is not taken back
         self._payloads = {}
         at = 0
         for i, gradient in enumerate(gradients):
@@ -79,18 +79,18 @@ class Outgoing:
             before[...] = residual
         key = Key(compressor.seed, tensor.name, self.steps, self._position)
         used = compressor.encode_into(gradient, residual, buffer, group, key)
-        # no compression and casts to float16 do not tell what is not finite
+        # no compression and casts to float16 do not report values that are not finite
         is_finite = all_finite(gradient) if compressor.reducible else not open_payload(buffer[:used])[0].nonfinite
         return used if is_finite else None
 
     def take_back(self) -> None:
-        """Residuals as they were before the last gradients, which count for nothing."""
+        """Make residuals what they were before the last gradients, which count for nothing."""
         for i in self._payloads:
             self._residuals[i], self._before[i] = self._before[i], self._residuals[i]
         self._payloads = {}
 
     def owe(self) -> None:
-        """The last gradients were not applied: where there is error feedback, they go with the next ones."""
+        """Add the last gradients, which were not applied, to the next ones where there is error feedback."""
         for i, payload in self._payloads.items():
             residual = self._residuals[i]
             if residual is not None:
@@ -100,7 +100,7 @@ class Outgoing:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals by the names of the tensors, as `feedback` describes them."""
+        """Return residuals by the names of the tensors, as `feedback` describes them."""
         return {
             t.name: {"shape": list(t.shape), "values": r.copy()}
             for t, r in zip(self._tensors, self._residuals, strict=True)

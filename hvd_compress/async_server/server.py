@@ -1,4 +1,4 @@
-"""The server: applies gradients of workers as they come, and answers with the parameters. Nothing here waits."""
+"""Apply gradients of workers as they come, and answer with the parameters. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Server:
         self._patience = settings.patience
         self._compressors = settings.for_gradients(tensors)
         self._gradients = [np.empty(t.numel, t.dtype) for t in tensors]
-        # each worker has another message under way for as long as it likes
+        # each worker gets a buffer of its own, since its last answer may be under way for long
         compressors = settings.for_answers(tensors)
         self._answers = [AnswersOfServer(tensors, compressors, rank, len(ranks) + 1) for rank in ranks]
         self._buffers = [aligned_empty(settings.answer_bytes(tensors), np.uint8) for _ in links]
@@ -77,7 +77,7 @@ class Server:
         return all(self._has_left)
 
     def turn(self) -> bool:
-        """Do what can be done now; whether that was anything.
+        """Do what can be done now; returns whether anything was done.
 
         Raises:
             WireError: a damaged message, or one that does not follow the last one of its worker.
@@ -91,7 +91,7 @@ class Server:
                 self._release()
         if has_moved or self._farewell is not None:
             return has_moved
-        # nobody is silent whose message lay here while an update took its time
+        # a worker whose message lay here during a long update has not been silent
         given_up = self.clocks.give_up(self._clock())
         for worker in given_up:
             self._tell_of(worker)
@@ -99,7 +99,7 @@ class Server:
         return bool(given_up)
 
     def say_farewell(self) -> None:
-        """Apply no gradient from now on: who sends one is told that it is over, or that the server has failed."""
+        """Apply no gradient from now on: tell workers that send one that it is over, or that the server failed."""
         self._farewell = Kind.OVER if self.is_over else Kind.FAILED
         for worker in self.clocks.give_answers():
             self._answer(worker, self._farewell)
@@ -151,7 +151,7 @@ class Server:
             self.on_update(self.clocks.version)
 
     def _decoded(self, message: Message) -> list[Array | None] | None:
-        """The gradients of a message; None if one of them is not finite."""
+        """Decode the gradients of a message; returns None if one of them is not finite."""
         if message.kind is Kind.BAD_GRADIENT:
             return None
         gradients: list[Array | None] = []
@@ -177,7 +177,7 @@ class Server:
 
     def _answer(self, worker: int, kind: Kind) -> None:
         link, buffer = self._links[worker], self._buffers[worker]
-        # whoever has sent a gradient has its last answer; MPI wants to be asked nevertheless
+        # a worker that has sent a gradient has its last answer; MPI wants to be asked nevertheless
         link.flush()
         number, used, payloads = self._numbers[worker], 0, 0
         if kind is not Kind.FAILED:

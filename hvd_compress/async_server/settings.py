@@ -1,4 +1,4 @@
-"""What the user asks of an asynchronous parameter server, checked, and as the ranks compare it."""
+"""Check what the user asks of an asynchronous parameter server, and describe it for ranks to compare."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class AsyncServerSettings:
-    """The arguments of `AsyncParameterServerOptimizer` that do not depend on a framework.
+    """Holds the arguments of `AsyncParameterServerOptimizer` that do not depend on a framework.
 
     Raises:
         TypeError: not a compressor.
@@ -49,11 +49,11 @@ class AsyncServerSettings:
 
     @property
     def rule(self) -> BoundedStaleness:
-        """Who is answered when."""
+        """The rule that says which worker is answered when."""
         return BoundedStaleness(self.staleness, self.patience)
 
     def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """What ranks compare."""
+        """Describe the settings for ranks to compare."""
         return {
             "wire version": wire.VERSION,
             "server": self.server,
@@ -65,20 +65,20 @@ class AsyncServerSettings:
         }
 
     def for_gradients(self, tensors: Sequence[Tensor]) -> list[Compressor]:
-        """Of each tensor; none where a payload would not be smaller than the tensor."""
+        """List the compressor of each tensor's gradients; none where a payload would not be smaller than the tensor."""
         return [smaller(compressor_for(self.compression, t.name), t) for t in tensors]
 
     def for_answers(self, tensors: Sequence[Tensor]) -> list[Compressor]:
-        """As `for_gradients`."""
+        """List the compressor of each tensor's answers; see `for_gradients`."""
         return [smaller(compressor_for(self.answer, t.name), t) for t in tensors]
 
     def gradient_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """The most that the message with a gradient can take."""
+        """Compute the most bytes of a message with a gradient."""
         return HEADER_BYTES + sum(
             min(t.raw_bytes, c.capacity(t.numel, c.group_numel(t.shape)))
             for t, c in zip(tensors, self.for_gradients(tensors), strict=True)
         )
 
     def answer_bytes(self, tensors: Sequence[Tensor]) -> int:
-        """The most that an answer can take: the first one is whole."""
+        """Compute the most bytes of an answer; the first one is whole."""
         return HEADER_BYTES + sum(t.raw_bytes for t in tensors)

@@ -1,4 +1,4 @@
-"""What has become of the gradients of each worker, as the server counts it."""
+"""Count what has become of the gradients of each worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _OfWorker:
 
 
 class ServerTally:
-    """Counters of the server.
+    """Counts what the server does.
 
     Args:
         ranks: of the workers.
@@ -60,7 +60,7 @@ class ServerTally:
 
 @dataclass
 class WorkerTally:
-    """Counters of a worker; `dense` bytes are what the same messages had been without compression."""
+    """Counts what a worker does; `dense` bytes are those of the same messages without compression."""
 
     steps: int = 0
     too_stale: int = 0

@@ -1,4 +1,4 @@
-"""What an edge gives: the parameters of a rank as flat arrays, and on the server what an update is."""
+"""Say what an edge provides: the parameters of a rank as flat arrays, and on the server what an update is."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Values(Protocol):
     """Whether `update` can be called here."""
 
     def arrays(self) -> Sequence[Array]:
-        """The present values; they may share memory with the parameters."""
+        """Return the present values, which may share memory with the parameters."""
 
     def take(self, arrays: Sequence[Array]) -> None:
-        """Values were written into what `arrays` has returned: the parameters have them from now on."""
+        """Give the parameters the values that were written into what `arrays` has returned."""
 
     def update(self, gradients: Sequence[Array | None]) -> None:
-        """On the server: apply the gradient of one worker; None where that has none.
+        """Apply the gradient of one worker, on the server; None where that has none.
 
         The arrays hold another gradient as soon as this has returned.
         """

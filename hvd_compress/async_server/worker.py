@@ -1,4 +1,4 @@
-"""A worker of an asynchronous parameter server; nothing here waits."""
+"""Run a worker of an asynchronous parameter server; nothing here waits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Worker:
         self._farewell = aligned_empty(HEADER_BYTES, np.uint8)
 
     def send(self, gradients: Sequence[Array | None], computed_from: int) -> None:
-        """Send gradients; there must be no answer to come.
+        """Send gradients; no answer may be outstanding.
 
         Args:
             gradients: flat, not changed; None where there is none.
@@ -79,7 +79,7 @@ class Worker:
         self.tally.dense_bytes_sent += self._dense_bytes
 
     def poll(self) -> bool:
-        """Take over the answer if it has come; True if none is to come any more.
+        """Take over the answer if it has come; returns True if none is outstanding any more.
 
         Raises:
             WireError: a damaged answer.
@@ -100,7 +100,7 @@ class Worker:
         return True
 
     def finish(self) -> None:
-        """Say that no gradient follows; an answer that is to come comes at once."""
+        """Say that no gradient follows; the server then sends an outstanding answer at once."""
         self._link.send(seal_message(self._farewell, HEADER_BYTES, Kind.FINISHED, self.number, self.version, 0))
 
     def _take(self, answer: Message) -> None:
@@ -122,7 +122,7 @@ class Worker:
         self._settle(answer.kind)
 
     def _settle(self, kind: Kind) -> None:
-        """Residuals, by what has become of the gradient."""
+        """Renew residuals, depending on what has become of the gradient."""
         if kind is Kind.NOT_FINITE:
             self.tally.not_finite += 1
             self.outgoing.take_back()

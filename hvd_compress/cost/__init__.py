@@ -1,6 +1,6 @@
-"""What exchanges cost: links and kernels, measured or on paper, and from them the time of a step and a choice.
+"""Predict what exchanges and steps cost from links and kernels, measured or on paper, and choose by that.
 
-Numbers; whose collectives are timed is the caller's business, who hands in a Horovod module.
+All of it is numbers; the caller says whose collectives are timed, by handing in a Horovod module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether one way is slower than another, or turns merely differ."""
+"""Tell whether one way is slower than another, or turns merely differ by chance."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from statistics import NormalDist, fmean
 
 __all__ = ["is_slower"]
 
-_ONCE_MORE = 4.0  # times as long
+_ONCE_MORE = 4.0  # how many times as long a single turn must take to be believed
 _CHANCE = 0.02
 # by how much the logarithm of a turn's ratio varies where nothing is known of it yet, and how many turns that counts as
 _USUAL, _USUAL_TURNS = 0.1, 2
 
 
 def is_slower(ratios: Sequence[float]) -> bool:
-    """Whether times as long as another's lie above 1 by more than chance explains in 2 % of cases.
+    """Tell whether ratios of seconds lie above 1 by more than chance explains in 2 % of cases.
 
-    Student's t of their logarithms, one-sided. A single one, which may have been disturbed, tells only from 4 times on.
+    It is Student's t of their logarithms, one-sided. A single ratio, which may have been disturbed, tells from 4 on.
 
     Args:
         ratios: one for each turn of both, above 0.
@@ -39,7 +39,7 @@ def is_slower(ratios: Sequence[float]) -> bool:
 
 @cache
 def _student(freedom: int) -> float:
-    """What Student's t exceeds in `_CHANCE` of all cases (Abramowitz and Stegun, 26.7.5), from 3 on within 1 %."""
+    """Return what Student's t exceeds in `_CHANCE` of cases (Abramowitz and Stegun, 26.7.5), within 1 % from 3 on."""
     z = NormalDist().inv_cdf(1 - _CHANCE)
     terms = (
         (z**3 + z) / 4,

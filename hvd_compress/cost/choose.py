@@ -1,4 +1,4 @@
-"""Which exchange for which bucket: decisions from predictions, and predictions corrected by what was measured."""
+"""Choose an exchange for each bucket by predictions, and correct predictions by what was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from hvd_compress.cost.predict import Stage
 from hvd_compress.cost.step import Job, step_seconds
@@ -14,7 +13,6 @@ from hvd_compress.cost.step import Job, step_seconds
 __all__ = ["Configuration", "Corrector", "configurations", "pick"]
 
 _MARGIN = 0.05
-_HYSTERESIS = 0.1
 # a label that gains nowhere by prediction may gain in truth, if it is predicted to take at most this times dense
 _DOUBT = 1.5
 
@@ -34,21 +32,13 @@ class Configuration:
     seconds: float
 
 
-def pick(
-    seconds: Mapping[str, float],
-    dense: str,
-    current: str | None = None,
-    margin: float = _MARGIN,
-    hysteresis: float = _HYSTERESIS,
-) -> str:
-    """The candidate of least seconds, unless it gains too little; the first one on a tie.
+def pick(seconds: Mapping[str, float], dense: str, margin: float = _MARGIN) -> str:
+    """Pick the fastest candidate, or `dense` where that gains too little; the first one on a tie.
 
     Args:
         seconds: of each candidate, predicted or measured.
         dense: the candidate that loses nothing: another must be faster by more than `margin`.
-        current: the candidate in use: another must be faster by more than `hysteresis`.
         margin: share of the seconds of `dense`.
-        hysteresis: share of the seconds of `current`.
 
     Raises:
         ValueError: `dense` is not among the candidates.
@@ -57,17 +47,13 @@ def pick(
         >>> from hvd_compress.cost import pick
         >>> pick({"none": 1.0, "onebit": 0.97}, dense="none")
         'none'
-        >>> pick({"none": 1.0, "onebit": 0.8, "adaptive": 0.75}, dense="none", current="onebit")
+        >>> pick({"none": 1.0, "onebit": 0.8}, dense="none")
         'onebit'
     """
     if dense not in seconds:
         raise ValueError(f"dense={dense!r} is not among the candidates {', '.join(map(repr, seconds))}")
     best = min(seconds, key=seconds.__getitem__)
-    if not seconds[best] < seconds[dense] * (1 - margin):
-        best = dense
-    if current is not None and current in seconds and not seconds[best] < seconds[current] * (1 - hysteresis):
-        return current
-    return best
+    return best if seconds[best] < seconds[dense] * (1 - margin) else dense
 
 
 def configurations(
@@ -77,10 +63,10 @@ def configurations(
     forward: float = 0.0,
     margin: float = _MARGIN,
 ) -> list[Configuration]:
-    """All configurations worth a thought, the one of the shortest predicted step first.
+    """List all configurations worth a thought, the one of the shortest predicted step first.
 
-    They are: `dense` everywhere; for each other label, it where a bucket gains by it, and `dense` elsewhere; and under
-    the name "mixed" the best of each bucket. Where no bucket gains by a label, it is used where it is predicted to take
+    They are: `dense` everywhere; each other label where a bucket gains by it, with `dense` elsewhere; and under the
+    name "mixed" the best of each bucket. Where no bucket gains by a label, it is used where it is predicted to take
     at most half as long again as `dense`: predictions of short exchanges are not that exact.
 
     Args:
@@ -152,15 +138,7 @@ class Corrector:
         self._ratios[name] = [*self._ratios.get(name, []), measured / predicted][-self._window :]
 
     def factor(self, name: str) -> float:
-        """What to multiply a prediction with."""
+        """Return the factor to multiply a prediction with."""
         if name in self._ratios:
             return median(self._ratios[name])
         return min((median(r) for r in self._ratios.values()), default=1.0)
-
-    def get_state(self) -> dict[str, Any]:
-        """A JSON-able dict for `set_state`."""
-        return {name: list(ratios) for name, ratios in self._ratios.items()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `get_state`."""
-        self._ratios = {name: [float(r) for r in ratios] for name, ratios in state.items()}

@@ -1,4 +1,4 @@
-"""Blocking collectives to be timed: what an edge provides, and Horovod's own."""
+"""Run blocking collectives to be timed: those that an edge provides, and Horovod's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Collectives", "HorovodCollectives"]
 
 
 class Collectives(Protocol):
-    """What an edge provides: blocking collectives over all ranks, called in the same order on each of them."""
+    """Blocking collectives over all ranks, which an edge provides, called in the same order on each of them."""
 
     ranks: int
 
@@ -24,11 +24,11 @@ class Collectives(Protocol):
         """Run one of `COLLECTIVES` with a buffer of `nbytes` on this rank; an alltoall may send to `peers` only."""
 
     def maximum(self, values: list[float]) -> list[float]:
-        """The largest of all ranks' values, one by one, the same on all ranks."""
+        """Return the largest of all ranks' values, one by one, the same on all ranks."""
 
 
 class HorovodCollectives:
-    """`Collectives` through a Horovod module; frameworks differ in how a NumPy array becomes a tensor only.
+    """Runs `Collectives` by a Horovod module; frameworks differ only in how a NumPy array becomes a tensor.
 
     Args:
         hvd: horovod.torch or horovod.tensorflow.
@@ -73,7 +73,7 @@ class HorovodCollectives:
         return splits
 
     def host_numbers(self) -> list[int]:
-        """A number for each rank, the same for those on one host.
+        """Return a number for each rank, the same for ranks on one host.
 
         Raises:
             UnsupportedError: hosts of one name with different numbers of ranks, which Horovod does not tell apart.
@@ -94,7 +94,7 @@ class HorovodCollectives:
         return list(numbers)
 
     def maximum(self, values: list[float]) -> list[float]:
-        """The largest of all ranks' values, one by one."""
+        """Return the largest of all ranks' values, one by one."""
         mine = self._tensor(np.array([values], np.float64))
         name = f"hvd_compress.maximum.{len(values)}"
         everyone = self._hvd.allgather(mine, name=name, **self._settings).numpy()

@@ -1,13 +1,11 @@
-"""Tries the few configurations that are predicted to be fast, keeps the fastest, and goes on looking now and then."""
+"""Try the few configurations that are predicted to be fast, keep the fastest, and look again now and then."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
 from hvd_compress.cost.race import Race
@@ -22,7 +20,7 @@ _MOST_STEPS = 5  # times those that are measured at least
 
 @dataclass(frozen=True)
 class _Settings:
-    """How long to look; see `Explorer`."""
+    """Says how long to look; see `Explorer`."""
 
     most: int
     within: float
@@ -36,7 +34,7 @@ class _Settings:
     race: float
 
     def trial_steps(self, seconds: float) -> int:
-        """How many steps that take so long are measured in a trial."""
+        """Return how many steps of so many seconds are measured in a trial."""
         return min(max(self.steps, math.ceil(self.seconds / seconds)), _MOST_STEPS * self.steps)
 
     def begin_race(self) -> Race:
@@ -45,7 +43,7 @@ class _Settings:
 
 @dataclass
 class _Turn:
-    """Of a rival, and of the chosen one after it."""
+    """The turn of a rival, and of the chosen one after it."""
 
     chosen: str
     rival: str
@@ -57,8 +55,8 @@ class _Turn:
 class Explorer:
     """Says which configuration the next step is to use, from the measured seconds of the steps before.
 
-    Deterministic: ranks that are given the same configurations and the same seconds agree at every step, so the seconds
-    must be made equal first, for instance by taking the largest of all ranks.
+    Ranks that are given the same configurations and the same seconds agree at every step, so the seconds must be made
+    equal first: `Auto` takes the mean of all ranks.
 
     Args:
         configurations: of `hvd_compress.cost.configurations`, the best prediction first.
@@ -136,7 +134,7 @@ class Explorer:
 
     @property
     def current(self) -> Configuration:
-        """What the next step is to use."""
+        """The configuration that the next step is to use."""
         return self._current
 
     @property
@@ -151,27 +149,27 @@ class Explorer:
 
     @property
     def chosen(self) -> Configuration:
-        """What is thought to be the fastest: `current`, unless that is a rival that has a turn."""
+        """The configuration that is thought to be the fastest: `current`, unless a rival has its turn."""
         return self.current if self._turn is None else self._by_name[self._turn.chosen]
 
     @property
     def rival(self) -> str | None:
-        """What `chosen` is being compared with again, while that has its turn."""
+        """The name of the rival that has its turn beside `chosen`; None if there is none."""
         return self._turn.rival if self._turn is not None and self._turn.seconds is None else None
 
     @property
     def expected(self) -> float:
-        """Seconds of a step with `chosen`: as measured when it was chosen, or predicted."""
+        """The seconds of a step with `chosen`: as measured when it was chosen, or predicted."""
         return self._expected or self.current.seconds
 
     @property
     def measured(self) -> dict[str, float]:
-        """Seconds of a step by name, of those that have been tried this time."""
+        """The seconds of a step by name, of the configurations that have been tried this time."""
         return self._rivals.measured if self.committed else self._race.measured
 
     @property
     def missing(self) -> int:
-        """Steps until the trial that is going on is probably over; 0 where there is none."""
+        """The number of steps until the present trial is probably over; 0 if there is none."""
         if not self.trying:
             return 0
         taken, least, skipped = len(self._seconds), self._settings.steps, self._settings.skip - self._skipped
@@ -180,7 +178,7 @@ class Explorer:
         return max(1, self._settings.trial_steps(fmean(self._seconds)) - taken)
 
     def observe(self, seconds: float) -> bool:
-        """Take the seconds of a step with `current`; whether `current` is another one from now on.
+        """Take the seconds of a step with `current`; returns whether `current` is another one from now on.
 
         Raises:
             ValueError: seconds that are not above 0.
@@ -204,42 +202,6 @@ class Explorer:
             self._skipped = 0
         return changes
 
-    def get_state(self) -> dict[str, Any]:
-        """All that it has learnt, as a JSON-able dict for `set_state`."""
-        return {
-            "current": self.current.name,
-            "race": self._race.get_state(),
-            "rivals": self._rivals.get_state(),
-            "turn": None if self._turn is None else asdict(self._turn),
-            "seconds": list(self._seconds),
-            "skipped": self._skipped,
-            "watch": self._watch.get_state(),
-            "search": [self._search_seconds, self._search_steps],
-            "expected": self._expected,
-            "dense is due": self._dense_is_due,
-            "factors": self.corrector.get_state(),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from a `get_state`.
-
-        Raises:
-            ValueError: it names a configuration that is not known here.
-        """
-        unknown = {state["current"], *state["race"]["trials"], *state["rivals"]["known"]} - self._by_name.keys()
-        if unknown:
-            raise ValueError(f"state of {sorted(unknown)}: known are {', '.join(self._by_name)}; begin anew")
-        self._current = self._by_name[state["current"]]
-        self._race.set_state(state["race"])
-        self._rivals.set_state(state["rivals"])
-        self._turn = None if state["turn"] is None else _Turn(**deepcopy(state["turn"]))
-        self._seconds = list(state["seconds"])
-        self._skipped = state["skipped"]
-        self._watch.set_state(state["watch"])
-        self._search_seconds, self._search_steps = state["search"]
-        self._expected, self._dense_is_due = state["expected"], state["dense is due"]
-        self.corrector.set_state(state["factors"])
-
     def _is_enough(self) -> bool:
         taken, least = len(self._seconds), self._settings.steps
         return taken >= _MOST_STEPS * least or (taken >= least and sum(self._seconds) >= self._settings.seconds)
@@ -250,7 +212,7 @@ class Explorer:
         if self._turn is None:
             self._go_on_searching(seconds, steps)
         elif self._turn.seconds is None:
-            # the chosen one after it, so that both come after a change
+            # the chosen one has its turn after it, so that both come after a change
             self._turn.seconds, self._turn.steps = seconds, steps
             self._use(self._turn.chosen)
         else:
@@ -272,7 +234,7 @@ class Explorer:
         self._use(following)
 
     def _go_on(self, seconds: float) -> None:
-        """A step has been made with what was chosen, and nothing was tried."""
+        """Take a step with the chosen configuration; look again, or give a rival its turn, if that is due."""
         drifted = self._watch.observe(seconds)
         if drifted is not None:
             self._look_again(drifted)
@@ -293,7 +255,7 @@ class Explorer:
             self._use(turn.rival)
 
     def _handicap(self, turn: _Turn) -> float:
-        """What loses nothing is to be taken where another one gains less than the margin."""
+        """Return the factor by which dense is preferred where another one gains less than the margin."""
         left = 1 - self._settings.margin
         return left if turn.chosen == self._dense else 1 / left if turn.rival == self._dense else 1.0
 
@@ -305,7 +267,7 @@ class Explorer:
             self.corrector.observe(self.current.name, self.current.seconds, seconds)
 
     def _known(self) -> dict[str, float]:
-        """Seconds of what was measured; and of dense, predicted if it was not."""
+        """Return the measured seconds by name, with dense predicted if it was not measured."""
         known = self.measured
         if self._dense not in known:
             known[self._dense] = self._corrected(self._by_name[self._dense])

@@ -1,4 +1,4 @@
-"""Seconds as a straight line of a size: what one call costs, and what each byte or element adds."""
+"""Fit seconds as a straight line of a size: what one call costs, and what each byte or element adds."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Line:
         return self.fixed + self.per_unit * size
 
     def slowed(self, factor: float) -> Line:
-        """The line with `per_unit` times `factor`."""
+        """Return the line with `per_unit` times `factor`."""
         return Line(self.fixed, self.per_unit * factor)
 
 
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
-    """The line of least squared *relative* errors through (size, seconds), with neither part negative.
+    """Fit the line of least squared *relative* errors to (size, seconds), with neither part negative.
 
     Repeats of a size count by the mean of those that took at most twice their median, so that a few disturbed ones do
     not matter, but those of a link that is now faster, now slower do; relative errors, so that the smallest and the

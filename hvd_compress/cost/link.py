@@ -1,4 +1,4 @@
-"""What a Horovod collective costs on the network at hand: measured, or on paper."""
+"""Model what a Horovod collective costs on the network at hand: measured, or on paper."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAST_PER_BYTE = 1e-12
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds of each collective by the bytes that one rank sends in it.
+    """Gives the seconds of each collective by the bytes that one rank sends in it.
 
     Args:
         allreduce: of float32; 2 (ranks - 1) / ranks times the tensor's bytes are sent.
@@ -46,21 +46,21 @@ class Link:
     allgather: Line
 
     def seconds(self, collective: str, nbytes: float) -> float:
-        """Seconds of one of `COLLECTIVES` in which a rank sends `nbytes`."""
+        """Return the seconds of one of `COLLECTIVES` in which a rank sends `nbytes`."""
         line: Line = getattr(self, collective)
         return line(nbytes)
 
     def slowed(self, factor: float) -> Link:
-        """This link with `factor` times the seconds per byte, and the same fixed seconds."""
+        """Return this link with `factor` times the seconds per byte, and the same fixed seconds."""
         return Link(**{name: getattr(self, name).slowed(factor) for name in COLLECTIVES})
 
     def get_config(self) -> dict[str, Any]:
-        """The numbers as a JSON-able dict; `from_config` is its inverse."""
+        """Return the numbers as a JSON-able dict; `from_config` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Link:
-        """The link of a `get_config`.
+        """Make the link of a `get_config`.
 
         Raises:
             ValueError: a collective is missing, unknown, or its numbers are.
@@ -72,7 +72,7 @@ class Link:
 
     @classmethod
     def fit(cls, samples: Iterable[tuple[str, float, float]]) -> Link:
-        """The link that explains measured (collective, bytes that a rank sent, seconds) best.
+        """Fit the link that explains measured (collective, bytes that a rank sent, seconds) best.
 
         Without samples of "allreduce_half" it is taken to be like "allreduce".
 
@@ -93,7 +93,7 @@ class Link:
 
     @classmethod
     def on_paper(cls, bandwidth: float, latency: float, ranks: int, ranks_per_host: int = 1) -> Link:
-        """A link by its data sheet: every collective keeps it busy all the time, so real ones are slower.
+        """Make a link by its data sheet: every collective keeps it busy all the time, so real ones are slower.
 
         Args:
             bandwidth: of a host in each direction, bits per second.
@@ -126,7 +126,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """All links that an exchange can use.
+    """Holds all links that an exchange can use.
 
     Args:
         ranks: in all.
@@ -157,16 +157,16 @@ class Network:
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return self.ranks // self.ranks_per_host
 
     @property
     def bandwidth(self) -> float:
-        """Of the Ethernet that an allreduce makes full use of, bits per second; never infinite."""
+        """The bandwidth of an Ethernet that allreduces fill, bits per second; never infinite."""
         return 8 / (_TCP_SHARE * max(self.link.allreduce.per_unit, _LEAST_PER_BYTE))
 
     def slowed(self, factor: float) -> Network:
-        """This network with `factor` times the seconds per byte between hosts."""
+        """Return this network with `factor` times the seconds per byte between hosts."""
         between = None if self.between is None else self.between.slowed(factor)
         return replace(self, link=self.link.slowed(factor), between=between)
 

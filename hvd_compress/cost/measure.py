@@ -1,4 +1,4 @@
-"""Measures links and kernels as all ranks feel them, by a few collectives; whose they are is the caller's business."""
+"""Measure links and kernels as all ranks feel them, by a few collectives that the caller provides."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _known: dict[tuple[str, int, bool], Network] = {}
 
 
 def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
-    """Bytes that a rank sends in a collective whose buffer is `nbytes` on each rank."""
+    """Compute the bytes that a rank sends in a collective whose buffer is `nbytes` on each rank."""
     if collective.startswith("allreduce"):
         return ring_bytes(nbytes, ranks)
     return (ranks - 1) * nbytes / (ranks if collective == "alltoall" else 1)
 
 
 def measure_hosts(collectives: Collectives, hosts: Hosts, position: int, link: Link) -> tuple[Link, Link]:
-    """What the alltoalls of a hierarchical exchange take inside hosts and between them; a collective call.
+    """Measure the alltoalls of a hierarchical exchange inside hosts and between them; a collective call.
 
     Args:
         collectives: of all ranks.
@@ -72,7 +72,7 @@ def measure_link(collectives: Collectives) -> Link:
 
 
 def measure_network(collectives: Collectives, hosts: Hosts | None = None, position: int = 0) -> Network:
-    """All that is measured of a network, a few seconds at most; equal on all ranks, a collective call.
+    """Measure a network, in a few seconds at most; equal on all ranks, a collective call.
 
     Args:
         collectives: of all ranks.
@@ -94,7 +94,7 @@ def measure_network(collectives: Collectives, hosts: Hosts | None = None, positi
 
 
 def network_of(collectives: HorovodCollectives, with_hosts: bool) -> Network:
-    """`measure_network`, once in a process as long as the ranks stay the same; a collective call.
+    """Measure the network, once in a process as long as the ranks stay the same; a collective call.
 
     Args:
         collectives: of the ranks.
@@ -111,7 +111,7 @@ def network_of(collectives: HorovodCollectives, with_hosts: bool) -> Network:
 
 
 def slowest_speeds(compressors: Iterable[Compressor], collectives: Collectives) -> dict[Compressor, Speed]:
-    """What kernels take on the slowest rank, which all wait for, while all measure them; a collective call."""
+    """Measure kernels on all ranks at once and return the slowest rank's speeds; a collective call."""
     speeds = {}
     for compressor in compressors:
         speed_of(compressor)  # compiled once before all measure at the same time
@@ -121,10 +121,10 @@ def slowest_speeds(compressors: Iterable[Compressor], collectives: Collectives) 
 
 
 def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:
-    """How much of each collective's time is lost to what computes meanwhile, from 0 to 1, the same on all ranks.
+    """Measure what share (0 to 1) of each collective's time is lost to computing meanwhile; equal on all ranks.
 
-    0 where every rank has a core to spare, 1 where collectives and computing take turns. The ranks of a host compute at
-    the same time, as they do in training.
+    It is 0 where every rank has a core to spare, 1 where collectives and computing take turns. The ranks of a host
+    compute at the same time, as they do in training.
 
     Args:
         collectives: of all ranks.
@@ -159,7 +159,7 @@ def _elapsed(call: Callable[[], object]) -> float:
 
 
 def _computed_during(wait: Callable[[], object]) -> tuple[float, float]:
-    """How often in a second something can be computed, without the GIL, while another call waits; seconds of that."""
+    """Compute without the GIL while another call waits; returns computations per second, and the call's seconds."""
     words = np.zeros(_COMPUTED_WORDS, np.uint64)
     ended = threading.Event()
     done = 0
@@ -170,7 +170,7 @@ def _computed_during(wait: Callable[[], object]) -> tuple[float, float]:
             checksum(words, 0)
             done += 1
 
-    checksum(words, 0)  # compiled before it is timed
+    checksum(words, 0)  # the first call compiles, and is not timed
     thread = threading.Thread(target=compute, name="hvd_compress.measure", daemon=True)
     thread.start()
     try:
@@ -188,7 +188,7 @@ def _buffer_bytes(collective: str, size: int, senders: int) -> int:
 
 
 def _points(collectives: Collectives, collective: str, peers: Sequence[int] | None = None) -> list[tuple[float, float]]:
-    """(bytes that a rank sends, seconds) of growing sizes, until they take too long."""
+    """Measure (bytes that a rank sends, seconds) of growing sizes, until they take too long."""
     points = []
     slowest = 0.0
     senders = collectives.ranks if peers is None else len(peers)

@@ -1,4 +1,4 @@
-"""Predicts what an exchange takes, and a training step whose exchanges overlap with backward."""
+"""Predict what an exchange takes, and a training step whose exchanges overlap with backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_BANDWIDTH, _MOST_BANDWIDTH = 1e5, 1e13
 
 @dataclass(frozen=True)
 class Work:
-    """One exchange in plain numbers, of one tensor or of a bucket of several.
+    """Describes one exchange in plain numbers, of one tensor or of a bucket of several.
 
     Args:
         exchange: "dense", "fp16", "two_phase", "allgather" or "hierarchical".
@@ -39,7 +39,7 @@ class Work:
 
     @property
     def sent_bytes(self) -> float:
-        """What a rank sends in all; in a hierarchical exchange to other hosts only, as `compression_stats` counts."""
+        """The bytes a rank sends; in a hierarchical exchange only those to other hosts, as in `compression_stats`."""
         if self.exchange == "hierarchical":
             _, to_owner, to_all, _ = self.hop_bytes
             return (to_owner + to_all) / self.sharing
@@ -48,7 +48,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Stage:
-    """A piece of an exchange that occupies one resource.
+    """Describes a piece of an exchange that occupies one resource.
 
     Args:
         seconds: alone.
@@ -68,13 +68,13 @@ class Stage:
 
 
 def dense_work(numel: int, itemsize: int, ranks: int, half: bool = False) -> Work:
-    """What goes through Horovod's own allreduce, `half` as float16."""
+    """Describe the work of Horovod's own allreduce, with `half` as float16."""
     nbytes = numel * (2 if half else itemsize)
     return Work("fp16" if half else "dense", numel, (ring_bytes(nbytes, ranks),))
 
 
 def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_per_host: int = 1) -> Work:
-    """What the plans of tensors that go together say.
+    """Describe the work of tensors that go together, from their plans.
 
     Args:
         plans: none of them dense.
@@ -99,7 +99,7 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
 
 
 def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
-    """The stages of an exchange, one after the other.
+    """List the stages of an exchange, one after the other.
 
     Raises:
         ValueError: a hierarchical exchange in a network whose links inside and between hosts are not known.
@@ -111,7 +111,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         return Stage(of.seconds(collective, nbytes), collective, core=network.core.get(collective, 0.0))
 
     def reduction(chunk: float, senders: int) -> Stage:
-        """The owner's part: it decodes and adds what all have sent, and encodes the sum."""
+        """Describe the owner's part, which decodes and adds what all have sent, and encodes the sum."""
         calls = one.of_calls(work.pieces / ranks)
         added = calls.decode(chunk) + (senders - 1) * calls.add(chunk)
         return Stage(added + calls.encoding(chunk, work.groups / ranks))
@@ -159,22 +159,19 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
 
 
 def exchange_seconds(work: Work, speed: Speed, network: Network) -> float:
-    """Seconds of one exchange when nothing else goes on."""
+    """Predict the seconds of one exchange when nothing else goes on."""
     return sum(stage.seconds for stage in stages_of(work, speed, network))
 
 
-def break_even_bandwidth(
-    compressed: Callable[[float], float], dense: Callable[[float], float], digits: float = 1e-3
-) -> float:
-    """The bandwidth at which both take the same time: below it compressing pays.
+def break_even_bandwidth(compressed: Callable[[float], float], dense: Callable[[float], float]) -> float:
+    """Find the bandwidth at which both take the same time: below it compressing pays.
 
     Args:
         compressed: bandwidth in bits per second -> seconds.
         dense: the same; of two that both fall with the bandwidth, the one that falls further.
-        digits: relative precision.
 
     Returns:
-        Bits per second; 0 if compressing never pays, infinity if it always does.
+        Bits per second, to a thousandth; 0 if compressing never pays, infinity if it always does.
 
     Example:
         >>> from hvd_compress.cost import break_even_bandwidth
@@ -190,13 +187,13 @@ def break_even_bandwidth(
     if pays(_MOST_BANDWIDTH):
         return math.inf
     low, high = _LEAST_BANDWIDTH, _MOST_BANDWIDTH
-    while high / low > 1 + digits:
+    while high / low > 1 + 1e-3:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return math.sqrt(low * high)
 
 
 def _expected(plan: Plan, bytes_per_element: float) -> float:
-    """Bytes of all payloads of one rank."""
+    """Predict the bytes of all payloads of one rank."""
     most = sum(plan.slots)
     return most if plan.fixed_size else min(most, bytes_per_element * plan.numel)

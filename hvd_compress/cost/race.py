@@ -1,10 +1,9 @@
-"""Which of several ways is the fastest, found by trying them in turns for as long as chance may still decide."""
+"""Find the fastest of several ways by trying them in turns for as long as chance may still decide."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median, median_low
-from typing import Any
 
 from hvd_compress.cost.chance import is_slower
 
@@ -49,7 +48,7 @@ class Race:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Seconds by name: the median of the trials, the lower one of two; from three on, as the turns compare."""
+        """The seconds by name: the median of the trials, the lower one of two; from three on, as the turns compare."""
         alone = {name: median_low(seconds) for name, seconds in self._trials.items()}
         if not alone:
             return {}
@@ -62,7 +61,7 @@ class Race:
         self._lasted += lasted
 
     def following(self) -> str | None:
-        """What is to be tried again; None when the fastest is known, or is not worth more trials."""
+        """Return the way to try next; None when the fastest is known, or is not worth more trials."""
         self._drop()
         left = [name for name in self._trials if name not in self._lost]
         name = min(left, key=lambda name: len(self._trials[name]))
@@ -72,21 +71,11 @@ class Race:
         return name
 
     def ratios(self, name: str, other: str) -> list[float]:
-        """How many times as long the first took as the other, in each turn of both."""
+        """Return how many times as long the first took as the other, in each turn of both."""
         return [a / b for a, b in zip(self._trials[name], self._trials[other], strict=False)]
 
-    def get_state(self) -> dict[str, Any]:
-        """A JSON-able dict for `set_state`."""
-        trials = {name: list(seconds) for name, seconds in self._trials.items()}
-        return {"trials": trials, "lost": sorted(self._lost), "lasted": self._lasted}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `get_state`."""
-        self._trials = {name: list(seconds) for name, seconds in state["trials"].items()}
-        self._lost, self._lasted = set(state["lost"]), float(state["lasted"])
-
     def _compared(self, name: str, fastest: str, alone: Mapping[str, float]) -> float:
-        """Seconds of a name from those of the fastest: what disturbs both of a turn alike does not count."""
+        """Compute a name's seconds from those of the fastest: what disturbs both of a turn alike does not count."""
         ratios = self.ratios(name, fastest)
         return alone[name] if len(ratios) < 3 else alone[fastest] * median(ratios)
 

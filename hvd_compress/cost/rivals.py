@@ -1,11 +1,10 @@
-"""Whether what lost a search is faster after all: other ways are compared with the chosen one again, now and then."""
+"""Find out whether a way that lost a search is faster after all, by turns beside the chosen one, now and then."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from hvd_compress.cost.chance import is_slower
 
@@ -60,12 +59,12 @@ class Rivals:
 
     @property
     def known(self) -> dict[str, float]:
-        """Seconds of a step by name, as the last turns compare with the chosen one, or predicted."""
+        """The seconds of a step by name, as the last turns compare with the chosen one, or predicted."""
         return dict(self._known)
 
     @property
     def measured(self) -> dict[str, float]:
-        """Of `known`, what is not only predicted."""
+        """The part of `known` that is not only predicted."""
         return {name: seconds for name, seconds in self._known.items() if name not in self._predicted}
 
     def begin(
@@ -75,7 +74,7 @@ class Rivals:
         ratios: Mapping[str, Sequence[float]],
         predicted: Mapping[str, float] | None = None,
     ) -> None:
-        """One has been chosen.
+        """Begin with a way that has been chosen.
 
         Args:
             chosen: its name.
@@ -91,7 +90,7 @@ class Rivals:
         self._set_prices()
 
     def save(self, seconds: float) -> str | None:
-        """A step with the chosen one has taken so long; which one is to have a turn now, or None."""
+        """Take the seconds of a step with the chosen one; returns which rival is to have a turn now, or None."""
         for name, weight in self._weights.items():
             self._saved[name] += weight * seconds
         due = [name for name, price in self._prices.items() if price < self._saved[name]]
@@ -106,7 +105,7 @@ class Rivals:
         changing: Sequence[float] = (),
         handicap: float = 1.0,
     ) -> bool:
-        """Take a turn; whether it has proved to be faster than the chosen one.
+        """Take a rival's turn; returns whether it has proved to be faster than the chosen one.
 
         Args:
             name: of what has had a turn.
@@ -126,30 +125,11 @@ class Rivals:
         return len(ratios) > 1 and is_slower([handicap * ratio for ratio in ratios])
 
     def change(self, name: str) -> None:
-        """It is the chosen one from now on; the others, with whom it has had no turns, keep what is known of them."""
+        """Choose a rival from now on; the others, which had no turns with it, keep what is known of them."""
         inverse = [1 / ratio for ratio in self._ratios[name]]
         measured = self.measured
         predicted = {other: self._known[other] for other in self._predicted}
         self.begin(name, measured, {self._chosen: inverse}, predicted)
-
-    def get_state(self) -> dict[str, Any]:
-        """A JSON-able dict for `set_state`."""
-        return {
-            "chosen": self._chosen,
-            "known": dict(self._known),
-            "predicted": sorted(self._predicted),
-            "ratios": {name: list(of_name) for name, of_name in self._ratios.items()},
-            "saved": dict(self._saved),
-            "recent": list(self._recent),
-        }
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `get_state`."""
-        self._chosen, self._known = state["chosen"], dict(state["known"])
-        self._predicted = set(state["predicted"])
-        self._ratios = {name: list(ratios) for name, ratios in state["ratios"].items()}
-        self._saved, self._recent = dict(state["saved"]), list(state["recent"])
-        self._set_prices()
 
     def _set_prices(self) -> None:
         seconds = {name: self._known[name] for name in self._ratios}
@@ -158,18 +138,18 @@ class Rivals:
         self._weights = {name: self._share * root / sum(roots.values()) for name, root in roots.items()}
 
     def _loss(self, seconds: float) -> float:
-        """Of a step."""
+        """Compute what a step of so many seconds loses against the chosen one."""
         usual = self._known[self._chosen]
         return max(seconds - usual, _LEAST_LOSS * usual)
 
     def _spent(self, name: str, steps: int, changing: Sequence[float]) -> float:
-        """Seconds that a turn has cost."""
+        """Compute the seconds that a turn has cost."""
         # by what is known, not what it took: a pause in it must not keep it from its next ones for hours
         usual = max(self._known[name], self._known[self._chosen])
         return steps * self._loss(self._known[name]) + sum(max(0.0, min(s, steps * usual) - usual) for s in changing)
 
     def _follow(self, chosen: float) -> None:
-        """What steps take now may differ from what they took in the search, of all ways alike."""
+        """Scale all known seconds, since steps of all ways may take longer or shorter than in the search."""
         self._recent = [*self._recent, chosen][-_RECENT_TURNS:]
         factor = median(self._recent) / self._known[self._chosen]
         self._known = {name: factor * seconds for name, seconds in self._known.items()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import quantiles
-from typing import Any
 
 __all__ = ["Watch"]
 
@@ -77,20 +75,3 @@ class Watch:
             return None
         self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
         return middle
-
-    def get_state(self) -> dict[str, Any]:
-        """A JSON-able dict for `set_state`."""
-        return {
-            "seconds": list(self._seconds),
-            "patience": self._patience,
-            "windows": self._windows,
-            "expected": self._expected,
-            "lost": self._lost,
-            "differs": self._differs,
-        }
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `get_state`."""
-        self._seconds = list(state["seconds"])
-        self._patience, self._windows = state["patience"], state["windows"]
-        self._expected, self._lost, self._differs = state["expected"], state["lost"], state["differs"]

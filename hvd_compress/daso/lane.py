@@ -1,4 +1,4 @@
-"""The tensors of one dtype, end to end, and the shares of them that the ranks of a node synchronize."""
+"""Lay the tensors of one dtype end to end, and cut them into the shares that the ranks of a node synchronize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNIT = 8
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that lies in a share.
+    """Describes the part of a tensor that lies in a share.
 
     Args:
         name: of the tensor.
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, arrays: Sequence[Array]) -> Array:
-        """Its values, of the flat arrays of all tensors."""
+        """Take this piece's values from the flat arrays of all tensors."""
         return arrays[self.tensor][self.within]
 
 
 class Share(NamedTuple):
-    """What one rank of a node synchronizes.
+    """Describes what one rank of a node synchronizes.
 
     Args:
         pieces: of tensors.
@@ -59,12 +59,12 @@ class Share(NamedTuple):
         return int(self.at.stop - self.at.start)
 
     def place(self, piece: Piece) -> slice:
-        """The elements of this share that a piece of it has."""
+        """Return the elements of this share that one of its pieces has."""
         return slice(piece.at.start - self.at.start, piece.at.stop - self.at.start)
 
 
 class Lane:
-    """Tensors of one dtype.
+    """Lays the tensors of one dtype end to end.
 
     Args:
         tensors: of a network.
@@ -93,7 +93,7 @@ class Lane:
             out[a:b] = arrays[i]
 
     def _cut(self, wanted: float) -> int:
-        """An offset near the wanted one that divides no row of a tensor."""
+        """Find an offset near the wanted one that divides no row of a tensor."""
         for (_, tensor), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True):
             if a <= wanted < b:
                 row = _row_of(tensor)

@@ -1,4 +1,4 @@
-"""The loss of an epoch as a number, whatever users have it as."""
+"""Turn the loss of an epoch, whatever users have it as, into a number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["number_of"]
 
 
 def number_of(loss: Any) -> float | None:
-    """A loss as a float; None stays None.
+    """Turn a loss into a float; None stays None.
 
     Args:
         loss: a number, or an array or a tensor of one element.

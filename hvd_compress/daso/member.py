@@ -1,4 +1,4 @@
-"""One rank of DASO: it asks the clock what is due after each batch, and does it."""
+"""Run one rank of DASO, which asks the clock what is due after each batch, and does it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Member:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def batch(self) -> Moment:
-        """Count a batch; what is due, which `act` then does."""
+        """Count a batch; returns what is due, which `act` then does."""
         for sync in self._syncs:
             sync.progress()
         self._batches += 1
@@ -77,7 +77,7 @@ class Member:
         return moment
 
     def act(self, moment: Moment, arrays: Sequence[Array], phase: str | None = None) -> bool:
-        """Send, receive and merge, in place; whether parameters have changed.
+        """Send, receive and merge, in place; returns whether parameters have changed.
 
         Args:
             moment: what is due.
@@ -135,11 +135,11 @@ class Member:
         return self.act(moment, arrays, phase)
 
     def level(self, arrays: Sequence[Array]) -> bool:
-        """Make all ranks equal in the middle of an epoch; whether parameters have changed. A collective call."""
+        """Make all ranks equal in the middle of an epoch; returns whether parameters changed. A collective call."""
         return self.act(self.clock.level(), arrays)
 
     def declare_steps(self, steps_per_epoch: int | None) -> None:
-        """Between epochs: the next ones have so many batches; a collective call.
+        """Set the number of batches of the next epochs, between two epochs; a collective call.
 
         Raises:
             MismatchError: the ranks have different numbers.
@@ -160,7 +160,7 @@ class Member:
                 self._settle()
 
     def _tell(self, what: str, has_loss: bool = False) -> None:
-        """Begin to compare what all ranks do at this moment; of those that have made more steps the others are told.
+        """Begin to compare what all ranks do at this moment; ranks that made more steps than others are reported.
 
         It comes before all else of that moment, and under the same name wherever a rank may be.
         """
@@ -225,7 +225,7 @@ class Member:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later steps depend on, of this rank; waits for what is under way."""
+        """Wait for what is under way; returns everything of this rank that later steps depend on."""
         return {
             "format": FORMAT,
             "rank": self.groups.rank,

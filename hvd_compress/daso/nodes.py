@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which of them exchange parameters with which of other nodes."""
+"""Say which ranks share a node, and which of them exchange parameters with which ranks of other nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Nodes"]
 
 @dataclass(frozen=True)
 class Nodes:
-    """The ranks of each node.
+    """Knows the ranks of each node.
 
     Args:
         members: ranks of each node, ascending; nodes in the order of their first rank.
@@ -27,7 +27,7 @@ class Nodes:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Nodes:
-        """Of a number for each rank, the same for those on one node."""
+        """Make nodes from a number for each rank, which is the same for ranks on one node."""
         by_number: dict[int, list[int]] = {}
         for rank, number in enumerate(numbers):
             by_number.setdefault(number, []).append(rank)
@@ -35,7 +35,7 @@ class Nodes:
 
     @classmethod
     def of_equal(cls, size: int, ranks_per_node: Any) -> Nodes:
-        """So many ranks on each node, counted node by node.
+        """Make nodes of so many ranks each, counted node by node.
 
         Raises:
             ValueError: they do not divide the ranks.
@@ -47,12 +47,12 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Of nodes."""
+        """The number of nodes."""
         return len(self.members)
 
     @property
     def size(self) -> int:
-        """Of all ranks."""
+        """The number of ranks on all nodes."""
         return sum(map(len, self.members))
 
     @cached_property
@@ -64,9 +64,9 @@ class Nodes:
         return tuple(zip(*self.members, strict=False))
 
     def node_of(self, rank: int) -> int:
-        """The number of a rank's node."""
+        """Return the number of a rank's node."""
         return next(i for i, ranks in enumerate(self.members) if rank in ranks)
 
     def weight_of(self, node: int) -> float:
-        """What a node counts in the sum over nodes, so that every rank counts the same; 1 where nodes are alike."""
+        """Return a node's weight in the sum over nodes, with which all ranks count alike; 1 if nodes are alike."""
         return len(self.members[node]) * self.count / self.size

@@ -22,9 +22,9 @@ from hvd_compress.waiting import waiting
 
 __all__ = ["Outgoing"]
 
-# of smaller tensors a payload costs more than it saves
+# a payload of a smaller tensor costs more than it saves
 _MIN_NUMEL = 1024
-# a collective of less takes as long
+# a collective of fewer bytes takes as long
 _PART_BYTES = 2**18
 _NOTHING = np.zeros(1, np.float32)
 
@@ -98,14 +98,14 @@ class Outgoing:
         self.bytes_sent += round(ring_bytes(self._sent.nbytes, self._across.size))
 
     def receive_values(self) -> Array:
-        """Their sum."""
+        """Wait for the sum of the values and return it."""
         received = self._received()
         count = sum(part.size > 0 for part in received)
         total: Array = received[0] if count == 1 else np.concatenate(received)
         return total[: self.share.size]
 
     def settle_values(self, total: Array, left: float) -> None:
-        """The sum was merged: this share of what was owed has not got into the parameters."""
+        """Note that the sum was merged, but for this share of what was owed."""
         if self._debt is not None and np.isfinite(total).all():
             self._debt = self._debt * self._debt.dtype.type(left) if left else None
 
@@ -129,11 +129,11 @@ class Outgoing:
             if self._debt is not None:
                 change += self._debt[self.share.place(piece)]
             bucket.encode(key, change)
-        self._send_parcel(bucket, bucket.collectives[0], bucket.parcel())
+        self._send_parcel(bucket.collectives[0], bucket.parcel())
         self._later = [(_halfway(wait), partial(self._advance, bucket)) for _ in bucket.collectives[1:]]
 
     def receive_changes(self, out: Array) -> bool:
-        """Write the mean change of the share; False where it is not finite, and then nothing has changed."""
+        """Write the mean change of the share; returns False, having changed nothing, if it is not finite."""
         bucket = self._bucket
         assert bucket is not None
         self._start_the_rest()
@@ -149,7 +149,7 @@ class Outgoing:
     # -- in the place of a share that is not sent ----------------------------------------------------------------------
 
     def idle(self, of_values: bool, wait: int) -> None:
-        """Start as many collectives as values, or a change, would take, of next to nothing."""
+        """Start as many nearly empty collectives as values, or a change, would take."""
         if of_values:
             self._start_one_by_one([_NOTHING] * self._parts_of_values(wait))
             return
@@ -164,7 +164,7 @@ class Outgoing:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is owed; nothing may be under way."""
+        """Return what is owed; nothing may be under way."""
         transfers = {} if self._bucket is None else self._bucket.transfers
         return {
             "debt": None if self._debt is None else self._debt.copy(),
@@ -176,7 +176,7 @@ class Outgoing:
         }
 
     def check(self, state: Any, known: Sequence[Compressor | Policy], dtype: npt.DTypeLike) -> dict[str, Any]:
-        """What `load` takes over of a state.
+        """Check a state and return what `load` takes over of it.
 
         Args:
             state: of this rank.
@@ -273,7 +273,7 @@ class Outgoing:
         self.seconds += time.perf_counter() - begin
         return received
 
-    def _send_parcel(self, bucket: Bucket[Transfer], collective: str, parcel: Parcel) -> None:
+    def _send_parcel(self, collective: str, parcel: Parcel) -> None:
         self._change = self._across.start(collective, parcel.buffer, f"{self._name}.{collective}", parcel.sizes)
         self._collective = collective
         ranks, me = self._across.size, self._across.position
@@ -286,7 +286,7 @@ class Outgoing:
     def _advance(self, bucket: Bucket[Transfer]) -> None:
         collective = self._collective
         following = bucket.collectives[bucket.collectives.index(collective) + 1]
-        self._send_parcel(bucket, following, bucket.advance(collective, self._wait_for_change()))
+        self._send_parcel(following, bucket.advance(collective, self._wait_for_change()))
 
     def _wait_for_change(self) -> Array:
         begin = time.perf_counter()
@@ -298,7 +298,7 @@ class Outgoing:
 
 
 def _exchange_of(nodes: int) -> str:
-    """Among two nodes both send equally many bytes, and one collective is enough."""
+    """Choose the exchange: between two nodes both send equally many bytes, and an allgather needs one collective."""
     return "allgather" if nodes == 2 else "two_phase"
 
 

@@ -1,4 +1,4 @@
-"""What an edge gives: collectives on arrays among some ranks."""
+"""Say what an edge provides: collectives on arrays among some ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ranks(Protocol):
         """Raise MismatchError on all ranks unless all say the same."""
 
     def begin_agreement(self, description: dict[str, Any]) -> Callable[[], None]:
-        """The same in two parts: begins, and returns what ends it."""
+        """Begin what `require_agreement` does, and return what ends it."""
 
     def start(self, collective: str, array: Array, name: str, sizes: Sequence[int] | None = None, root: int = 0) -> Any:
         """Start "allreduce" (a sum), "allgather", "alltoall" (with the elements for each rank) or "broadcast".
@@ -36,11 +36,11 @@ class Ranks(Protocol):
         """
 
     def wait(self, handle: Any) -> Array:
-        """What the collective has brought, flat."""
+        """Wait for a collective; returns what it brought, flat."""
 
 
 class Groups(NamedTuple):
-    """Where a rank stands.
+    """Tells where a rank stands among the nodes.
 
     Args:
         nodes: of all ranks.
@@ -60,17 +60,17 @@ class Groups(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Among the ranks of the node."""
+        """The rank's position among the ranks of its node."""
         return self.nodes.members[self.nodes.node_of(self.rank)].index(self.rank)
 
     @property
     def weight(self) -> float:
-        """Of the node."""
+        """The weight of the rank's node."""
         return self.nodes.weight_of(self.nodes.node_of(self.rank))
 
 
 def means(ranks: Ranks, arrays: Sequence[Array], name: str) -> list[Array]:
-    """Of flat arrays over the ranks, the same bits on all of them; one collective for each dtype."""
+    """Average flat arrays over the ranks, with one collective for each dtype; all get the same bits."""
 
     def mean(together: Array) -> Array:
         handle = ranks.start("allreduce", together, f"{name}.{together.dtype}")

@@ -1,4 +1,4 @@
-"""What the user asks of DASO, checked, and as the ranks compare it."""
+"""Check what the user asks of DASO, and describe it for ranks to compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMS = ("sharded", "rotate")
 
 @dataclass(frozen=True)
 class DasoSettings:
-    """The arguments of `DASO` that do not depend on a framework.
+    """Holds the arguments of `DASO` that do not depend on a framework.
 
     Raises:
         TypeError: not a schedule or a compressor.
@@ -68,12 +68,12 @@ class DasoSettings:
             )
 
     def compression_in(self, phase: str) -> Compressor | Policy:
-        """Of what goes between nodes."""
+        """Return the compression of what goes between nodes."""
         chosen: Compressor | Policy = self.compression if phase == CYCLING else self.blocking_compression
         return chosen
 
     def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """What ranks compare."""
+        """Describe the settings for ranks to compare."""
         return {
             "wire version": wire.VERSION,
             "schedule": self.schedule.get_config(),

@@ -1,4 +1,4 @@
-"""One rank's part in synchronizing the nodes' parameters of one dtype: send, receive, share in the node, merge."""
+"""Synchronize the nodes' parameters of one dtype, on one rank: send, receive, share in the node, merge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = VALUES, CHANGES = "values", "changes"
 
 
 class _Flight(NamedTuple):
-    """A synchronization that has begun.
+    """Describes a synchronization that has begun.
 
     Args:
         kind: `VALUES` or `CHANGES`.
@@ -40,7 +40,7 @@ class _Flight(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """What has come.
+    """Holds what a synchronization has brought.
 
     Args:
         kind: `VALUES`, a sum over the nodes, or `CHANGES`, which the reference has taken in.
@@ -94,12 +94,12 @@ class NodeSync:
 
     @property
     def seconds_between(self) -> float:
-        """Waited for other nodes."""
+        """The seconds spent waiting for other nodes."""
         return 0.0 if self._outgoing is None else self._outgoing.seconds
 
     @property
     def bytes_between(self) -> int:
-        """Sent to other nodes."""
+        """The bytes sent to other nodes."""
         return 0 if self._outgoing is None else self._outgoing.bytes_sent
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -230,12 +230,12 @@ class NodeSync:
         self._settle(arrived, 0.0 if self._settings.merge == "delta" else keep / divisor)
 
     def _settle(self, arrived: _Arrived, left: float) -> None:
-        """What was owed has got into the parameters, but for a share of it."""
+        """Note that what was owed has got into the parameters, but for a share of it."""
         if arrived.kind == VALUES and arrived.mine is not None and self._outgoing is not None:
             self._outgoing.settle_values(arrived.mine, left)
 
     def _weights(self, staleness: int) -> tuple[float, float]:
-        """Factors (k, d): parameters become (k x + sum over nodes) / d."""
+        """Return factors (k, d), with which parameters become (k x + sum over nodes) / d."""
         merge = self._settings.merge
         if merge == "paper":
             return 2.0 * staleness, 2.0 * staleness + self._nodes
@@ -246,7 +246,7 @@ class NodeSync:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later steps depend on; what is under way is waited for first."""
+        """Wait for what is under way; returns everything that later steps depend on."""
         self.drain()
         flight = None
         if self._flight is not None and self._mine is not None:
@@ -267,7 +267,7 @@ class NodeSync:
         }
 
     def check(self, state: Any) -> dict[str, Any]:
-        """What `load` takes over of a state of this rank.
+        """Check a state of this rank and return what `load` takes over of it.
 
         Raises:
             StateError: of another rank or network, or damaged.
@@ -341,16 +341,16 @@ class NodeSync:
         return self._lane.dtype.type(self._nodes)
 
     def _sends_in(self, group: int) -> bool:
-        """Whether this rank has something to send."""
+        """Tell whether this rank has something to send."""
         mine = self._position if self._settings.form == "sharded" else 0
         return self._is_sent(mine) and (self._settings.form == "sharded" or self._position == group)
 
     def _is_sent(self, index: int) -> bool:
-        """Whether a share has elements; there may be fewer of these than ranks in a node."""
+        """Tell whether a share has elements; a node may have more ranks than there are shares with elements."""
         return index < len(self._lane.shares) and self._lane.shares[index].size > 0
 
     def _fitting(self, name: str) -> Array:
-        """A buffer of this object for all elements of the lane, made when it is needed."""
+        """Return this object's buffer for all elements of the lane, made when first needed."""
         if getattr(self, name).size != self._lane.size:
             setattr(self, name, aligned_empty(self._lane.size, self._lane.dtype))
         buffer: Array = getattr(self, name)

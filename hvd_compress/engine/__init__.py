@@ -1,4 +1,4 @@
-"""What one rank does with its tensors, whichever framework they come from: routes, residuals, counters, saved state.
+"""Handle the tensors of one rank, whichever framework they come from: routes, residuals, counters, saved state.
 
 Edges subclass `Lane` and `Ledger` with the collectives of their framework. Arrays are NumPy; nothing here communicates.
 """

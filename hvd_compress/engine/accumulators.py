@@ -1,4 +1,4 @@
-"""AdaGrad's accumulators of all tensors on one rank: whose elements they are of, and how they are saved."""
+"""Keep AdaGrad's accumulators of all tensors on one rank, and save and load them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_accumulators(state: Mapping[str, Any]) -> None:
 class Accumulators:
     """Makes and keeps the accumulators of lanes, packs and dense tensors.
 
-    Those of a lane are of the elements that its rank owns; all ranks have the same of all others.
+    A lane's accumulator covers only the elements that its rank owns; the others are equal on all ranks.
 
     Args:
         adagrad: settings.
@@ -55,13 +55,13 @@ class Accumulators:
         self._dense: dict[str, Accumulator] = {}
 
     def of_sums(self) -> Accumulator:
-        """A new one, for a lane or a pack."""
+        """Make a new accumulator for a lane or a pack."""
         return Accumulator(self._adagrad, self._scale)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def precondition(self, name: str, combined: Array, loss_scale: float) -> bool:
-        """Make a combined gradient (flat) that went dense an update, in place; whether it is finite."""
+        """Turn a flat combined gradient that went dense into an update, in place; returns whether it is finite."""
         accumulator = self._dense.setdefault(name, Accumulator(self._adagrad, 1.0))
         accumulator.loss_scale = loss_scale
         finite = accumulator.precondition(combined)
@@ -70,23 +70,23 @@ class Accumulators:
         return finite
 
     def settle(self, keep: bool) -> None:
-        """The step has ended for dense tensors; lanes and packs settle when they finish."""
+        """End the step for dense tensors; lanes and packs settle when they finish."""
         for accumulator in self._dense.values():
             accumulator.settle(keep)
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Tell lanes and packs what gradients will come multiplied by."""
+        """Tell lanes and packs by which loss scale the next gradients will be multiplied."""
         for accumulator in (*self._of_lanes().values(), *self._of_packs().values()):
             accumulator.loss_scale = loss_scale
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def entries(self) -> dict[str, Any]:
-        """The "accumulators" of a state; see `hvd_compress.feedback`."""
+        """Return the "accumulators" of a state; see `hvd_compress.feedback`."""
         values: dict[str, tuple[int, Array]] = {}
         for name, accumulator in self._of_lanes().items():
             lane = self._lanes[name]
-            # zeros of a tensor that was left out of all steps; no entry at all says that other ranks own it
+            # a tensor left out of all steps gets zeros: no entry at all would say that other ranks own it
             if lane.owned is not None and lane.step:
                 zeros = np.zeros(lane.owned.stop - lane.owned.start, np.float32)
                 values[name] = lane.owned.start, zeros if accumulator.values is None else accumulator.values.copy()
@@ -105,14 +105,14 @@ class Accumulators:
                 raise StateError(f"accumulator of {name!r} with shape {tuple(entry['shape'])}: {self._known(name)}")
 
     def needed(self, state: Mapping[str, Any], kind: str) -> dict[str, Array]:
-        """Values of the elements that this rank owns, or keeps as all ranks do, copied from entries of a state.
+        """Copy from a state the values of the elements that this rank owns, or keeps as all ranks do.
 
         Args:
             state: of a run with AdaGrad, its tensors those that are here.
             kind: "accumulators" or "owner_residuals", which both belong to elements.
 
         Raises:
-            StateError: the state has others.
+            StateError: the state has values of other elements.
         """
         needed = {}
         for name, shape in self._shapes.items():
@@ -133,7 +133,7 @@ class Accumulators:
         return needed
 
     def take(self, values: Mapping[str, Array]) -> None:
-        """Take over what `needed` returned; tensors without an entry begin anew."""
+        """Take over the values that `needed` returned; tensors without an entry begin anew."""
         for name, accumulator in self._of_lanes().items():
             accumulator.values = values.get(name)
         of_packs = self._of_packs()
@@ -153,7 +153,7 @@ class Accumulators:
         return {name: lane.accumulator for name, lane in self._lanes.items() if lane.accumulator is not None}
 
     def _of_packs(self) -> dict[str, Accumulator]:
-        """By tensor: several have one in common."""
+        """Map each packed tensor to the accumulator that it shares with others of its pack."""
         accumulators = {name: pack.accumulator_of_all for name, pack in self._packs.items()}
         return {name: accumulator for name, accumulator in accumulators.items() if accumulator is not None}
 

@@ -1,4 +1,4 @@
-"""Lanes that share an exchange, with the small tensors that travel beside them."""
+"""Join lanes that share an exchange with the small tensors that travel beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class Bucket(exchange.Bucket[Lane]):
-    """`exchange.Bucket` that takes gradients by tensor, small ones too.
+    """An `exchange.Bucket` that also takes the gradients of small tensors.
 
     Args:
         lanes: of the compressed tensors by name.
@@ -35,17 +35,17 @@ class Bucket(exchange.Bucket[Lane]):
 
     @property
     def tensors(self) -> list[str]:
-        """Names of all tensors, in the order in which their gradients are expected."""
+        """The names of all tensors, in the order in which their gradients are expected."""
         return [*self.lanes, *([] if self.pack is None else self.pack.members)]
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of one of its tensors."""
+        """Return the shape of one of its tensors."""
         if self.pack is None or name in self.lanes:
             return self.lanes[name].plan.shape
         return self.pack.shapes[name]
 
     def give(self, name: str, flat: Array | None) -> bool:
-        """`encode` a gradient (flat), or leave the tensor out with None; returns whether the bucket is complete.
+        """Encode a flat gradient, or leave the tensor out with None; returns whether the bucket is complete.
 
         Small tensors are copied.
         """
@@ -59,12 +59,12 @@ class Bucket(exchange.Bucket[Lane]):
         return (self.pack is not None and name in self.pack.shapes) or super().waits(name)
 
     def give_together(self, addresses: Mapping[str, int], flats: Mapping[str, Array]) -> bool:
-        """As `give`, for tensors that wait: by address, see `encode_at`, or flat."""
+        """Give gradients of tensors that wait, by address (see `encode_at`) or flat; returns what `give` does."""
         small = [self.give(name, flat) for name, flat in flats.items()]
         return (self.encode_at(addresses) if addresses else False) or any(small)
 
     def count(self, field: str, seconds: float) -> None:
-        """Add to a field of the counters of all tensors, shared by their size."""
+        """Add to a field of all tensors' counters, to each in proportion to its size."""
         self._seconds[field] = self._seconds.get(field, 0.0) + seconds
 
     def settle_counts(self) -> None:

@@ -1,4 +1,4 @@
-"""What the user asked for: the meaning of `compression=` and the checks of the settings beside it."""
+"""Find out what `compression=` means and check the settings beside it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _unnamed = count()
 
 
 class Defaults:
-    """Our compressors with their default settings, to stand beside those of a `horovod.<framework>.Compression`.
+    """Offers our compressors with their default settings, beside those of a `horovod.<framework>.Compression`.
 
     Called, each gives another one with the given settings: `Compression.adaptive(pi=32)`. `threshold` has no default
     and must be called with its `tau`: `Compression.threshold(1e-3)`.
@@ -69,9 +69,9 @@ class Defaults:
 
 
 def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
-    """What the user gave, a name as what it stands for; see `meant`.
+    """Return what the user gave, with a name replaced by what it stands for; see `meant`.
 
-    With a parameter server, also what needs no compressor of ours becomes one, since no allreduce is to sum it.
+    With a parameter server, what Horovod could send itself becomes a compressor of ours, since no allreduce sums it.
 
     Raises:
         TypeError: a Horovod compressor of the user's with a parameter server.
@@ -92,7 +92,7 @@ def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
 
 
 def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
-    """What chooses payloads that need an exchange of ours; None if Horovod's allreduce can sum what it makes."""
+    """Return what chooses the payloads of our exchanges; None if Horovod's allreduce does it all."""
     compression = meant(compression)
     if isinstance(compression, Policy | Auto):
         return compression
@@ -100,10 +100,10 @@ def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
 
 
 def compressor_of_call(compression: Any) -> Compressor | None:
-    """`exchanged`, of a call that reduces single tensors.
+    """Return what `exchanged` does, for a call that reduces single tensors.
 
     Raises:
-        UnsupportedError: what chooses for the tensors of an optimizer, or an elastic run.
+        UnsupportedError: a `Policy` or `Auto`, which choose for the tensors of an optimizer; an elastic run.
     """
     chosen = exchanged(resolved(compression))
     if isinstance(chosen, Policy | Auto):
@@ -116,7 +116,7 @@ def compressor_of_call(compression: Any) -> Compressor | None:
 
 
 def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
-    """The object whose `compress` and `decompress` Horovod's own allreduce is to use.
+    """Return the object whose `compress` and `decompress` Horovod's own allreduce is to use.
 
     Args:
         compression: what the user gave.
@@ -145,7 +145,7 @@ def horovod_compressor(compression: Any, none: Any, dense_route: Any) -> Any:
 
 
 def describe(compression: Any) -> Any:
-    """What the fingerprint compares of a compressor."""
+    """Describe a compressor for the fingerprint that ranks compare."""
     compression = meant(compression)
     if isinstance(compression, Compressor | Policy | Auto):
         return compression.get_config()
@@ -154,7 +154,7 @@ def describe(compression: Any) -> Any:
 
 
 def description(compression: Any, op: Any, parameters: Sequence[Any], **settings: Any) -> dict[str, Any]:
-    """What the fingerprint compares of an optimizer, a tape or an exchange."""
+    """Describe an optimizer, a tape or an exchange for the fingerprint that ranks compare."""
     return {
         "compression": describe(compression),
         "op": str(op),
@@ -167,7 +167,7 @@ def description(compression: Any, op: Any, parameters: Sequence[Any], **settings
 
 
 def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any, total: Any, ranks: int) -> float:
-    """The factor on the sum over ranks that `op` stands for; `average` and `total` are Horovod's Average and Sum.
+    """Return the factor on the sum over ranks for `op`; `average` and `total` are Horovod's Average and Sum.
 
     Raises:
         UnsupportedError: another `op`.
@@ -178,7 +178,7 @@ def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any,
 
 
 def exchange_of(adagrad: AdaGrad | None, exchange: str | ParameterServer, compression: Any) -> str | ParameterServer:
-    """The exchange to use where gradients may be AdaGrad's updates; see `exchange_with`.
+    """Return the exchange to use where gradients may be AdaGrad's updates; see `exchange_with`.
 
     Raises:
         TypeError: `adagrad` is something else.
@@ -201,7 +201,7 @@ def refuse_other_ops(op: Any, average: Any, total: Any) -> None:
 
 
 def op_of_call(average: bool | None, op: Any, average_op: Any, total: Any) -> Any:
-    """The `op` of a call of allreduce that may have been given in its old form, `average`.
+    """Return the `op` of a call of allreduce, which may have been given in its old form, `average`.
 
     Raises:
         ValueError: both are given.
@@ -214,7 +214,7 @@ def op_of_call(average: bool | None, op: Any, average_op: Any, total: Any) -> An
 
 
 def names_of_call(name: str | None, number: int) -> list[str]:
-    """The names of `number` tensors in one call of allreduce, the same on all ranks."""
+    """Name `number` tensors of one call of allreduce, equally on all ranks."""
     if name is None:
         return [f"allreduce.noname.{next(_unnamed)}" for _ in range(number)]
     return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]
@@ -231,7 +231,7 @@ def check_settings(
     groups: Any,
     rocm: bool,
 ) -> None:
-    """Check what all optimizer wrappers and tapes have in common.
+    """Check the settings that all optimizer wrappers and tapes have in common.
 
     Raises:
         ValueError: a setting out of its range.

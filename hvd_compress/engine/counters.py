@@ -1,4 +1,4 @@
-"""Counters of bytes and seconds, per tensor and in total."""
+"""Count bytes and seconds, per tensor and in total."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Counters"]
 
 @dataclass
 class Counters:
-    """What the exchanges of one tensor cost this rank so far.
+    """Counts what the exchanges of one tensor have cost this rank so far.
 
     Args:
         steps: exchanges finished.
@@ -43,12 +43,12 @@ class Counters:
                 setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
     def scaled(self, factor: float) -> Counters:
-        """The counters of a part; `steps` stays."""
+        """Return the counters of a part of this tensor; `steps` stays."""
         values = {field.name: factor * getattr(self, field.name) for field in fields(self) if field.name != "steps"}
         return Counters(steps=self.steps, **values)
 
     def count_dense(self, sent_bytes: int, gradient_bytes: int, ranks: int, times: int = 1) -> None:
-        """Allreduces, as a ring, of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
+        """Count ring allreduces of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
         moved = times * ring_bytes(sent_bytes, ranks)
         self.steps += times
         self.bytes_sent += moved
@@ -56,7 +56,7 @@ class Counters:
         self.dense_bytes += times * ring_bytes(gradient_bytes, ranks)
 
     def report(self, residual_norm: float) -> dict[str, float]:
-        """The counters as `compression_stats()` shows them."""
+        """Return the counters as `compression_stats()` shows them."""
         return {
             "steps": self.steps,
             "bytes_sent": round(self.bytes_sent),

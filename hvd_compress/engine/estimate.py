@@ -1,4 +1,4 @@
-"""What the exchange of a bucket consists of, for predictions."""
+"""List the work of a bucket's exchange, for predictions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["bucket_work"]
 def bucket_work(
     tensors: Sequence[Tensor], compressor: Compressor, routing: Routing, network: Network, speed: Speed
 ) -> Work | None:
-    """The work of exchanging tensors that go together; None where all are too small for the compressor.
+    """List the work of exchanging tensors that go together; None if all are too small for the compressor.
 
     Args:
         tensors: of a bucket.

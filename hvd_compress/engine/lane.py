@@ -1,4 +1,4 @@
-"""One tensor on one rank, step after step: the stages of `Transfer`, and what they cost."""
+"""Take one tensor of one rank through its steps: the stages of `Transfer`, and what they cost."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ class Lane(Transfer):
     # -- what is owed --------------------------------------------------------------------------------------------
 
     def is_owing(self) -> bool:
-        """Whether anything is left of what this rank was to send."""
+        """Tell whether this rank still owes anything of this tensor."""
         return any(r.any() for r in self._debts())
 
     def inherit(self, other: Lane) -> None:
-        """Take over the step of a lane of the same tensor with another compressor or plan, and the residuals.
+        """Take over the step number and residuals of a lane of the same tensor with another compressor or plan.
 
-        Not these where this one keeps none: what was owed is a debt then (`Ledger.inherit`), and would count twice.
+        A lane that keeps no residuals takes none: they are debts then (`Ledger.inherit`), and would count twice.
         """
         self.step = other.step
         if not self.keeps_residual:
@@ -137,7 +137,7 @@ class Lane(Transfer):
             self.take_owed(other.owned.start, other.owner_residual)
 
     def take_residual(self, values: Array) -> None:
-        """Take over a residual of all elements; its memory is used."""
+        """Take over a residual of all elements, and its memory."""
         self.residual, self.pending = None, None
         if self.shard == slice(0, values.size):
             self.residual = values
@@ -145,8 +145,8 @@ class Lane(Transfer):
             self.pending = values
 
     def take_owed(self, start: int, values: Array) -> None:
-        """Take over an owner's residual, in units of the sum, of the elements from `start`, whoever owns them now."""
-        # AdaGrad's owners owe updates: to them a sum comes with the next gradients
+        """Take over an owner's residual of the elements from `start`, in units of the sum, whoever owns them now."""
+        # with AdaGrad owners owe updates: what is owed in units of the sum has to go with the next gradients
         if self.accumulator is None and self.owned == slice(start, start + values.size):
             self.owner_residual = values
             return
@@ -156,7 +156,7 @@ class Lane(Transfer):
         self.take_residual(whole)
 
     def whole_residual(self, dtype: npt.DTypeLike = np.float32) -> Array:
-        """What this rank owes of all elements, but not as an owner: its residual itself, or a new array."""
+        """Return what this rank owes as a sender, of all elements: the residual itself, or a new array."""
         residual, pending = self.residual, self.pending
         if residual is not None and residual.size == self.plan.numel:
             return residual
@@ -168,7 +168,7 @@ class Lane(Transfer):
         return whole
 
     def all_owed(self) -> Array:
-        """What this rank owes of all elements; the residuals' memory may be used for it."""
+        """Return all that this rank owes, as a sender and as an owner; may use the residuals' memory for it."""
         owed = self.whole_residual()
         if self.owner_residual is not None and self.owned is not None:
             owed[self.owned] += self.owner_residual
@@ -184,7 +184,7 @@ class Lane(Transfer):
                 owed *= factor
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank still owes."""
+        """Compute the Euclidean norm of what this rank still owes."""
         return math.hypot(*(norm(owed) for owed in self._debts()))
 
     # -- counting ------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Lane(Transfer):
         self.counters.bytes_sent += self._full_hop if self.plan.fixed_size else self._hop(used)
 
     def _hop(self, sizes: Sequence[int]) -> int:
-        """Bytes of the payloads that other ranks get, from those of all that this rank encodes."""
+        """Count the bytes that go to other ranks, from the bytes of each payload that this rank encodes."""
         if self.plan.exchange == "allgather":
             return (self.plan.ranks - 1) * sum(sizes)
         numbers = [chunk for chunk, _ in self.sent_chunks]
@@ -201,17 +201,17 @@ class Lane(Transfer):
 
     @cached_property
     def _full_hop(self) -> int:
-        """The same where every payload fills its slot."""
+        """Count the bytes that go to other ranks if every payload fills its slot."""
         return self._hop([self.plan.slots[chunk] for chunk, _ in self.sent_chunks])
 
     @cached_property
     def _full_sums(self) -> int:
-        """Bytes that the owner of a chunk gets, and as many that it sends, where every payload fills its slot."""
+        """Count the bytes that this rank gets, or sends, as the owner of a chunk if every payload fills its slot."""
         return 0 if self.owned is None else (self.plan.ranks - 1) * self.plan.slots[self.chunk]
 
     @cached_property
     def _full_answers(self) -> int:
-        """Bytes of the payloads of sums that this rank gets from others, where every one fills its slot."""
+        """Count the bytes of sums that this rank gets from others if every payload fills its slot."""
         return self._hop([self.plan.answer_slots[chunk] for chunk, _ in self.sent_chunks])
 
     def _count_received(self, of_ranks: Sequence[Bytes]) -> None:
@@ -220,7 +220,7 @@ class Lane(Transfer):
         self.counters.bytes_received += sum(sizes) - sizes[own]
 
     def _count_inside(self, numbers: Sequence[int], payloads: Sequence[Bytes]) -> None:
-        """What a hierarchical exchange has sent to the ranks of this host."""
+        """Count what a hierarchical exchange has sent to the ranks of this host."""
         if self.hosts is None or self._gradient is None:
             return
         others = self.hosts.per_host - 1

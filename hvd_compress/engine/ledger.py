@@ -1,4 +1,4 @@
-"""All tensors of an optimizer or tape on one rank: which are compressed, what is owed, what it has cost, its state."""
+"""Keep the books of an optimizer or tape on one rank: which tensors are compressed, residuals, costs, saved state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakeBucket = Callable[[dict[str, Lane], Pack | None], AnyBucket]
 
 
 class Ledger(Generic[AnyBucket]):
-    """The buckets of the tensors that are exchanged and the counters of the others.
+    """Holds the buckets of the tensors that are exchanged and the counters of the others.
 
     Small float32 tensors travel in the buckets of the compressed ones, uncompressed; where nothing is compressed, and
     with `bucket_bytes=0`, they go dense.
@@ -86,7 +86,7 @@ class Ledger(Generic[AnyBucket]):
         self._position = position
         by_name = {tensor.name: tensor for tensor in tensors}
         self._shapes = {tensor.name: tensor.shape for tensor in by_name.values()}
-        # of gradients as they are handled, which residuals have too
+        # gradients are handled in these types, and residuals have them too
         self._dtypes = {t.name: np.float64 if t.dtype == "float64" else np.float32 for t in by_name.values()}
         self.accumulators = (
             None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.lanes, self.packs)
@@ -95,7 +95,7 @@ class Ledger(Generic[AnyBucket]):
             self._shapes[tensor.name] = tensor.shape
             self._resting[tensor.name] = Counters()
         if ranks > 1 and isinstance(routing.exchange, ParameterServer):
-            # refused whether a tensor goes there or not
+            # made for its checks, whether a tensor goes there or not
             routing.exchange.of_bucket(0, ranks).root_among(ranks)
         for names in routing.divided(by_name.values(), ranks, groups):
             bucket = self._make_bucket(names, by_name, routing, make_bucket)
@@ -138,32 +138,32 @@ class Ledger(Generic[AnyBucket]):
 
     @property
     def is_used(self) -> bool:
-        """Whether any tensor goes through an exchange."""
+        """Whether any tensor goes through one of our exchanges."""
         return bool(self.buckets)
 
     @property
     def owes(self) -> bool:
-        """Whether anything may be left of what this rank was to send, or depends on all steps before."""
+        """Whether this rank may owe anything, or keeps anything else that depends on all steps before."""
         return bool(self.buckets) or bool(self.debts) or self.accumulators is not None
 
     @property
     def only_way(self) -> Compressor | None:
-        """The compressor of all tensors if all of them go dense in the same way, and nothing is owed; else None."""
+        """The compressor of all tensors if all go dense in the same way and nothing is owed; else None."""
         if self.owes:
             return None
         ways = {self.routing.compressor_of(name) for name in self._shapes if name not in self._resting}
         return ways.pop() if len(ways) == 1 else None
 
     def exchanges(self, name: str) -> bool:
-        """Whether the tensor goes through an exchange rather than through Horovod's allreduce."""
+        """Tell whether the tensor goes through one of our exchanges rather than Horovod's allreduce."""
         return name in self._bucket_of
 
     def bucket_of(self, name: str) -> AnyBucket:
-        """The bucket of a tensor that is exchanged."""
+        """Return the bucket of a tensor that is exchanged."""
         return self._bucket_of[name]
 
     def abandon(self) -> None:
-        """Forget a step in flight."""
+        """Forget a step in flight and make residuals what they were before it."""
         for bucket in self.buckets:
             bucket.abandon()
 
@@ -219,32 +219,32 @@ class Ledger(Generic[AnyBucket]):
     # -- AdaGrad -------------------------------------------------------------------------------------------------
 
     def precondition(self, name: str, combined: Array) -> bool:
-        """With AdaGrad, make a combined gradient (flat) that went dense an update, in place; whether it is finite.
+        """With AdaGrad, turn a flat combined gradient that went dense into an update; returns whether it is finite.
 
-        The same on all ranks. Nothing is final before `settle`.
+        It works in place, and alike on all ranks. Nothing is final before `settle`.
         """
         return self.accumulators is None or self.accumulators.precondition(name, combined, self._loss_scale)
 
     def settle(self, keep: bool) -> None:
-        """The step has ended; without `keep` the accumulators of dense tensors are what they were before it."""
+        """End the step; without `keep`, make the accumulators of dense tensors what they were before it."""
         if self.accumulators is not None:
             self.accumulators.settle(keep)
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
     def count_step(self, times: int = 1) -> None:
-        """A step is complete, or some."""
+        """Count one or more complete steps."""
         self._steps += times
         self._counted_steps += times
 
     def count_dense(self, name: str, sent_bytes: int, gradient_bytes: int, times: int = 1) -> None:
-        """Uncompressed allreduces of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
+        """Count uncompressed allreduces of `sent_bytes` that stand for a gradient of `gradient_bytes`."""
         if name not in self.dense:
             self.dense[name] = Counters()
         self.dense[name].count_dense(sent_bytes, gradient_bytes, self._ranks, times)
 
     def stats(self) -> dict[str, Any]:
-        """The "total" and "tensors" of `compression_stats()`: what this process has done, whatever it has loaded."""
+        """Return "total" and "tensors" of `compression_stats()`: what this process has done, whatever it has loaded."""
         total = Counters(steps=self._counted_steps)
         squares = 0.0
         tensors = {}
@@ -267,7 +267,7 @@ class Ledger(Generic[AnyBucket]):
         return {"total": total.report(squares**0.5), "tensors": tensors}
 
     def counters_of(self, name: str) -> Counters:
-        """The counters of a tensor; of a small one, its share of the pack's."""
+        """Return the counters of a tensor; for a small one, its share of its pack's counters."""
         if name in self._bucket_of:
             self._bucket_of[name].settle_counts()
         if name in self.lanes:
@@ -284,7 +284,7 @@ class Ledger(Generic[AnyBucket]):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See `hvd_compress.feedback`; values are NumPy arrays, copied."""
+        """Return the state that `hvd_compress.feedback` describes; its values are copied NumPy arrays."""
         residuals, owners = {}, {}
         for name, lane in self.lanes.items():
             shape = list(lane.plan.shape)
@@ -334,7 +334,7 @@ class Ledger(Generic[AnyBucket]):
         else:
             self.accumulators.check(state)
         state = fitted_entries(state, self._dtypes)
-        # of a state from before AdaGrad residuals are taken, in units of the sum, and accumulators begin anew
+        # a state saved before AdaGrad was switched on gives residuals in units of the sum, and accumulators begin anew
         owned: dict[str, Array] = {}
         accumulated: dict[str, Array] = {}
         if self.accumulators is not None and "accumulators" in state:

@@ -1,4 +1,4 @@
-"""Tensors too small to compress, which travel beside compressed ones."""
+"""Send tensors that are too small to compress beside compressed ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Pack(Lane):
-    """Tensors too small to compress, one behind the other in one buffer: they travel as they are, in one payload.
+    """Lays tensors too small to compress into one buffer, which travels uncompressed as one payload.
 
     Args:
         name: of the pack, the same on all ranks.
@@ -33,7 +33,7 @@ class Pack(Lane):
     """
 
     compressor: ClassVar[Compressor] = Raw()
-    """What the plan of a pack is made for."""
+    """The compressor that the plan of a pack is made for."""
 
     def __init__(
         self,
@@ -57,30 +57,30 @@ class Pack(Lane):
 
     @staticmethod
     def shape_of(members: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """The shape that the plan of a pack is made for."""
+        """Return the shape that the plan of a pack is made for."""
         return (sum(map(math.prod, members.values())),)
 
     @property
     def members(self) -> list[str]:
-        """Names of the tensors in it."""
+        """The names of the tensors in the pack."""
         return list(self._places)
 
     def place(self, member: str) -> slice:
-        """Where a member's elements lie in the buffer."""
+        """Return where a member's elements lie in the buffer."""
         return self._places[member]
 
     def part(self, member: str) -> Array:
-        """A member's elements in the buffer: its gradient before `encode`, its sum after `finish`."""
+        """Return a member's elements in the buffer: its gradient before `encode`, its sum after `finish`."""
         return self.buffer[self._places[member]]
 
     def put(self, member: str, values: Array | None) -> bool:
-        """Copy in a gradient (flat), or None for zeros; whether all members are here."""
+        """Copy a flat gradient into the buffer, or zeros for None; returns whether all members are here."""
         self.part(member)[...] = 0 if values is None else values
         self._missing.discard(member)
         return not self._missing
 
     def share(self, member: str) -> float:
-        """What of the pack's bytes and seconds is the member's."""
+        """Return the share of the pack's bytes and seconds that the member has to bear."""
         return self.part(member).size / self.buffer.size
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""`Auto` at work: from measured links and kernels to a way for each bucket, corrected by the steps' real times."""
+"""Run `Auto`: choose a way for each bucket from measured links and kernels, corrected by the steps' real times."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hvd_compress.policy import Assigned, Auto
 __all__ = ["Pilot"]
 
 _DENSE, _HALF = "none", "fp16"
-# the ranks compare the seconds of so many steps at once while they try, and when they have chosen
+# how many steps' seconds the ranks compare at once, while they try and when they have chosen
 _TRIAL_STEPS, _WATCHED_STEPS = 9, 20
 _SKIPPED_STEPS = 2
-# and of more where steps are short: a trial lasts as long, and comparing, which costs a collective, is not felt
+# short steps are compared in larger numbers, so that the collective that compares them is not felt
 _TRIAL_SECONDS, _WATCHED_SECONDS = 0.2, 1.0
 _MOST_WATCHED_STEPS = 500
-# of the time that comparing what was chosen with others again may cost
+# share of the time that turns of other ways may cost after one was chosen
 _RIVALS_SHARE = 0.005
-# what another exchange than the one of "auto" must gain by prediction, which is not exact
+# predictions are not exact: another exchange than that of "auto" must gain so much by them
 _EXCHANGE_GAIN = 1.1
 
 
 class Pilot:
-    """Says which way tensors go in the next step.
+    """Decides which way tensors go in the next step.
 
     Ranks that are given equal arguments and equal seconds decide alike.
 
@@ -72,7 +72,7 @@ class Pilot:
         )
 
     def routing(self) -> Routing:
-        """Which way tensors go from now on."""
+        """The way that tensors go from now on."""
         chosen: dict[str, Compressor] = {}
         exchanges: dict[str, str] = {}
         for names, label, by_way in zip(self.buckets, self.explorer.current.labels, self._exchanges, strict=True):
@@ -83,9 +83,9 @@ class Pilot:
 
     @property
     def seconds_wanted(self) -> int:
-        """How many steps to time before the ranks compare."""
+        """The number of steps to time before the ranks compare."""
         if self.explorer.trying:
-            # not more: these would be steps of a slow way that nobody looks at
+            # more would be steps of a slow way that nobody looks at
             return self.explorer.missing
         lasting = math.ceil(_WATCHED_SECONDS / self.explorer.expected) if self.explorer.expected else 0
         return min(max(lasting, _WATCHED_STEPS), _MOST_WATCHED_STEPS)
@@ -97,21 +97,21 @@ class Pilot:
 
     @property
     def chosen(self) -> str | None:
-        """Name of what is thought to be the fastest; None while that is searched for."""
+        """The name of the way that is thought to be the fastest; None while the search goes on."""
         return self.explorer.chosen.name if self.explorer.committed else None
 
     @property
     def rival(self) -> str | None:
-        """Name of what the chosen one is compared with in the next steps."""
+        """The name of the way that the next steps compare with the chosen one; None if there is none."""
         return self.explorer.rival
 
     def observe(self, seconds: Sequence[float]) -> bool:
-        """Take the seconds of steps, the same on all ranks; whether `routing` is another one now."""
-        # what is left after a change was taken with the old routing
+        """Take the seconds of steps, equal on all ranks; returns whether `routing` is another one now."""
+        # seconds left after a change belong to the old routing
         return any(self.explorer.observe(s) for s in seconds)
 
     def report(self) -> dict[str, Any]:
-        """What was chosen and why, for `compression_stats()`."""
+        """Say what was chosen and why, for `compression_stats()`."""
         chosen = self.explorer.chosen
         return {
             "configuration": chosen.name,
@@ -142,11 +142,11 @@ class Pilot:
         return f"{chosen.name}: {'measured' if known else 'predicted'} per step: {others}"
 
     def _stages(self, names: Sequence[str]) -> tuple[dict[str, tuple[Stage, ...]], dict[str, str]]:
-        """What each way of exchanging the tensors of a bucket consists of, and its exchange where time chooses that."""
+        """List the stages of each way to exchange a bucket's tensors, and the exchange where predictions chose it."""
         tensors = [self._tensors[name] for name in names]
         exchange = self._routing.exchange
         if exchange == "hierarchical" and self._network.inside is None:
-            # one host, or one rank on each
+            # all ranks are on one host, or each host has one rank
             exchange = "two_phase"
         stages: dict[str, tuple[Stage, ...]] = {}
         exchanges: dict[str, str] = {}
@@ -156,7 +156,7 @@ class Pilot:
                 continue
             stages[way] = found
             if exchange == "auto" and not compressor.reducible:
-                # what a collective is worth in bytes depends on the link, which "auto" does not look at
+                # "auto" counts a collective as fixed bytes, whatever the link
                 explicit = {e: self._stages_of(tensors, compressor, e) for e in ("allgather", "two_phase")}
                 fastest = min(explicit, key=lambda e: _seconds(explicit[e]))
                 if _EXCHANGE_GAIN * _seconds(explicit[fastest]) < _seconds(found):
@@ -166,7 +166,7 @@ class Pilot:
     def _stages_of(
         self, tensors: Sequence[Tensor], compressor: Compressor, exchange: str | ParameterServer
     ) -> tuple[Stage, ...]:
-        """Nothing where all tensors are too small for the compressor."""
+        """List the stages of an exchange; none if all tensors are too small for the compressor."""
         speed = self._speeds.get(compressor, Speed())
         work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)
         return () if work is None else stages_of(work, speed, self._network)

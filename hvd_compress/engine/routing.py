@@ -1,4 +1,4 @@
-"""Which way each tensor goes: compressed, packed beside compressed ones, or through Horovod's allreduce."""
+"""Decide which way each tensor goes: compressed, packed beside compressed ones, or through Horovod's allreduce."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Routing", "Tensor", "backward_buckets"]
 
 
 class Tensor(NamedTuple):
-    """A tensor that gradients will come of: its name, the same on all ranks, and what its exchange depends on.
+    """Describes a tensor whose gradients will come: its name, the same on all ranks, and what its exchange depends on.
 
     `dtype` is a name, such as "bfloat16"; `itemsize` its bytes per element.
     """
@@ -29,7 +29,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """Which way tensors go; the same on all ranks.
+    """Decides which way tensors go, equally on all ranks.
 
     Args:
         compressor: of all tensors, or of each by its name; None if all go dense.
@@ -44,27 +44,27 @@ class Routing:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def compressor_of(self, name: str) -> Compressor:
-        """What the user, or `Auto`, has chosen for a tensor, whether it pays or not."""
+        """Return the compressor that the user, or `Auto`, has chosen for a tensor, whether it pays or not."""
         if self.compressor is None:
             return NoCompression()
         return self.compressor if isinstance(self.compressor, Compressor) else self.compressor.for_tensor(name)
 
     def exchange_of(self, name: str) -> str | ParameterServer:
-        """The exchange that a compressed tensor wants; those of a bucket that differ get that of the routing."""
+        """Return the exchange that a compressed tensor wants; tensors of a bucket that differ use the routing's own."""
         chosen = self.compressor.exchanges if isinstance(self.compressor, Assigned) else {}
         return chosen.get(name, self.exchange)
 
     def compresses(self, tensor: Tensor, ranks: int) -> bool:
-        """Whether a tensor's payloads are exchanged rather than its gradient summed by Horovod.
+        """Tell whether a tensor is compressed and exchanged, rather than summed by Horovod's allreduce.
 
-        Not where that would send as many bytes as an allreduce or more: with settings that keep nearly everything, or
-        an allgather among many ranks.
+        It is not where that would send as many bytes as an allreduce or more: with settings that keep nearly
+        everything, or an allgather among many ranks.
         """
         if tensor.dtype.startswith("complex"):
             # signs, means and sizes are those of real numbers
             return False
         compressor = self.compressor_of(tensor.name)
-        # whatever is sent as it is has no size from which on that pays
+        # no minimal size applies to values that are sent as they are
         least = 0 if is_uncompressed(compressor) else self.min_numel
         if compressor.reducible or math.prod(tensor.shape) < max(least, 1):
             return False
@@ -78,9 +78,9 @@ class Routing:
         return plan.exchange != "dense" if exchange == "auto" else saves_bytes(plan, itemsize)
 
     def payloads_of(self, tensor: Tensor) -> Compressor:
-        """What makes the payloads of a tensor that is exchanged.
+        """Return the compressor that makes the payloads of a tensor that is exchanged.
 
-        A root is sent everything, so what would take more bytes than that goes there as it is.
+        A tensor whose payloads would be larger than the tensor goes to a root uncompressed.
         """
         compressor = self.compressor_of(tensor.name)
         if isinstance(self.exchange_of(tensor.name), ParameterServer) and not is_uncompressed(compressor):
@@ -90,11 +90,11 @@ class Routing:
         return fitted(compressor, tensor.dtype)
 
     def packs(self, tensor: Tensor) -> bool:
-        """Whether a tensor may travel uncompressed beside compressed ones."""
+        """Tell whether a tensor may travel uncompressed beside compressed ones."""
         return bool(self.bucket_bytes) and 0 < math.prod(tensor.shape) < self.min_numel and tensor.dtype == "float32"
 
     def divided(self, tensors: Iterable[Tensor], ranks: int, groups: list[list[str]] | None = None) -> list[list[str]]:
-        """The names of the tensors in each bucket; those in none go through Horovod's allreduce."""
+        """Divide tensors into buckets, given by names; tensors in none go through Horovod's allreduce."""
         by_name = {tensor.name: tensor for tensor in tensors}
         compressed = {name for name, tensor in by_name.items() if self.compresses(tensor, ranks)}
         together = {n: t.shape for n, t in by_name.items() if n in compressed or self.packs(t)}
@@ -115,7 +115,7 @@ class Routing:
 def backward_buckets(
     shapes: Mapping[str, tuple[int, ...]], bucket_bytes: int, groups: list[list[str]] | None = None
 ) -> list[list[str]]:
-    """Names of the tensors that go together: in the reverse of their order, which is about that of the backward pass.
+    """Divide tensors into buckets, in the reverse of their order, which is about that of the backward pass.
 
     Args:
         shapes: of all tensors by name, in the order of the forward pass.

@@ -1,4 +1,4 @@
-"""Saved states where nothing is exchanged, and the entries of one as the tensors that are here take them."""
+"""Handle saved states where nothing is exchanged, and fit the entries of a state to the tensors that are here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESIDUALS = ("residuals", "owner_residuals")
 
 
 def empty_state() -> dict[str, Any]:
-    """The state where nothing is exchanged."""
+    """Return the state of a rank where nothing is exchanged."""
     return {"format": FORMAT, "size": 1, "rank": 0, "steps": 0, "residuals": {}, "owner_residuals": {}}
 
 
@@ -35,7 +35,7 @@ def refuse_residuals(state: dict[str, Any]) -> None:
 
 
 def fitted_entries(state: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, Any]:
-    """A state that `check_state` returned, its values in the types in which the tensors' gradients are handled.
+    """Convert the values of a state that `check_state` returned to the types in which gradients are handled.
 
     Raises:
         StateError: a value is too large for that, or for the sum that is made of both kinds of residuals.

@@ -1,4 +1,4 @@
-"""A thread of its own for kernels, where a rank has a core for it: backward goes on meanwhile."""
+"""Run kernels on a thread of their own where a rank has a core for it, while backward goes on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 __all__ = ["Worker", "has_cores"]
 
 _VARIABLE = "HVD_COMPRESS_WORKER"
-_CORES = 2  # for each rank, from which on one is to spare
+_CORES = 2  # with so many cores for each rank, one is to spare
 
 
 def has_cores(local_ranks: int) -> bool:
-    """Whether kernels get a thread of their own, unless HVD_COMPRESS_WORKER says so or not.
+    """Tell whether kernels get a thread of their own; HVD_COMPRESS_WORKER decides if it is set.
 
     They do if this process may use two cores for each rank of its host. Cores that ranks are bound to are counted as if
     all of these shared them, and quotas of containers are not seen: the variable is for those who know better.
@@ -58,23 +58,23 @@ class Worker:
         self._given: deque[Future[None]] = deque()
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Run a call now, or as soon as those before it have ended; what it raises then, `drain` will."""
+        """Run a call now, or as soon as earlier calls have ended; in that case `drain` raises its error."""
         if self._threaded:
             self._given.append(_thread().submit(call, *arguments))
         else:
             call(*arguments)
 
     def drain(self) -> None:
-        """Wait until all calls have ended, and raise what the first of those that failed has raised."""
+        """Wait until all calls have ended, and raise the error of the first that failed."""
         failure = self.forget()
         if failure is not None:
             raise failure
 
     def forget(self) -> BaseException | None:
-        """Wait until all calls have ended, however they did; what the first of those that failed has raised."""
+        """Wait until all calls have ended; returns the error of the first that failed, if any did."""
         failure = None
         while self._given:
-            # one that an interrupt keeps us from waiting for stays in the queue
+            # if an interrupt ends our waiting, the call that we waited for stays in the queue
             raised = self._given[0].exception()
             self._given.popleft()
             failure = failure or raised

@@ -1,4 +1,4 @@
-"""How payloads become a sum: pure stages, and between each two a named collective that an edge runs.
+"""Turn payloads into a sum: pure stages, and between each two a named collective that an edge runs.
 
     two_phase     encode each chunk -alltoall-> decode, sum, encode again -allgather-> decode
     allgather     encode the tensor -allgather-> decode and sum

@@ -1,4 +1,4 @@
-"""AdaGrad within an exchange: who owns the sum of an element divides it before it is encoded again."""
+"""AdaGrad within an exchange: the rank that owns the sum of an element divides it before it encodes it again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class AdaGrad:
-    """Makes combined gradients AdaGrad's updates, g / (sqrt(sum of g² so far) + epsilon), within the exchange.
+    """Turns combined gradients into AdaGrad's updates, g / (sqrt(sum of g² so far) + epsilon), within the exchange.
 
     The owner of a chunk applies it to the combined gradient, before compressing it again: the second hop is given
     values of similar magnitude, and the work is divided among the ranks. Every element of the model is treated so,
@@ -53,12 +53,12 @@ class AdaGrad:
         check_real(self, "epsilon", self.epsilon, above=1e-37, most=1.0)
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": "adagrad", **asdict(self)}
 
 
 class Accumulator:
-    """The squares of some elements' gradients so far, and what they become if the step under way is kept.
+    """Holds the squares of some elements' gradients so far, and what they become if the step under way is kept.
 
     Args:
         adagrad: settings.
@@ -76,14 +76,14 @@ class Accumulator:
         self._is_ahead = False
 
     def precondition(self, x: Array) -> bool:
-        """Make flat gradients (float32 or float64) updates, in place; whether they are finite.
+        """Turn flat gradients (float32 or float64) into updates, in place; returns whether they are finite.
 
         Updates do not have the loss scale yet. Nothing is final before `settle`.
         """
         if self.values is None:
             self.values = aligned_empty(x.size, x.dtype)
             self.values[...] = 0
-        # of a model that was converted since
+        # the model was converted to another type since
         self.values = self.values.astype(x.dtype, copy=False)
         if self._after.size != x.size or self._after.dtype != x.dtype:
             self._after = aligned_empty(x.size, x.dtype)
@@ -92,14 +92,14 @@ class Accumulator:
         return bool(kernels.precondition(x, self.values, factor, epsilon, self._after))
 
     def settle(self, keep: bool) -> None:
-        """The step has ended: its squares count, or the accumulator is what it was before."""
+        """End the step: keep its squares, or make the accumulator what it was before."""
         if keep and self._is_ahead and self.values is not None:
             self.values, self._after = self._after, self.values
         self._is_ahead = False
 
 
 def exchange_with(adagrad: AdaGrad | None, exchange: str | ParameterServer) -> str | ParameterServer:
-    """The exchange to use with `adagrad`: "auto" becomes "two_phase".
+    """Return the exchange to use with `adagrad`: "auto" becomes "two_phase".
 
     Raises:
         TypeError: `adagrad` is something else.

@@ -1,6 +1,4 @@
-"""Transfers of one compressor whose kernels are called for all of them at once: a call for each would cost more than
-its work, where tensors are small.
-"""
+"""Call the kernels of one compressor once for many small tensors: one call for each would cost more than its work."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
 _LINE = 16  # elements of a cache line: sums begin on one
-_LARGE = 2**18  # elements that are worth a call of their own, as soon as they are there
+_LARGE = 2**18  # a tensor with so many elements is worth a call of its own, as soon as it is there
 
 
 def batches_of(transfers: Mapping[str, Transfer], layout: Layout) -> list[Batch]:
-    """The transfers that are better handled together, by compressor.
+    """Group the transfers that are better handled together, by compressor.
 
     Args:
         transfers: of a bucket.
@@ -89,7 +87,7 @@ class Batch:
         self._sums_at: Numbers = np.empty(0, np.int64)
         self._sent_at = self._answers_at = 0
         """Where the buffers lie that hold this step's own payloads, and those of its sums; 0 before there are any."""
-        # the same for all, which have one compressor
+        # one for all, since they have one compressor
         self._keeps = next(iter(transfers.values())).keeps_residual
         self._received = np.empty(0, np.uint8)
         self._arrived: tuple[_Rows, Numbers, npt.NDArray[np.uint8]] | None = None
@@ -97,27 +95,27 @@ class Batch:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `arrive` has found all payloads in order."""
+        """Whether `arrive` has found all payloads undamaged."""
         return self._arrived is not None
 
     def hold(self, name: str, flat: Array) -> None:
-        """Take a gradient, flat and float32, which will be encoded with the others; the result will lie there."""
+        """Take a flat float32 gradient, to be encoded with the others; the result will be written over it."""
         self._flats[name] = flat
         self.hold_at({name: kernels.address_of(flat)})
 
     def hold_at(self, addresses: Mapping[str, int]) -> None:
-        """The same with gradients that the caller keeps in their places, contiguous."""
+        """Do as `hold`, for contiguous gradients that the caller keeps where they are."""
         for name in addresses:
             self.transfers[name].begin()
         self.held.update(addresses)
 
     def move(self, name: str, out: Array) -> None:
-        """The result of what is held is wanted elsewhere."""
+        """Write the result for a held tensor into `out` instead of its gradient."""
         self._flats[name] = out
         self._results_at[name] = kernels.address_of(out)
 
     def encode(self, send: Bytes) -> None:
-        """Write the payloads of what is held into the bucket's buffer."""
+        """Write the payloads of the held gradients into the bucket's buffer."""
         if not self.held:
             return
         begin = time.perf_counter()
@@ -127,7 +125,7 @@ class Batch:
         self._note("encode", time.perf_counter() - begin)
 
     def reduce(self, received: Bytes, result: Bytes) -> set[str]:
-        """The owner's part: write the payloads of the sums into `result`; of which tensors.
+        """Sum the chunks that this rank owns and write the sums' payloads into `result`; returns the tensors' names.
 
         Nothing of it is done if a payload is damaged.
         """
@@ -148,7 +146,7 @@ class Batch:
         return owned
 
     def _encode(self, residuals_at: Numbers | None, gradients_at: Numbers, rows: _Rows, buffer_at: int) -> None:
-        """Encode tensors that lie there, with their residuals if any are kept."""
+        """Encode the tensors at these addresses, with their residuals if any are kept."""
         given_at = gradients_at[rows.owner] + 4 * rows.start
         used = np.empty(rows.owner.size, np.int64)
         slots_at = buffer_at + rows.offset
@@ -160,7 +158,7 @@ class Batch:
         kernels.clear_rest(slots_at, used, rows.slot)
 
     def arrive(self, received: Bytes) -> bool:
-        """Check the last payloads; whether all are finite. Afterwards `has_arrived`, unless one is damaged."""
+        """Check the last payloads and set `has_arrived` unless one is damaged; returns whether all are finite."""
         last = self._last.of(self.held)
         at, flags = self._checked(received, last)
         if flags is None:
@@ -170,7 +168,7 @@ class Batch:
         return not (flags == kernels.NONFINITE).any()
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array]:
-        """Decode what has arrived: the results of what `hold` has taken; see `Transfer.finish`.
+        """Decode what has arrived; returns the results for the gradients that `hold` took. See `Transfer.finish`.
 
         Raises:
             WireError: a payload is corrupted.
@@ -200,7 +198,7 @@ class Batch:
         return results
 
     def abandon(self) -> None:
-        """Forget a step in flight; residuals become what they were before it."""
+        """Forget a step in flight and make residuals what they were before it."""
         self._take_back()
         self.forget()
 
@@ -237,14 +235,14 @@ class Batch:
         kernels.take_all_back(x_at[known], given_at[known], rows.numel[known])
 
     def _residuals_at(self) -> Numbers | None:
-        """Addresses of the residuals of what is held; None if none are kept."""
+        """Return the addresses of the held tensors' residuals; None if none are kept."""
         if not self._keeps:
             return None
         numbers = self._numbers_of(self.held)
         return self._residuals.of({i: self.transfers[name].fit_residual(np.float32) for name, i in numbers.items()})
 
     def _owner_residuals_at(self, numbers: Mapping[str, int]) -> Numbers | None:
-        """The same of what this rank owes of its sums."""
+        """Return the addresses of this rank's residuals as an owner of sums; None if none are kept."""
         if not self._keeps:
             return None
         return self._owner_residuals.of(
@@ -252,7 +250,7 @@ class Batch:
         )
 
     def _sums_of(self, numbers: Sequence[int]) -> Numbers:
-        """Addresses of the sums of what this rank owns of these tensors."""
+        """Return the addresses of the sums that this rank owns of these tensors."""
         if not self._sums_at.size:
             owned = [transfer.owned or slice(0, 0) for transfer in self.transfers.values()]
             starts = np.cumsum([0, *(-(-(part.stop - part.start) // _LINE) * _LINE for part in owned)])
@@ -261,7 +259,7 @@ class Batch:
         return self._sums_at[numbers]
 
     def settle_counts(self) -> None:
-        """Let the transfers know what their stages have cost."""
+        """Tell the transfers what their stages have cost."""
         for stage, tally in self._tallies.items():
             if tally.times:
                 self._tallies[stage] = _Tally()
@@ -269,7 +267,7 @@ class Batch:
                     transfer.note(stage, tally.times, tally.seconds / len(self.transfers))
 
     def _note(self, stage: str, seconds: float) -> None:
-        """What is held has gone through a stage; told at once only where that is not all, as it is in most steps."""
+        """Count a stage of the held tensors; tell the transfers at once only if some tensors were not held."""
         if len(self.held) == len(self.transfers):
             self._tallies[stage].times += 1
             self._tallies[stage].seconds += seconds
@@ -278,7 +276,7 @@ class Batch:
             self.transfers[name].note(stage, 1, seconds / len(self.held))
 
     def _numbers_of(self, names: Collection[str]) -> dict[str, int]:
-        """These tensors, with their numbers, in the order of the bucket."""
+        """Return these tensors with their numbers, in the order of the bucket."""
         if len(names) == len(self.transfers):
             return self._numbers
         return {name: i for name, i in self._numbers.items() if name in names}
@@ -287,32 +285,32 @@ class Batch:
         return np.array([place for _, place in self._in_order()], np.int64)
 
     def _in_order(self) -> list[tuple[str, int]]:
-        """What is held, with its addresses, in the order of the bucket."""
+        """Return the held tensors with their addresses, in the order of the bucket."""
         return [(name, self.held[name]) for name in self._numbers_of(self.held)]
 
     def _checked(self, received: Bytes, rows: _Rows) -> tuple[Numbers, npt.NDArray[np.uint8] | None]:
-        """Addresses of payloads, and what they say of themselves; None if one is damaged."""
+        """Check payloads; returns their addresses and flags, with None for the flags if one is damaged."""
         at = kernels.address_of(received) + rows.offset
         flags = np.empty(at.size, np.uint8)
         bad = kernels.check(at, rows.slot, wire.VERSION, self._many.codec, rows.numel, flags)
         return at, flags if bad < 0 else None
 
     def forget(self) -> None:
-        """The step has ended."""
+        """End the step: hold nothing any more."""
         self.held, self._flats, self._arrived, self._received = {}, {}, None, np.empty(0, np.uint8)
         self.lost, self._results_at = set(), {}
         self._sent_at = self._answers_at = 0
 
 
 class _Addresses:
-    """Where arrays lie, asked for again in each step; seldom is there another array than in the last one."""
+    """Caches the addresses of arrays, since most steps use the same arrays as the step before."""
 
     def __init__(self, count: int) -> None:
         self._arrays: list[Any] = [None] * count
         self._at = np.zeros(count, np.int64)
 
     def of(self, arrays: Mapping[int, Array | None]) -> Numbers:
-        """The addresses of these, by number."""
+        """Return the addresses of these arrays, by number."""
         for i, array in arrays.items():
             if self._arrays[i] is not array:
                 self._arrays[i], self._at[i] = array, kernels.address_of(array)
@@ -321,14 +319,14 @@ class _Addresses:
 
 @dataclass
 class _Tally:
-    """Times that all transfers have gone through a stage, and the seconds of all of them."""
+    """Counts how often all transfers went through a stage, and in how many seconds."""
 
     times: int = 0
     seconds: float = 0.0
 
 
 class _Rows(NamedTuple):
-    """Numbers of payloads, one of each for every payload.
+    """Columns that describe payloads, with one row for each payload.
 
     Args:
         owner: number of its tensor.
@@ -350,7 +348,7 @@ class _Rows(NamedTuple):
 
 
 class _Table:
-    """The payloads of some tensors in one message."""
+    """Lists the payloads of some tensors in one message."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> None:
         self._names = names
@@ -359,7 +357,7 @@ class _Table:
 
     @classmethod
     def of_sent(cls, transfers: Mapping[str, Transfer], layout: Layout) -> _Table:
-        """Those that this rank sends first."""
+        """List the payloads that this rank sends first."""
         _, places = layout.places()
         return cls(list(transfers), [
             (i, part.start, part.stop - part.start, place.start, place.stop - place.start, t.plan.group, 0)
@@ -369,7 +367,7 @@ class _Table:
 
     @classmethod
     def of_owned(cls, transfers: Mapping[str, Transfer], layout: Layout) -> tuple[_Table, _Table]:
-        """Those that the owner of a chunk gets, and those that it makes of them."""
+        """List the payloads that this rank receives as the owner of a chunk, and those of the sums that it makes."""
         first = next(iter(transfers.values()))
         parts = layout.owned if first.plan.exchange != "allgather" else []
         offsets = np.cumsum([0, *(slot for _, _, slot in parts)]).tolist()
@@ -389,7 +387,7 @@ class _Table:
 
     @classmethod
     def of_last(cls, transfers: Mapping[str, Transfer], layout: Layout) -> _Table:
-        """Those that the last collective brings."""
+        """List the payloads that the last collective brings."""
         slots = [slot for _, parts in layout.last for _, _, slot in parts]
         offsets = np.cumsum([0, *slots]).tolist()
         rows = []
@@ -402,12 +400,8 @@ class _Table:
                 rows.append((i, part.start, numel, offsets[number], slots[number], transfer.plan.group, adds))
         return cls(list(transfers), rows)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._values.size
-
     def of(self, held: Collection[str]) -> _Rows:
-        """The rows of the tensors that are held; their owners are numbered among these."""
+        """Return the rows of the held tensors, whose owners are numbered anew among them."""
         if len(held) == len(self._names):
             return self._all
         is_held = np.array([name in held for name in self._names])

@@ -1,4 +1,4 @@
-"""The stages of several tensors in one exchange: what each collective sends, and when a message is complete."""
+"""Run the stages of several tensors in one exchange: what each collective sends, and when a message is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
 
 @dataclass(frozen=True)
 class Parcel:
-    """What a stage hands to the next collective.
+    """Carries the bytes that a stage hands to the next collective.
 
     Args:
         buffer: flat uint8; for an alltoall one part per receiver, one after the other.
@@ -37,7 +37,7 @@ class Parcel:
 
 
 class Bucket(Generic[AnyTransfer]):
-    """The stages of tensors that share an exchange, on one rank.
+    """Runs the stages of tensors that share an exchange, on one rank.
 
     Args:
         transfers: of the tensors by name, with plans that were made together; the same order on all ranks.
@@ -83,7 +83,7 @@ class Bucket(Generic[AnyTransfer]):
 
     @property
     def name(self) -> str:
-        """For its collectives: that of its first tensor."""
+        """The name of its collectives, which is that of its first tensor."""
         return next(iter(self.transfers))
 
     @property
@@ -120,7 +120,7 @@ class Bucket(Generic[AnyTransfer]):
         return name in self._batch_of
 
     def encode_at(self, addresses: Mapping[str, int]) -> bool:
-        """As `encode`, for contiguous float32 gradients of tensors that wait, which the caller keeps where they are.
+        """Do as `encode`, for tensors that wait: contiguous float32 gradients that the caller keeps where they are.
 
         See `encode` for how long they are read, and where results go.
         """
@@ -138,7 +138,7 @@ class Bucket(Generic[AnyTransfer]):
             self.transfers[name].move(out)
 
     def lose_gradient(self, name: str) -> None:
-        """A gradient is not what it was: if the step is taken back it stays owed, as it cannot be subtracted."""
+        """Note that a gradient was overwritten: a step taken back cannot subtract it, so it stays owed."""
         batch = self._batch_of.get(name)
         if batch is not None and name in batch.held:
             batch.lost.add(name)
@@ -146,7 +146,7 @@ class Bucket(Generic[AnyTransfer]):
             self.transfers[name].lose_gradient()
 
     def skip(self, name: str) -> bool:
-        """Leave a tensor out of this step, on all ranks; as `encode`, but nothing is to be sent if all are left out."""
+        """Leave a tensor out of this step, on all ranks; returns what `encode` does, but False if all are left out."""
         self._skipped.append(name)
         return self._is_complete()
 
@@ -163,7 +163,7 @@ class Bucket(Generic[AnyTransfer]):
         return True
 
     def parcel(self) -> Parcel:
-        """What the first collective sends, once every tensor is here."""
+        """Return what the first collective sends, once every tensor is here."""
         return self._payloads() if self.hosts is None else self._parts_inside(self.hosts)
 
     def _payloads(self) -> Parcel:
@@ -174,16 +174,16 @@ class Bucket(Generic[AnyTransfer]):
         return Parcel(self._send, self._layout.by_rank(sizes))
 
     def _filled(self) -> Mapping[int, int]:
-        """Bytes for each owner of a chunk, or all that an allgather sends, where payloads stay in their slots."""
+        """Count the bytes for each owner of a chunk, or for an allgather, where payloads stay in their slots."""
         for name, of_chunks in self._used.items():
             for slot, used in zip(self._slots[name], of_chunks, strict=True):
-                # what a payload leaves of its slot travels too: it must not be what this memory held before
+                # the unused end of a slot travels too, and must not show what this memory held before
                 if used < slot.size:
                     slot[used:] = 0
         return self._layout.slots_of_chunks
 
     def _moved_together(self) -> Mapping[int, int]:
-        """The same where payloads follow one another."""
+        """Close the gaps between payloads; returns the bytes for each owner of a chunk, or all of an allgather."""
         sizes: dict[int, int] = {}
         at = start = 0
         for chunk, contents in self._layout.sent.items():
@@ -201,7 +201,7 @@ class Bucket(Generic[AnyTransfer]):
     # -- the stages between collectives ------------------------------------------------------------------------------
 
     def advance(self, collective: str, received: Bytes) -> Parcel:
-        """What the next collective sends, from what `collective`, which is not the last one, has brought.
+        """Return what the next collective sends, from what `collective`, which is not the last one, has brought.
 
         Raises:
             WireError: a payload, or a message, is truncated, corrupted or foreign.
@@ -213,7 +213,7 @@ class Bucket(Generic[AnyTransfer]):
         return self._forwarded(received)
 
     def reduce(self, received: Bytes) -> Parcel:
-        """What ranks sent of this rank's chunks becomes the payloads of their sums.
+        """Sum what all ranks sent of this rank's chunks; returns the payloads of the sums.
 
         Raises:
             WireError: a payload is truncated, corrupted or foreign.
@@ -239,7 +239,7 @@ class Bucket(Generic[AnyTransfer]):
                 self._result[at + used : end] = 0
             at = end
         if self.collectives[-1] == "broadcast":
-            # of a rank that is not the root, memory for what comes
+            # a rank that is not the root needs memory for what it receives
             return Parcel(self._result)
         result = self._result[:at]
         if self.hosts is None:
@@ -247,7 +247,7 @@ class Bucket(Generic[AnyTransfer]):
         return self._copies(result, self.hosts.between(self.position))
 
     def _prepare_result(self, chunk: int) -> None:
-        """Memory for what this rank sends second."""
+        """Allocate memory for the payloads of the sums that this rank makes."""
         if self._result.size:
             return
         slots = [transfer.plan.answer_slots[chunk] for transfer in self.transfers.values()]
@@ -255,7 +255,7 @@ class Bucket(Generic[AnyTransfer]):
         self._result = aligned_empty(self._layout.answer_bytes if is_broadcast else sum(slots), np.uint8)
 
     def arrive(self, received: Bytes) -> bool:
-        """The last payloads are here; whether all of them, and so the sums, are finite.
+        """Check the last payloads; returns whether all of them, and so the sums, are finite.
 
         Raises:
             WireError: truncated or foreign.
@@ -271,13 +271,13 @@ class Bucket(Generic[AnyTransfer]):
         return finite and all(together)
 
     def _refuse_alone(self, name: str) -> None:
-        """A stage of a tensor by itself, although others have its gradient, is to say what is wrong with a payload."""
+        """Raise WireError if a batch gave up a payload in which the tensor's own stage then found nothing wrong."""
         batch = self._batch_of.get(name)
         if batch is not None and name in batch.held:
             raise WireError(f"exchange of {name!r}, received by rank {self.position}: a payload is damaged")
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
-        """Decode all tensors; see `Transfer.finish`. Those of `encode_at` have no results but in their places.
+        """Decode all tensors; see `Transfer.finish`. Results of `encode_at` are written in place and not returned.
 
         Raises:
             WireError: a payload is corrupted.
@@ -292,12 +292,12 @@ class Bucket(Generic[AnyTransfer]):
         return results
 
     def settle_counts(self) -> None:
-        """Let all transfers know what they have cost; see `Transfer.note`."""
+        """Tell all transfers what they have cost; see `Transfer.note`."""
         for batch in self._batches:
             batch.settle_counts()
 
     def abandon(self) -> None:
-        """Forget a step in flight; residuals become what they were before it."""
+        """Forget a step in flight and make residuals what they were before it."""
         for batch in self._batches:
             batch.abandon()
         for transfer in self.transfers.values():
@@ -307,7 +307,7 @@ class Bucket(Generic[AnyTransfer]):
     # -- inside a host and between hosts -----------------------------------------------------------------------------
 
     def _parts_inside(self, hosts: Hosts) -> Parcel:
-        """The shard of every rank on this host of each gradient, uncompressed."""
+        """Cut each gradient into the shards of this host's ranks, uncompressed."""
         parts = {
             peer: [t.held(hosts.shard_of(peer)) for t in self._held()] for peer in sorted(hosts.inside(self.position))
         }
@@ -319,7 +319,7 @@ class Bucket(Generic[AnyTransfer]):
         return Parcel(self._uncompressed, tuple(nbytes.get(rank, 0) for rank in range(self.ranks)))
 
     def _encode_sums(self, received: Bytes) -> Parcel:
-        """The gradients of this host's ranks become the payloads of their sum."""
+        """Sum the gradients of this host's ranks, in this rank's shard; returns the payloads of the sum."""
         hosts = self._of_hosts()
         peers = sorted(hosts.inside(self.position))
         sizes = [t.held(hosts.shard_of(self.position)).nbytes for t in self._held()]
@@ -336,7 +336,7 @@ class Bucket(Generic[AnyTransfer]):
         return self._payloads()
 
     def _forwarded(self, received: Bytes) -> Parcel:
-        """The payloads of this rank's shard, for every rank on its host."""
+        """Pass the final payloads of this rank's shard on to every rank of its host."""
         return self._copies(received, self._of_hosts().inside(self.position))
 
     def _copies(self, message: Bytes, receivers: Sequence[int]) -> Parcel:
@@ -350,7 +350,7 @@ class Bucket(Generic[AnyTransfer]):
         return self._slots[name]
 
     def _buffer(self) -> Bytes:
-        """What the first collective sends."""
+        """The memory that the first collective sends."""
         if not self._slots:
             nbytes, places = self._layout.places()
             self._send = aligned_empty(nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""Which ranks share a host, and which parts of a tensor they own in a hierarchical exchange."""
+"""Say which ranks share a host, and which parts of a tensor they own in a hierarchical exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Hosts"]
 
 @dataclass(frozen=True)
 class Hosts:
-    """The host of each rank, and its index there.
+    """Knows the host of each rank, and the rank's index on that host.
 
     A tensor has one shard for each index, which all ranks of that index share: in it, each of them owns one chunk. So
     the chunks of a shard lie side by side, and each rank sums up, encodes and keeps residuals of its shard only.
@@ -33,7 +33,7 @@ class Hosts:
 
     @classmethod
     def of_names(cls, names: Sequence[object]) -> Hosts:
-        """From what is the same for ranks on one host, by position.
+        """Make it from one name for each position; ranks on one host have equal names.
 
         Raises:
             UnsupportedError: hosts with different numbers of ranks.
@@ -54,31 +54,31 @@ class Hosts:
 
     @cached_property
     def count(self) -> int:
-        """Hosts."""
+        """The number of hosts."""
         return 1 + max(host for host, _ in self.places)
 
     @cached_property
     def per_host(self) -> int:
-        """Ranks on each."""
+        """The number of ranks on each host."""
         return len(self.places) // self.count
 
     def chunk_of(self, position: int) -> int:
-        """The chunk that a rank owns."""
+        """Return the chunk that a rank owns."""
         host, index = self.places[position]
         return index * self.count + host
 
     def shard_of(self, position: int) -> range:
-        """The chunks of a rank's shard, by host."""
+        """Return the chunks of a rank's shard, by host."""
         first = self.places[position][1] * self.count
         return range(first, first + self.count)
 
     def inside(self, position: int) -> tuple[int, ...]:
-        """The ranks on a rank's host, by index."""
+        """Return the ranks on a rank's host, by index."""
         host = self.places[position][0]
         return tuple(sorted((p for p, place in enumerate(self.places) if place[0] == host), key=self._index))
 
     def between(self, position: int) -> tuple[int, ...]:
-        """The ranks of a rank's index, by host."""
+        """Return the ranks that have the same index on each host, by host."""
         index = self.places[position][1]
         return tuple(sorted((p for p, place in enumerate(self.places) if place[1] == index), key=self._host))
 

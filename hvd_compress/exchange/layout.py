@@ -1,4 +1,4 @@
-"""Where each payload lies in the messages of an exchange, computed once; the same on all ranks but for who owns what.
+"""Compute once where each payload lies in the messages of an exchange; ranks differ only in the chunks they own.
 
 A message to an owner, or from one, holds the payloads of its chunks in the order of the tensors. Where all of them have
 a fixed size they lie at fixed places; else they follow one another, and state their own lengths.
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Part(NamedTuple):
-    """A payload of a message: its tensor, its number among what that tensor's `encode` makes, and its slot's bytes."""
+    """One payload of a message: its tensor, its number among what that tensor's `encode` makes, its slot's bytes."""
 
     tensor: str
     number: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """What the messages of one rank contain.
+    """Describes what the messages of one rank contain.
 
     Args:
         transfers: of the tensors by name, with plans that were made together; the same order on all ranks.
@@ -55,10 +55,10 @@ class Layout:
         """Which of the last payloads are those of each tensor, in the order of the chunks, or of the ranks."""
 
     def places(self) -> tuple[int, dict[str, list[slice]]]:
-        """Bytes of the first message, and where in it the payloads of each tensor lie, in the order of their chunks."""
+        """The bytes of the first message, and where each tensor's payloads lie in it, in the order of their chunks."""
         places: dict[str, dict[int, slice]] = {name: {} for name in self._transfers}
         at = 0
-        # messages are in the order of the ranks, which need not be that of the chunks that they own
+        # messages are in the order of the ranks, which may differ from the order of their chunks
         for chunk, parts in self.sent.items():
             for name, _, slot in parts:
                 places[name][chunk] = slice(at, at + slot)
@@ -66,13 +66,13 @@ class Layout:
         return at, {name: [of_tensor[chunk] for chunk in sorted(of_tensor)] for name, of_tensor in places.items()}
 
     def by_rank(self, sizes: Mapping[int, int]) -> tuple[int, ...] | None:
-        """Bytes for each rank, from the bytes for each owner of a chunk; None if equal."""
+        """Convert the bytes for each owner of a chunk into bytes for each rank; returns None if all are equal."""
         of_ranks = tuple(sizes[chunk] for chunk in self._chunks_by_rank())
         return None if self.fixed_size and len(set(of_ranks)) == 1 else of_ranks
 
     @cached_property
     def slots_of_chunks(self) -> Mapping[int, int]:
-        """{chunk: bytes of all its slots} in the first message."""
+        """The bytes of all slots of each chunk in the first message."""
         return {chunk: sum(slot for _, _, slot in parts) for chunk, parts in self.sent.items()}
 
     @cached_property
@@ -81,7 +81,7 @@ class Layout:
         return sum(slot for _, parts in self.last for _, _, slot in parts)
 
     def cut_sent(self, received: Bytes) -> Sequence[Bytes]:
-        """The payloads of this rank's own chunk that all senders have sent, one message after the other.
+        """Cut the messages of all senders, one after the other, into payloads of this rank's own chunk.
 
         Raises:
             WireError: fewer or more bytes than these messages have.
@@ -89,12 +89,12 @@ class Layout:
         return _cut(received, self._ends_of_sent, self.fixed_size)
 
     def cut_last(self, received: Bytes) -> Sequence[Bytes]:
-        """The payloads that the last collective has brought; see `cut_sent`."""
+        """Cut what the last collective has brought into payloads; see `cut_sent`."""
         return _cut(received, self._ends_of_last, self.fixed_answers)
 
     @cached_property
     def owned(self) -> list[Part]:
-        """The parts of each message that comes to this rank as the owner of a chunk."""
+        """The parts of each message that this rank receives as the owner of a chunk."""
         return self.sent[self._position if self._hosts is None else self._hosts.chunk_of(self._position)]
 
     @cached_property
@@ -143,7 +143,7 @@ class Layout:
 
 
 class _Slots(Sequence[Bytes]):
-    """Payloads that fill slots of fixed sizes; one is cut out when it is asked for, as most are not."""
+    """A sequence of payloads that fill slots of fixed sizes; each is cut out on demand, since most never are."""
 
     def __init__(self, received: Bytes, ends: Sequence[int]) -> None:
         self._received = received
@@ -160,12 +160,12 @@ class _Slots(Sequence[Bytes]):
 
 
 def _ends(messages: Sequence[Sequence[Part]]) -> list[int]:
-    """Where the payloads of these messages begin and end, if each fills its slot."""
+    """Compute where the payloads of these messages begin and end, if each fills its slot."""
     return list(accumulate((slot for parts in messages for _, _, slot in parts), initial=0))
 
 
 def _cut(received: Bytes, ends: Sequence[int], fixed_size: bool) -> Sequence[Bytes]:
-    """The payloads in the bytes of a collective, of which each has a slot or states its length."""
+    """Cut the bytes of a collective into payloads; each fills its slot or states its own length."""
     count = len(ends) - 1
     if not fixed_size:
         payloads = wire.frames(received, count)

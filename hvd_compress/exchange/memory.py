@@ -1,4 +1,4 @@
-"""Buffers that frameworks can take over without a copy."""
+"""Allocate buffers that frameworks can take over without a copy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 def aligned_empty(numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An uninitialized flat array that begins on a 64-byte boundary."""
+    """Allocate a flat array that begins on a 64-byte boundary and is not initialized."""
     nbytes = numel * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

@@ -1,4 +1,4 @@
-"""The exchange in which one rank, the root, makes the sum of a bucket."""
+"""Settings of the exchange in which one rank, the root, sums a bucket."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class ParameterServer:
         check_choice(self, "transport", self.transport, ("horovod", "mpi"))
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": EXCHANGE, **asdict(self)}
 
     def of_bucket(self, number: int, ranks: int) -> ParameterServer:
-        """The settings of a bucket, whose root is known."""
+        """Return the settings of one bucket, with its root filled in."""
         return replace(self, root=number % ranks) if self.root == _ROUND_ROBIN else self
 
     def root_among(self, ranks: int) -> int:
-        """The root, which `of_bucket` has made known.
+        """Return the root, which `of_bucket` has filled in.
 
         Raises:
             UnsupportedError: there is no such rank.
@@ -80,5 +80,5 @@ class ParameterServer:
         return self.root
 
     def answers_of(self, compressor: Compressor) -> Compressor:
-        """What encodes the sum of gradients that `compressor` has encoded."""
+        """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
         return compressor if self.answer == "compressed" or isinstance(compressor, Raw) else CheckedRaw()

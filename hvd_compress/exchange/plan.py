@@ -1,4 +1,4 @@
-"""Sizes, bounds and slots of an exchange: computed once from shapes, the same on every rank."""
+"""Compute the sizes, bounds and slots of an exchange once from shapes, with equal results on every rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Who encodes what of a tensor, and how many bytes that can take.
+    """Says which rank encodes which elements of a tensor, and how many bytes that can take.
 
     Args:
         exchange: "two_phase", "allgather", "hierarchical", "parameter_server", or "dense" where compressing would not
@@ -70,32 +70,32 @@ class Plan:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """The number of elements of the tensor."""
         return self.bounds[-1]
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, slice], ...]:
-        """(number, elements) of each chunk that has a payload."""
+        """The number and elements of each chunk that has a payload."""
         return tuple((i, slice(a, b)) for i, (a, b) in enumerate(pairwise(self.bounds)) if self.slots[i])
 
     @cached_property
     def fixed_size(self) -> bool:
-        """Whether every payload fills its slot in every step, so that messages have the same size in all of them."""
+        """Whether every payload fills its slot in every step, so that all steps have messages of equal size."""
         return all(c.fixed_size for c in self.chunk_compressors)
 
     @cached_property
     def fixed_answers(self) -> bool:
-        """The same of the payloads of sums."""
+        """Whether the payload of every sum fills its slot in every step."""
         return all(c.fixed_size for c in self.answer_compressors)
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """Names of the collectives between the stages."""
+        """The names of the collectives between the stages."""
         return COLLECTIVES[self.exchange]
 
 
 def chunk_bounds(numel: int, chunks: int, group: int) -> tuple[int, ...]:
-    """Offsets that divide `numel` elements evenly into `chunks`, on group boundaries where there are enough groups."""
+    """Divide `numel` elements evenly into `chunks`, on group boundaries where there are enough groups."""
     # octets keep bit streams of neighbouring chunks on byte boundaries of the tensor
     unit = next((u for u in (group, 8) if numel >= u * chunks), 1)
     units = -(-numel // unit)
@@ -103,15 +103,15 @@ def chunk_bounds(numel: int, chunks: int, group: int) -> tuple[int, ...]:
 
 
 def ring_bytes(nbytes: float, ranks: int) -> float:
-    """Bytes that each of `ranks` sends, and receives, in a ring allreduce of `nbytes`."""
+    """Compute the bytes that each rank sends, and receives, in a ring allreduce of `nbytes`."""
     return 2 * (ranks - 1) / ranks * nbytes
 
 
 def checked_exchange(exchange: str | ParameterServer) -> str | ParameterServer:
-    """What the user gave, "parameter_server" as the `ParameterServer` that it stands for.
+    """Return the exchange that the user gave, with "parameter_server" replaced by a `ParameterServer`.
 
     Raises:
-        ValueError: no exchange.
+        ValueError: it names no exchange.
     """
     if isinstance(exchange, ParameterServer):
         return exchange
@@ -122,7 +122,7 @@ def checked_exchange(exchange: str | ParameterServer) -> str | ParameterServer:
 
 
 def sent_bytes(plans: Sequence[Plan]) -> float:
-    """Bytes that a rank sends at most in one exchange of the tensors of `plans`, which go together."""
+    """Compute the most bytes that a rank sends in one exchange of the tensors of `plans`, which go together."""
     others = plans[0].ranks - 1
     if plans[0].exchange == "allgather":
         return others * sum(sum(plan.slots) for plan in plans)
@@ -144,7 +144,7 @@ def saves_bytes(plan: Plan, itemsize: int) -> bool:
 
 
 def _priced(plans: Sequence[Plan]) -> float:
-    """What an exchange of the tensors of `plans` costs, in bytes."""
+    """Compute the cost of an exchange of the tensors of `plans`, in bytes."""
     return sent_bytes(plans) + COLLECTIVE_BYTES * len(plans[0].collectives)
 
 
@@ -165,7 +165,7 @@ def _plan(
 
 
 def _plan_of_root(server: ParameterServer, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> Plan:
-    """All elements are one chunk, which the root owns."""
+    """Plan one chunk of all elements, which the root owns."""
     root, numel = server.root_among(ranks), math.prod(shape)
     answers = server.answers_of(compressor)
     # groups are those of the gradients, whatever the answer is made of
@@ -185,7 +185,7 @@ def _plan_of_root(server: ParameterServer, compressor: Compressor, shape: tuple[
 def make_plan(
     exchange: str | ParameterServer, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int = 4
 ) -> Plan:
-    """The plan for a tensor of `shape` that goes alone among `ranks`.
+    """Plan the exchange of a tensor of `shape` that goes alone among `ranks`.
 
     "auto" takes the exchange that sends fewer bytes, each collective counted as `COLLECTIVE_BYTES` more, and "dense" if
     neither sends fewer than a ring allreduce of elements of `itemsize` bytes.
@@ -210,7 +210,7 @@ def make_plan(
 def plan_together(
     exchange: str | ParameterServer, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
 ) -> dict[str, Plan]:
-    """The plans of tensors, {name: (shape, compressor)}, that share one exchange among `ranks`.
+    """Plan the exchange that tensors, {name: (shape, compressor)}, share among `ranks`.
 
     In two phases each rank owns an equal run of all elements that share a compressor, so that it decodes and encodes
     few long chunks instead of a short one of every tensor. "auto" is decided for all together, as `make_plan`
@@ -251,7 +251,7 @@ def _plans(exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compresso
 
 
 def _bounds_within(start: int, numel: int, total: int, chunks: int, group: int) -> tuple[int, ...]:
-    """Where the even division of `total` elements cuts the `numel` that begin at `start`, on group boundaries."""
+    """Compute where an even division of `total` elements cuts the `numel` from `start` on, at group boundaries."""
     unit = group if numel >= group * 2 else 8
     cuts = (round((i * total / chunks - start) / unit) * unit for i in range(1, chunks))
     return (0, *(min(max(cut, 0), numel) for cut in cuts), numel)

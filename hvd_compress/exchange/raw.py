@@ -1,4 +1,4 @@
-"""What travels uncompressed within an exchange: `NoCompression` and `FP16` for those who need to know more of it."""
+"""Send values uncompressed within an exchange, with more checks and sizes than `NoCompression` and `FP16` have."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["CheckedRaw", "Raw", "checked", "fitted", "is_uncompressed", "uncheck
 
 
 class Raw(NoCompression):
-    """Float32 values as they are."""
+    """Sends float32 values as they are."""
 
-    # where any type may come, a slot holds 8 bytes per element, which would travel
+    # a slot for any type would hold 8 bytes per element, and all of them would travel
     def body_bytes(self, numel: int, group: int) -> int:
         return 4 * numel
 
 
 @dataclass(frozen=True, repr=False)
 class CheckedRaw(Raw):
-    """Values as they are; the payload says if one is not finite.
+    """Sends values as they are; the payload says if one is not finite.
 
     Args:
         itemsize: bytes per element; values are rounded to float32 for 4, which is all that other compressors send, and
@@ -59,7 +59,7 @@ class CheckedRaw(Raw):
 
 
 class CheckedHalves(FP16):
-    """IEEE halves; the payload says if one is not finite, as too large values are not."""
+    """Sends IEEE halves; the payload says if one is not finite, as values too large for a half are not."""
 
     reducible: ClassVar[bool] = False
 
@@ -73,24 +73,24 @@ class CheckedHalves(FP16):
 
 
 def fitted(compressor: Compressor, dtype: str) -> Compressor:
-    """What suits tensors of a dtype, given by name: float64 is not rounded where nothing else is lost."""
+    """Return the compressor that suits a dtype, given by name: float64 is not rounded where nothing else is lost."""
     return CheckedRaw(8) if isinstance(compressor, CheckedRaw) and dtype == "float64" else compressor
 
 
 def is_uncompressed(compressor: Compressor) -> bool:
-    """Whether it is one that `checked` makes."""
+    """Whether `checked` has made this compressor."""
     return isinstance(compressor, CheckedRaw | CheckedHalves)
 
 
 def unchecked(compressor: Compressor) -> Compressor:
-    """What `checked` was given."""
+    """Return the compressor that `checked` was given."""
     if isinstance(compressor, CheckedRaw):
         return NoCompression()
     return FP16() if isinstance(compressor, CheckedHalves) else compressor
 
 
 def checked(compressor: Compressor) -> Compressor:
-    """In place of a compressor that leaves it to an allreduce to tell what is not finite, one that tells it itself."""
+    """Replace a compressor that lets the allreduce carry values that are not finite by one that reports them itself."""
     if isinstance(compressor, NoCompression):
         return CheckedRaw()
     return CheckedHalves() if isinstance(compressor, FP16) else compressor

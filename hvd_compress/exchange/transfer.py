@@ -1,4 +1,4 @@
-"""One tensor's way through an exchange on one rank: the stages, with the state that must survive between them.
+"""Take one tensor through an exchange on one rank: the stages, with the state that must survive between them.
 
 The order is: `encode`, collective, `reduce` (not in an allgather), collective, `arrive`, and, when the payloads of the
 whole step have arrived, `finish`. A hierarchical exchange begins with `hold`, a collective inside the host, and
@@ -33,7 +33,7 @@ _NOT_HERE = np.empty(0, np.float32)
 
 
 class Transfer:
-    """The stages of one tensor's exchange on one rank.
+    """Runs the stages of one tensor's exchange on one rank.
 
     Args:
         name: of the tensor, the same on all ranks; it keys the randomness.
@@ -94,7 +94,7 @@ class Transfer:
 
     @cached_property
     def owned(self) -> slice | None:
-        """The elements whose sum this rank makes, if there are any."""
+        """The elements whose sum this rank makes; None if there are none."""
         if self.plan.exchange == "allgather":
             return None
         return next((part for chunk, part in self.plan.chunks if chunk == self.chunk), None)
@@ -109,12 +109,12 @@ class Transfer:
 
     @cached_property
     def sent_chunks(self) -> list[tuple[int, slice]]:
-        """(number, elements) of each chunk that this rank encodes and that has a payload."""
+        """The number and elements of each chunk that this rank encodes and that has a payload."""
         wanted = range(len(self.plan.slots)) if self.hosts is None else self.hosts.shard_of(self.position)
         return [(chunk, part) for chunk, part in self.plan.chunks if chunk in wanted]
 
     def encode(self, gradient: Array, slots: Sequence[Bytes]) -> list[int]:
-        """Stage 1, every rank: a gradient becomes the payloads of its chunks.
+        """Run stage 1, on every rank: encode a gradient into the payloads of its chunks.
 
         Args:
             gradient: flat float32 or float64; read until the step has ended, and then overwritten with the result,
@@ -128,18 +128,18 @@ class Transfer:
         return self._encode(gradient, slots)
 
     def hold(self, gradient: Array) -> None:
-        """Stage 0 of a hierarchical exchange: take a gradient (see `encode`), to be cut up among this host's ranks."""
+        """Run stage 0 of a hierarchical exchange: take a gradient (see `encode`) to cut up among this host's ranks."""
         self._gradient = gradient
         self._held = gradient if self.pending is None else gradient + self.pending
 
     def held(self, chunks: range) -> Array:
-        """The elements of a shard, given by its chunks, of the gradient in `hold`."""
+        """Return the elements of a shard, given by its chunks, of the gradient that `hold` took."""
         if self._held is None:
             raise RuntimeError(f"held() of {self.name!r} without hold()")
         return self._held[self.plan.bounds[chunks.start] : self.plan.bounds[chunks.stop]]
 
     def encode_inside(self, others: Sequence[Bytes], slots: Sequence[Bytes]) -> list[int]:
-        """Stage 1 of a hierarchical exchange: `encode` the sum of this host's gradients, in this rank's shard.
+        """Run stage 1 of a hierarchical exchange: encode the sum of this host's gradients, in this rank's shard.
 
         Args:
             others: what the other ranks of this host have sent of the shard, in their order.
@@ -158,11 +158,11 @@ class Transfer:
         self._out = out
 
     def lose_gradient(self) -> None:
-        """The gradient is not what it was: if the step is taken back it stays owed, as it cannot be subtracted."""
+        """Note that the gradient was overwritten: a step taken back cannot subtract it, so it stays owed."""
         self._encoded = None
 
     def skip(self, slots: Sequence[Bytes]) -> list[int]:
-        """Stage 1 without a gradient, on all ranks alike: payloads that say so; residuals stay as they are."""
+        """Run stage 1 without a gradient, on all ranks: write payloads that say so and leave residuals as they are."""
         self._skipped = True
         plan = self.plan
         return [
@@ -171,7 +171,7 @@ class Transfer:
         ]
 
     def reduce(self, payloads: Sequence[Bytes], slot: Bytes) -> int:
-        """Stage 2, the owner of a chunk: the payloads of all ranks become the payload of their sum, in `slot`.
+        """Run stage 2, on the owner of a chunk: sum the payloads of all ranks and encode the sum into `slot`.
 
         With an accumulator it is the payload of the update that the sum makes.
 
@@ -197,7 +197,7 @@ class Transfer:
         return used
 
     def arrive(self, payloads: Sequence[Bytes]) -> bool:
-        """The last payloads are here; whether all of them, and so the sum, are finite.
+        """Check the last payloads; returns whether all of them, and so the sum, are finite.
 
         Args:
             payloads: one of each chunk, or one of each rank in an allgather.
@@ -218,7 +218,7 @@ class Transfer:
         return finite
 
     def finish(self, keep: bool, scale: float) -> Array | None:
-        """Stage 3, every rank: decode, and make the step's residuals final, or take them back.
+        """Run stage 3, on every rank: decode, and make the step's residuals final or take them back.
 
         Args:
             keep: False takes residuals and accumulator back to what they were before the step.
@@ -246,23 +246,23 @@ class Transfer:
     # -- for who runs the stages of several transfers at once ------------------------------------------------------
 
     def begin(self) -> None:
-        """A float32 gradient is there, but not here."""
+        """Begin a step whose float32 gradient others hold and encode."""
         self._gradient = _NOT_HERE
 
     def fit_residual(self, dtype: npt.DTypeLike) -> Array | None:
-        """The residual, of this type; zeros if there is none yet, None where none is kept."""
+        """Return the residual in this type, zeros if there is none yet; None where none is kept."""
         if self.keeps_residual and self.residual is None:
             residual = aligned_empty(self.shard.stop - self.shard.start, dtype)
             residual[...] = 0
             # complete: statistics may be asked for on another thread
             self.residual = residual
         if self.residual is not None and self.residual.dtype != dtype:
-            # of a model that was converted since
+            # the model was converted to another type since
             self.residual = self.residual.astype(dtype)
         return self.residual
 
     def fit_owner_residual(self, dtype: npt.DTypeLike) -> Array | None:
-        """The same of what is owed of the sums of `owned`."""
+        """Return the owner's residual, of the sums of `owned`, in this type; None where none is kept."""
         if self._owner_keeps_residual and self.owner_residual is None and self.owned is not None:
             self.owner_residual = np.zeros(self.owned.stop - self.owned.start, dtype)
         if self.owner_residual is not None and self.owner_residual.dtype != dtype:
@@ -270,17 +270,17 @@ class Transfer:
         return self.owner_residual
 
     def end(self, keep: bool) -> None:
-        """The step has ended, and the residuals are what they are to be."""
+        """End the step, whose residuals others have made final."""
         if keep:
             self.pending = None
         self._gradient = None
         self.step += 1
 
     def note(self, stage: str, times: int, seconds: float) -> None:
-        """A stage, named as its method, was run so many times, with full slots, in so many seconds."""
+        """Take note that others ran a stage, named as its method, so often in so many seconds, with full slots."""
 
     def abandon(self) -> None:
-        """Forget a step in flight; residuals and accumulator become what they were before it."""
+        """Forget a step in flight and make residuals and accumulator what they were before it."""
         self._take_back()
         if self.accumulator is not None:
             self.accumulator.settle(keep=False)
@@ -303,7 +303,7 @@ class Transfer:
 
     @cached_property
     def _in_shard(self) -> list[slice]:
-        """Where in `shard` each of `sent_chunks` lies."""
+        """Compute where each of `sent_chunks` lies in `shard`."""
         start = self.shard.start
         return [slice(part.start - start, part.stop - start) for _, part in self.sent_chunks]
 
@@ -311,7 +311,7 @@ class Transfer:
         """Make residuals what they were before the step."""
         plan, x = self.plan, self._encoded
         if self.residual is not None:
-            # of a gradient that others encode, and of a step that was skipped, there are none
+            # there are none where others encode the gradient, or the step was skipped
             for (chunk, _), at, payload in zip(self.sent_chunks, self._in_shard, self.payloads, strict=False):
                 gradient = None if x is None else x[at]
                 plan.chunk_compressors[chunk].take_back(payload, self.residual[at], gradient)
@@ -326,7 +326,7 @@ class Transfer:
         self._arrived = ()
 
     def _prepare_sum(self) -> None:
-        """Memory for the sum of what this rank owns, and a residual for it where one is kept."""
+        """Allocate memory for the sum that this rank owns, and its residual where one is kept."""
         if self.owned is None:
             raise RuntimeError(f"rank {self.position} owns nothing of {self.name!r}")
         numel = self.owned.stop - self.owned.start
@@ -337,7 +337,7 @@ class Transfer:
 
     @cached_property
     def _senders(self) -> list[tuple[Compressor, int]]:
-        """The compressor, and number of elements, of each payload that is to arrive."""
+        """List the compressor and number of elements of each payload that is to arrive."""
         plan = self.plan
         if plan.exchange != "allgather":
             return [(plan.answer_compressors[chunk], part.stop - part.start) for chunk, part in plan.chunks]
@@ -349,7 +349,7 @@ class Transfer:
             for (chunk, part), opened in zip(plan.chunks, self._arrived, strict=True):
                 plan.answer_compressors[chunk].decode_opened(*opened, out[part], scale)
             return
-        # all ranks add in the order of the senders: floating point sums depend on it
+        # all ranks add in the order of the senders, since floating point sums depend on the order
         for sender, opened in enumerate(self._arrived):
             plan.chunk_compressors[0].decode_opened(*opened, out, scale, add=sender > 0)
 

@@ -1,4 +1,4 @@
-"""Messages as parts of one alltoall among all ranks, empty but for neighbours; every step waits for all of them."""
+"""Carry messages as parts of one alltoall, empty but for neighbours; every step waits for all ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Alltoall:
         self._node.end_round()
 
     def close(self) -> None:
-        """Nothing is held between steps."""
+        """Do nothing, since nothing is held between steps."""
 
     def _issue(self, sent: npt.NDArray[np.intp], nbytes: int) -> None:
         """Send the message at the start of the buffer, with these tensors in it, to all receivers."""

@@ -1,4 +1,4 @@
-"""The steps of one rank, whichever transport carries its messages, and how a run ends."""
+"""Run the steps of one rank, whichever transport carries its messages, and end the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Averager:
         self._has_begun = False
 
     def mix(self, arrays: Sequence[Array | None]) -> None:
-        """Send, receive and average, in place; None, of a frozen tensor, is left as it is."""
+        """Send, receive and average, in place; a frozen tensor, given as None, is left as it is."""
         self.begin(lambda: arrays)
         if self.transport is None:
             # counted all the same: a program for many ranks shows its figures on one, too
@@ -68,7 +68,7 @@ class Averager:
             self._has_begun = True
 
     def after_update(self, arrays: Sequence[Array | None]) -> None:
-        """With `overlap`: send what the next step will begin with."""
+        """Send what the next step will begin with, if `overlap` is set."""
         if self._overlap and self.transport is not None and self._next is _Next.UNSENT:
             self._send(arrays)
 
@@ -93,7 +93,7 @@ class Averager:
             self._next = _Next.RECEIVED
 
     def agree(self, arrays: Sequence[Array]) -> None:
-        """When no rank sends any more: all hold these values now."""
+        """Take these values, which all ranks hold now, for all copies; no rank may be sending."""
         if self.transport is not None:
             self.take_what_came()
             self._next = _Next.UNSENT
@@ -111,12 +111,12 @@ class Averager:
             self.transport.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Node.state_dict`; what is under way is taken over first, and not sent again after loading."""
+        """Take over what is under way and return the state; see `Node.state_dict`."""
         self.drain()
         return {**self.node.state_dict(), "ahead": self._next is _Next.RECEIVED, "begun": self._has_begun}
 
     def check(self, state: Any) -> dict[str, Any]:
-        """What `load` takes over of a state.
+        """Check a state and return what `load` takes over of it.
 
         Raises:
             StateError: as `Node.check`.
@@ -140,7 +140,7 @@ class Averager:
 
 
 class _Next(Enum):
-    """How far the messages of the next step are."""
+    """States how far the messages of the next step are."""
 
     UNSENT = auto()
     SENT = auto()

@@ -1,4 +1,4 @@
-"""What the receivers of a rank hold of it, and what it holds of its senders; how a tensor is put into a payload.
+"""Keep what the receivers of a rank hold of it, and what it holds of its senders; turn tensors into payloads.
 
 Of each tensor, the receivers hold a copy of what was sent. A tensor that is sent whole replaces the copy. A compressed
 one is the encoded difference to it, which sender and receivers add to equal copies; so what a payload leaves out is
@@ -30,7 +30,7 @@ _NO_KEY = Key()
 
 
 class Copies:
-    """Copies of flat tensors; arrays are in the order of `tensors`.
+    """Keeps copies of flat tensors; arrays are in the order of `tensors`.
 
     Args:
         tensors: the same on all ranks.
@@ -65,7 +65,7 @@ class Copies:
 
     @property
     def most_bytes(self) -> int:
-        """The most that the payloads of all tensors can take."""
+        """The most bytes that the payloads of all tensors can take."""
         return sum(
             max(t.raw_bytes, 0 if c is _RAW else c.capacity(t.numel, c.group_numel(t.shape)))
             for c, t in zip(self.compressors, self._tensors, strict=True)
@@ -81,7 +81,7 @@ class Copies:
                 own[...] = x
 
     def distances(self, arrays: Sequence[Array | None]) -> npt.NDArray[np.float64]:
-        """Euclidean norm of (tensor - what the receivers hold of it), of each tensor; 0 of those left out."""
+        """Compute for each tensor the Euclidean norm of its difference to the receivers' copy; 0 if it is left out."""
         pairs = zip(arrays, self.own, strict=True)
         return np.array([0.0 if x is None else kernels.distance(x, own) for x, own in pairs], np.float64)
 
@@ -135,7 +135,7 @@ class Copies:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All copies by the names of the tensors."""
+        """Return all copies by the names of the tensors."""
         names = [t.name for t in self._tensors]
         return {
             "needs_whole": self.needs_whole.copy(),
@@ -144,7 +144,7 @@ class Copies:
         }
 
     def check(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What `load` takes over of a state with copies of these tensors.
+        """Check a state with copies of these tensors and return what `load` takes over of it.
 
         Raises:
             StateError: it is another one, or damaged.
@@ -170,7 +170,7 @@ class Copies:
         self.needs_whole = checked["needs_whole"]
 
     def _targets(self) -> Iterator[tuple[str, int, Array]]:
-        """What is saved: its kind, the index of its tensor, and where it lies."""
+        """List what is saved: its kind, the index of its tensor, and where it lies."""
         for i, (of_senders, own) in enumerate(zip(self.of_senders, self.own, strict=True)):
             yield "copies", i, of_senders
             if own is not None:
@@ -178,6 +178,6 @@ class Copies:
 
 
 def smaller(compressor: Compressor, tensor: Tensor) -> Compressor:
-    """The compressor, or none where its payload can be as long as the tensor itself."""
+    """Return the compressor, or `NoCompression` where its payload can be as long as the tensor itself."""
     most = compressor.capacity(tensor.numel, compressor.group_numel(tensor.shape))
     return compressor if most < tensor.raw_bytes else _RAW

@@ -1,4 +1,4 @@
-"""N ranks of event-triggered averaging in one process: for tests, for teaching, and for what-if."""
+"""Run N ranks of event-triggered averaging in one process, for tests and for teaching."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class GossipLoopback:
         self._started = False
 
     def step(self, arrays: Sequence[Sequence[Array]]) -> None:
-        """One pass of all ranks.
+        """Run one pass of all ranks.
 
         Args:
             arrays: of each rank, flat, in the order of the tensors; averaged in place.

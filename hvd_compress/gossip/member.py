@@ -1,4 +1,4 @@
-"""One rank among all: its averaging with neighbours, and the few things that all ranks do together."""
+"""Average one rank with its neighbours, and do the few things that all ranks do together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _members: Counter[str] = Counter()
 
 
 def collective_name(scope: str) -> str:
-    """A name for the collectives of one more member among the ranks of a `fingerprint.scope_of`."""
+    """Name the collectives of one more member among the ranks of a `fingerprint.scope_of`."""
     name = f"hvd_compress.gossip.{scope}.{_members[scope]}"
     _members[scope] += 1
     return name
@@ -46,16 +46,16 @@ class Collectives(Protocol):
         """Start an alltoall."""
 
     def wait(self, handle: Any) -> npt.NDArray[np.int64]:
-        """What it brought, in the order of the senders."""
+        """Wait for an alltoall; returns what it brought, in the order of the senders."""
 
     def mean(self, array: Array, name: str) -> Array:
-        """Of a flat array over the ranks, float32 or float64; the same bits on all ranks."""
+        """Average a flat float32 or float64 array over the ranks; all of them get the same bits."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
 
     def one_sided(self, node: Node, parts: Sequence[Neighbours]) -> Transport:
-        """The transport over MPI's one-sided operations."""
+        """Make the transport over MPI's one-sided operations."""
 
 
 class Member:
@@ -97,11 +97,11 @@ class Member:
         self._averager.mix(arrays)
 
     def after_update(self, arrays: Sequence[Array | None]) -> None:
-        """With `overlap`: send what the next step will begin with."""
+        """Send what the next step will begin with, if `overlap` is set."""
         self._averager.after_update(arrays)
 
     def average(self, arrays: Sequence[Array], buffers: dict[str, Array]) -> None:
-        """When no rank trains any more: make parameters and buffers their mean, in place; a collective call.
+        """Make parameters and buffers their mean, in place, when no rank trains any more; a collective call.
 
         Raises:
             MismatchError: the ranks have other buffers, or call something else.
@@ -119,7 +119,7 @@ class Member:
         self._collectives.barrier()
 
     def consensus_distance(self, arrays: Sequence[Array]) -> float:
-        """Root of the mean over ranks of ‖x - mean of x‖², when all have come here; a collective call.
+        """Compute the root of the mean over ranks of ‖x - mean of x‖²; a collective call.
 
         Raises:
             MismatchError: some ranks call something else.
@@ -133,7 +133,7 @@ class Member:
         return math.sqrt(float(self._collectives.mean(np.array([square]), "consensus")[0]))
 
     def _means(self, arrays: Sequence[Array]) -> list[Array]:
-        """Over the ranks, flat; one collective for all arrays of a dtype."""
+        """Average arrays over the ranks, flat, with one collective for all arrays of a dtype."""
         assert self._collectives is not None
         mean = self._collectives.mean
         return averaged(arrays, lambda together: mean(together, f"mean.{together.dtype}"))
@@ -205,7 +205,7 @@ class LateMember:
         self._saved: Any = None
 
     def event_stats(self) -> dict[str, Any]:
-        """Messages and bytes of this rank, as `event_stats` of `EventGraDOptimizer`; {} before the first step."""
+        """Return messages and bytes of this rank, as `EventGraDOptimizer.event_stats`; {} before the first step."""
         return {} if self._member is None else self._member.stats()
 
     def event_state_dict(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class LateMember:
             self._member.close()
 
     def _made(self, tensors: Sequence[Tensor], collectives: Collectives | None) -> Member:
-        """The member, from now on; a state that it refuses is refused again in the next step."""
+        """Make the member and load the waiting state; one that it refuses is refused again in the next step."""
         member = Member(tensors, self._settings, collectives)
         if self._saved:
             member.load_state_dict(self._saved)

@@ -40,7 +40,7 @@ _CHECKSUM_AT = 36
 
 
 class Message(NamedTuple):
-    """What a message says, after its checks.
+    """Holds what a message says, after its checks.
 
     Args:
         number: counted by its sender.
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 
 def payloads_at(tensors: int) -> int:
-    """Bytes before the first payload."""
+    """Count the bytes before the first payload."""
     return _HEADER_BYTES + wire.padded(-(-tensors // 8))
 
 
@@ -69,7 +69,7 @@ def seal_message(buffer: Bytes, nbytes: int, sent: npt.NDArray[np.bool_], number
 
 
 def cut_message(buffer: Bytes, at: int) -> Bytes:
-    """The message that begins at byte `at` of `buffer`.
+    """Cut out the message that begins at byte `at` of `buffer`.
 
     Raises:
         WireError: it is truncated or no message.

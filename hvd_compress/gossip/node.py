@@ -94,7 +94,7 @@ class Node:
         self.copies.start_from(arrays)
 
     def all_agree_on(self, arrays: Sequence[Array]) -> None:
-        """All ranks hold the same values now, so that all copies are known without a message."""
+        """Take these values, which all ranks hold now, for all copies, without a message."""
         self.start_from(arrays)
         finite = self.watch.take_as_sent(self._norms(arrays))
         self.copies.needs_whole = ~finite
@@ -159,7 +159,7 @@ class Node:
         return self._at
 
     def write_for_late(self, arrays: Sequence[Array | None], late: npt.NDArray[np.bool_], buffer: Bytes) -> int:
-        """After `write`: the same message for a receiver who has missed the last values of the tensors in `late`."""
+        """Write the message of `write` again for a receiver that missed the last values of the tensors in `late`."""
         at = self._at
         sent = self.due | (late & np.array([x is not None for x in arrays], np.bool_))
         for i in np.flatnonzero(sent).tolist():
@@ -211,12 +211,12 @@ class Node:
         self._idle_of[sender] = opened.idle
 
     def end_round(self) -> None:
-        """When the messages of all senders have been read: count rounds in which nobody has trained."""
+        """End a round, whose messages have all been read, and count it if nobody has trained in it."""
         self.idle = 1 + min([self.idle, *self._idle_of]) if self.finished else 0
 
     @property
     def is_over(self) -> bool:
-        """Whether no rank trains any more; all ranks find that in the same round.
+        """Tell whether no rank trains any more; all ranks find that in the same round.
 
         `idle` is how long this rank knows of all ranks within so many steps of it that they have not trained. When it
         exceeds the steps that news needs, that is all ranks, and none can still find it less.
@@ -224,14 +224,14 @@ class Node:
         return self.idle > self.part.reach
 
     def reopen(self) -> None:
-        """After `is_over`: train again."""
+        """Train again after `is_over`."""
         self.finished, self.idle = False, 0
         self._idle_of = [0] * len(self._idle_of)
 
     # -- averaging ---------------------------------------------------------------------------------------------------
 
     def mix(self, arrays: Sequence[Array | None]) -> None:
-        """Average each array with what is known of the neighbours, in place; None, of a frozen tensor, is left out."""
+        """Average each array with the neighbours' copies, in place; a frozen tensor, given as None, is left out."""
         if not self.part.senders:
             return
         self._check(arrays)
@@ -247,7 +247,7 @@ class Node:
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What later steps depend on: histories, thresholds and copies, as plain values and NumPy arrays."""
+        """Return what later steps depend on: histories, thresholds and copies, as plain values and NumPy arrays."""
         return {
             "format": FORMAT,
             "position": self.part.position,
@@ -260,7 +260,7 @@ class Node:
         }
 
     def check(self, state: Any) -> dict[str, Any]:
-        """What `load` takes over of a state.
+        """Check a state and return what `load` takes over of it.
 
         Raises:
             StateError: no such state, of another rank or topology, other tensors or another trigger, or damaged.

@@ -1,4 +1,4 @@
-"""What the user asks of event-triggered averaging, checked, and as the ranks compare it."""
+"""Check what the user asks of event-triggered averaging, and describe it for ranks to compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_RATE = 0.3
 
 @dataclass(frozen=True)
 class GossipSettings:
-    """The arguments of `EventGraDOptimizer` that do not depend on a framework.
+    """Holds the arguments of `EventGraDOptimizer` that do not depend on a framework.
 
     Raises:
         TypeError: not a trigger, a topology or a compressor.
@@ -72,7 +72,7 @@ class GossipSettings:
         return self.transport == "one_sided"
 
     def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """What ranks compare."""
+        """Describe the settings for ranks to compare."""
         return {
             "wire version": wire.VERSION,
             "trigger": self.trigger.get_config(),
@@ -86,7 +86,7 @@ class GossipSettings:
         }
 
     def node(self, tensors: Sequence[Tensor], part: Neighbours) -> Node:
-        """The node of one rank.
+        """Make the node of one rank.
 
         Raises:
             ValueError: a pattern of a `Policy` that matches no tensor.
@@ -97,7 +97,7 @@ class GossipSettings:
         return Node(tensors, part, self.trigger, compressors, self.mixing, rates, self.traced, not self.is_one_sided)
 
     def _rate_of(self, compressor: Compressor, tensor: Tensor) -> float:
-        """Of the way to the average, how much a step goes: differences of copies that lag are added in every step."""
+        """Return the share of the way to the average that a step goes: copies that lag are added in every step."""
         if self.rate is not None:
             return float(self.rate)
         is_at_once = isinstance(compressor, NoCompression) and self.trigger == ConstantThreshold(0)
@@ -114,5 +114,5 @@ class GossipSettings:
 
 
 def _keeps_all(compression: Compressor | Policy) -> bool:
-    """Whether copies follow at once, but for the rounding of 16 bits."""
+    """Tell whether copies follow at once, but for the rounding of 16 bits."""
     return all(isinstance(c, NoCompression | FP16 | BF16) for c in compressors_in(compression))

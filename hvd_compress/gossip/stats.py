@@ -1,4 +1,4 @@
-"""What a rank has sent so far: messages and bytes, against sending everything in every pass."""
+"""Count what a rank has sent so far: messages and bytes, against sending everything in every pass."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Tally:
                 self.trace[key].append(values.copy())
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters, without the trace."""
+        """Return the counters, without the trace."""
         return {
             "passes": self.passes,
             "total_bytes": self.total_bytes,
@@ -58,7 +58,7 @@ class Tally:
         }
 
     def check(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What `load` takes over of a state of as many tensors.
+        """Check a state of as many tensors and return what `load` takes over of it.
 
         Raises:
             StateError: it is another one, or damaged.

@@ -1,4 +1,4 @@
-"""AdaGrad: gradients divided by the root of what their squares add up to."""
+"""AdaGrad: divide gradients by the root of the sum of their squares so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def precondition(x, accumulated, factor, epsilon, after):
     """Divide the gradient `x * factor` by the root of its accumulated squares plus `epsilon`, in place.
 
     The squares with those of this step go to `after`; `accumulated` is only read, so that a step can still be taken
-    back. False, and NaN in `x`, where a square or a sum of them is not finite: it would make all later updates 0.
+    back. Returns False, and writes NaN to `x`, where a sum of squares is not finite: all later updates would be 0.
     """
     bad = x.dtype.type(0)
     for i in range(x.size):

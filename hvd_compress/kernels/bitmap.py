@@ -1,7 +1,7 @@
-"""The k entries of largest magnitude as a bit per element, in words of 64, and a float32 value per set bit.
+"""Send the k entries of largest magnitude as a bit per element, in words of 64, and a float32 value per set bit.
 
-For those that keep so many that a bit for each element is shorter than the indices of the kept ones. Then a list of
-candidates costs more than another look at all elements: the first one finds the threshold, the second one takes.
+This pays where so many entries are kept that a bit for each element is shorter than their indices. Then two looks at
+all elements, one to find the threshold and one to take the entries, cost less than a list of candidates.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from hvd_compress.kernels.llvm import count_ones, leading_zeros, outside_64, tra
 from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 _ONE = np.uint64(1)
-_UNROLLED = 8  # of 64 with a chance of 1/10 each, fewer are set most times
+_UNROLLED = 8  # with a chance of 1/10 for each of 64 bits, fewer are set most times
 
 
 @kernel
 def _bounds(x, gradient, k):
-    """Very likely fewer than `k` corrected magnitudes are >= high, k or more >= low, and at most `room` between."""
+    """Guess low and high: very likely fewer than `k` magnitudes are >= high, k or more >= low, at most `room` between.
+
+    Returns both and `room`.
+    """
     tiny = least_above_zero(x, x.size)
     low = tiny
     high = x.dtype.type(np.inf)
@@ -42,7 +45,7 @@ def _bounds(x, gradient, k):
 
 @kernel
 def _outside(y, i, bound):
-    """Bit k says |y[i + k]| >= bound; i is below y.size."""
+    """Return a word whose bit k says |y[i + k]| >= bound; i is below y.size."""
     if i + 64 <= y.size:
         return outside_64(y, i, bound, -bound)
     word = np.uint64(0)
@@ -53,9 +56,9 @@ def _outside(y, i, bound):
 
 @kernel
 def _scan(x, gradient, low, high, near):
-    """Correct `x`: how many magnitudes are >= high, how many are not but >= low, and 0, or NaN if not all are finite.
+    """Correct `x`; returns how many magnitudes are >= high, how many only >= low, and 0, or NaN if not all are finite.
 
-    The latter are listed in `near`, which is 64 longer than what it has room for; what has none is counted only.
+    Those between are listed in `near`, which is 64 longer than the room it offers; further ones are only counted.
     """
     room = near.size - 64
     sure = 0
@@ -70,7 +73,7 @@ def _scan(x, gradient, low, high, near):
             sure += count_ones(above)
             at = min(listed, room)
             listed += count_ones(between)
-            # two without a branch, as most words have none to two
+            # two are written without a branch, since most words have at most two
             for _ in range(2):
                 near[at] = abs(y[i + (trailing_zeros(between) & 63)])
                 at += between != 0
@@ -84,9 +87,9 @@ def _scan(x, gradient, low, high, near):
 
 @kernel
 def _threshold(x, gradient, k):
-    """Correct `x`: the k-th largest magnitude, but more than 0; how many equal to it go along, -1 for all of them.
+    """Correct `x`; returns the k-th largest magnitude (above 0) and how many equal to it are taken (-1 for all).
 
-    And whether all values are finite. Without a gradient the first two mean nothing where they are not.
+    The third value says whether all values are finite; without a gradient the others mean nothing if not.
     """
     low, high, room = _bounds(x, gradient, k)
     near = np.empty(room + 64, x.dtype)
@@ -111,7 +114,7 @@ def _threshold(x, gradient, k):
 
 @kernel
 def _first_ties(word, tied, ties):
-    """The word without those of its bits `tied` that follow the first `ties`, and how many ties are left to take."""
+    """Clear those bits `tied` of the word that follow the first `ties`; returns it and the ties left to take."""
     for _ in range(count_ones(tied) - ties):
         last = _ONE << np.uint64(63 - leading_zeros(tied))
         tied ^= last
@@ -123,7 +126,7 @@ def _first_ties(word, tied, ties):
 def _take(y, i, word, sent, at, feedback):
     """Note the values of y[i:] at the bits of `word` in `sent` from `at` on; leave what is not sent."""
     if at + _UNROLLED <= sent.size:
-        # without a branch, as the end of a loop over a number of bits that nobody knows would be mispredicted each
+        # without a branch: the end of a loop over an unknown number of bits would be mispredicted each
         # time; what is written behind the last one is overwritten
         for _ in range(_UNROLLED):
             place = i + (trailing_zeros(word) & 63)
@@ -145,7 +148,7 @@ def _take(y, i, word, sent, at, feedback):
 
 @kernel
 def encode(x, gradient, k, words, sent):
-    """words[ceil(numel / 64)], sent[k]: the number of entries, and whether all values are finite.
+    """Fill words[ceil(numel / 64)] and sent[k]; returns the number of entries, and whether all values are finite.
 
     There are fewer than k entries only where the rest is zeros. Among equal magnitudes the lower index wins. k is 1 or
     more. See `correct` for `x` and `gradient`.
@@ -170,7 +173,7 @@ def encode(x, gradient, k, words, sent):
 
 @kernel
 def _fits(words, numel, count):
-    """Whether `count` bits are set, all of them of elements."""
+    """Tell whether `count` bits are set, and none behind the last element."""
     found = 0
     for w in range(words.size):
         found += count_ones(words[w])
@@ -182,7 +185,7 @@ def _fits(words, numel, count):
 
 @kernel
 def decode(words, values, scale, out, add):
-    """Write, or add, `scale` times the values at the bits; False, and nothing written, if bits do not fit values."""
+    """Write or add `scale` times the values at the bits; returns False, having written nothing, if they do not fit."""
     if not _fits(words, out.size, values.size):
         return False
     at = 0
@@ -201,7 +204,7 @@ def decode(words, values, scale, out, add):
 
 @kernel
 def indices(words, block, counts, entries):
-    """Of each `block` (a multiple of 64) of elements, how many bits are set, and their indices within it."""
+    """Count the set bits of each `block` (a multiple of 64) of elements, and list their indices within it."""
     counts[:] = 0
     at = 0
     for w in range(words.size):

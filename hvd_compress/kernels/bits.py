@@ -1,4 +1,4 @@
-"""Streams of bits: codes of any length, one after the other, in an array of uint64, the lowest bit first."""
+"""Read and write streams of bits: codes of any length in an array of uint64, the lowest bit first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAST = np.uint64(63)
 
 @kernel
 def put(words, at, code, length):
-    """Lay `code`, which has no bits from `length` (below 65) on, at bit `at` of a zeroed stream; the bit behind it.
+    """Write the `length` (64 or fewer) bits of `code` at bit `at` of a zeroed stream; returns the position behind them.
 
     The stream must have a word more than it needs.
     """
@@ -26,7 +26,7 @@ def put(words, at, code, length):
 
 @kernel
 def peek(words, at):
-    """The 64 bits from bit `at` on; zeros behind the end of the stream."""
+    """Return the 64 bits from bit `at` on, with zeros behind the end of the stream."""
     i = np.uint64(at) >> np.uint64(6)
     shift = np.uint64(at) & _LAST
     size = np.uint64(words.size)
@@ -38,11 +38,11 @@ def peek(words, at):
 
 @kernel
 def ends_at(words, at):
-    """Whether bit `at` is behind the last one: no word is left over, and the padding is zero."""
+    """Tell whether the stream ends before bit `at`: no word is left over, and the padding is zero."""
     return (at + 63) >> 6 == words.size and peek(words, at) == 0
 
 
 @kernel
 def low_bits(word, count):
-    """The lowest `count` (below 64) bits."""
+    """Return the lowest `count` (below 64) bits."""
     return word & ((_ONE << np.uint64(count)) - _ONE)

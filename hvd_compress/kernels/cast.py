@@ -1,4 +1,4 @@
-"""Rounding to 16-bit floats, to nearest even, and back, on bit patterns."""
+"""Round to 16-bit floats, to nearest even, and convert back, on bit patterns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TILE = 4096  # values converted at once: they stay in the first-level cache bet
 
 @kernel
 def to_bf16(bits32, out):
-    """float32 bit patterns to bfloat16 ones; NaN stays a quiet NaN."""
+    """Round float32 bit patterns to bfloat16 ones; NaN stays a quiet NaN."""
     for i in range(bits32.size):
         b = bits32[i]
         rounded = np.uint32(b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1)))
@@ -22,7 +22,7 @@ def to_bf16(bits32, out):
 
 @kernel
 def to_fp16(bits32, out):
-    """float32 bit patterns to IEEE half ones; beyond 65504 (rounded) is infinite."""
+    """Round float32 bit patterns to IEEE half ones; values beyond 65504 (rounded) become infinite."""
     # denormal halves: adding 0.5 as a float shifts the mantissa to its place and rounds it on the way
     word = np.empty(_TILE, np.uint32)
     value = word.view(np.float32)
@@ -80,7 +80,7 @@ def from_fp16(bits16, scale, out, add):
                 magnitude = np.uint32(magnitude + np.uint32(112 << 23))
             word[i] = np.uint32(magnitude + np.uint32(1 << 23)) if exponent == 0 else magnitude
         for i in range(source.size):
-            # denormal halves were given an implicit one that is not theirs
+            # denormal halves have no implicit one, but were given it
             small = (source[i] & np.uint16(0x7C00)) == 0
             v = value[i] - smallest if small else value[i]
             value[i] = -v if source[i] & np.uint16(0x8000) else v
@@ -89,7 +89,7 @@ def from_fp16(bits16, scale, out, add):
 
 @kernel
 def _leave_bf16_residual(x, bits16):
-    """x minus the values of bfloat16 bit patterns, in place; False if one of them is not finite, which becomes 0."""
+    """Subtract bfloat16 values from x, in place; returns False if one is not finite, and sets that one to 0."""
     bad = np.float32(0)
     word = np.empty(bits16.size, np.uint32)
     value = word.view(np.float32)
@@ -106,7 +106,7 @@ def _leave_bf16_residual(x, bits16):
 
 @kernel
 def encode_bf16(x, gradient, out):
-    """Correct `x`, round it, and leave what was rounded off; False if a value is not finite. See `correct`."""
+    """Correct `x`, round it, and leave what was rounded off; returns False if a value is not finite. See `correct`."""
     feedback = gradient.size > 0
     finite = True
     word = np.empty(_TILE, np.uint32)

@@ -1,4 +1,4 @@
-"""A fast checksum of a payload; a change goes unnoticed with odds of 1 : 2**32."""
+"""Compute a fast checksum of a payload; a change goes unnoticed with odds of 1 : 2**32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _step(chain, word):
 
 @kernel
 def checksum(words, stored):
-    """32-bit checksum of an array of uint64; the upper half of words[stored], where it is kept, counts as 0."""
+    """Return the 32-bit checksum of an array of uint64; the upper half of words[stored], its place, counts as 0."""
     start = np.uint64(0)
     for i in range(stored):
         start = _step(start, words[i])

@@ -1,4 +1,4 @@
-"""Stream compaction: from a condition per element to the ascending list of indices that satisfy it.
+"""Stream compaction: list the indices of all elements that satisfy a condition, ascending.
 
 Conditions are evaluated 64 at a time into a word of bits; the few set bits are then walked one by one.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import at_least_64, count_ones, fetch_to_read, outside_64, trailing_zeros
 
-TILE = 4096  # elements that loops over more take at once: they stay in the first-level cache
+TILE = 4096  # longer arrays are handled in tiles of so many elements, which stay in the first-level cache
 AHEAD = 64  # entries whose places are fetched before they are reached: scattered ones wait for memory otherwise
 
 _LINE = 16  # float32 of a cache line
@@ -36,8 +36,8 @@ def _append(word, base, found, count):
 def collect(y, above, below, first, found, count, ahead=None, also=None, following=0):
     """Append `first` + the indices with y >= above or y <= below, ascending, to `found` from `count` on.
 
-    The new count, or -1 if there is no room; `found` must be 64 longer than what it has room for, and what it holds
-    beyond the count is spoiled. Meanwhile, as many elements of the arrays `ahead` and `also` as `y` has, from
+    Returns the new count, or -1 if there is no room; `found` must be 64 longer than the room it offers, and what it
+    holds beyond the count is spoiled. Meanwhile, as many elements of the arrays `ahead` and `also` as `y` has, from
     `following` on, are fetched.
     """
     room = found.size - 64
@@ -58,7 +58,7 @@ def collect(y, above, below, first, found, count, ahead=None, also=None, followi
 
 @kernel
 def count_at_least(y, bound):
-    """How many are >= bound."""
+    """Count the elements that are >= bound."""
     whole = y.size & ~63
     count = 0
     for i in range(0, whole, 64):

@@ -1,4 +1,4 @@
-"""Steps that several kernels share: correct with the residual, draw samples, select, set bits of a stream."""
+"""Share steps among kernels: correct with the residual, take back, hash and draw, select."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HUGE = np.float32(2.0**128 * (1 - 2.0**-10))
 
 @kernel
 def least_above_zero(a, numel):
-    """The least magnitude that this thread tells from zero, in the type of `a`.
+    """Return the least magnitude that this thread tells from zero.
 
     TensorFlow's own threads, and torch on demand, have the processor take denormals for zero: to them every zero would
     be at least the smallest denormal. `numel` is 1 or more, which the compiler must not know: then the processor makes
@@ -46,11 +46,11 @@ def correct(x, gradient):
 
 @kernel
 def take_back(x, gradient):
-    """Make the residual what it was before the step, to rounding; `x` has what was decoded added to it already.
+    """Subtract the gradient from `x`, residual plus decoded payload: it becomes the old residual, to rounding.
 
     Beside a gradient that is 2^22 times larger (2^51 in float64), what is left of a residual is noise of the
-    subtraction, and becomes 0. So does a residual where it may be that `correct` has not written the sum of large
-    numbers, or has.
+    subtraction, and becomes 0. So does a residual of sums so large that nobody can tell whether `correct` has
+    written them.
     """
     one = x.dtype.type(1)
     share = 2 * (np.nextafter(one, x.dtype.type(2)) - one)
@@ -64,7 +64,7 @@ def take_back(x, gradient):
 
 @kernel
 def all_finite(x):
-    """Whether no element is NaN or infinite."""
+    """Tell whether no element is NaN or infinite."""
     bad = x.dtype.type(0)
     for i in range(x.size):
         bad += x[i] - x[i]
@@ -90,7 +90,7 @@ def mix(counter, key_low, key_high):
 
 @kernel
 def uniform(counter, key_low, key_high):
-    """A float32 in [0, 1), a multiple of 2**-24."""
+    """Draw a float32 in [0, 1), a multiple of 2**-24."""
     return np.float32(mix(counter, key_low, key_high) >> np.uint32(8)) * np.float32(2.0**-24)
 
 
@@ -104,7 +104,7 @@ def _largest_magnitude(y):
 
 @kernel
 def norm(x):
-    """Euclidean norm, summed in float64."""
+    """Compute the Euclidean norm, summed in float64."""
     squares = 0.0
     for i in range(x.size):
         v = np.float64(x[i])
@@ -114,7 +114,7 @@ def norm(x):
 
 @kernel
 def bucket_norm(y, is_max):
-    """Largest magnitude or Euclidean norm as float32; not finite if an element (or the norm) is not."""
+    """Compute the largest magnitude or Euclidean norm as float32; not finite if an element (or the norm) is not."""
     # squares of float32 cannot overflow in float64, so that the sum is finite exactly if the elements are
     squares = 0.0
     for i in range(y.size):
@@ -127,7 +127,7 @@ def bucket_norm(y, is_max):
 
 @kernel
 def draw(j, count, numel, key_low, key_high):
-    """Index of the j-th of `count` draws from range(numel), one from each of `count` equal strata."""
+    """Draw the j-th of `count` indices from range(numel), one from each of `count` equal strata."""
     low = j * numel // count
     width = (j + 1) * numel // count - low
     return low + ((np.int64(mix(j, key_low, key_high)) * width) >> 32)
@@ -135,13 +135,13 @@ def draw(j, count, numel, key_low, key_high):
 
 @kernel
 def room_for(count):
-    """`count` rounded up to whole words of 64: the size that `kth_largest` wants."""
+    """Round `count` up to whole words of 64, the size that `kth_largest` wants."""
     return (count + 63) & ~63
 
 
 @kernel_of_finite
 def kth_largest(a, n, k, bound=np.inf):
-    """The k-th largest (k from 1) of the finite values a[:n]; up to room_for(n), `a` is overwritten by -inf.
+    """Find the k-th largest (k from 1) of the finite values a[:n]; overwrites the rest up to room_for(n) with -inf.
 
     It is found sooner with a `bound` that it is probably just below.
     """
@@ -191,7 +191,7 @@ def kth_largest(a, n, k, bound=np.inf):
 
 @kernel
 def count_from(a, n, bound):
-    """How many of a[:n] are >= bound; what follows, up to room_for(n), must not be."""
+    """Count the elements of a[:n] that are >= bound; those that follow, up to room_for(n), must be below it."""
     count = 0
     for i in range(0, n, 64):
         count += count_ones(at_least_64(a, i, bound))
@@ -207,6 +207,6 @@ def _smallest_from(a, n, bound, smallest):
 
 @kernel
 def with_margin(k, population, draws):
-    """How many of `draws` samples to count down so that the k largest of `population` very likely lie above."""
+    """Return how many of `draws` samples to count down so that the k largest of `population` very likely lie above."""
     expected = k * draws / population
     return np.int64(expected + 3.0 * np.sqrt(expected) + 2.0)

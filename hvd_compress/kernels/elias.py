@@ -1,4 +1,4 @@
-"""Elias coding of the levels of QSGD: gaps between those that are not zero, signs, and the levels themselves.
+"""Code the levels of QSGD after Elias: gaps between those that are not zero, signs, and the levels themselves.
 
 With n = floor(log2 v), gamma of v >= 1 is n zeros, a one, and the n low bits of v. Omega of 1 is a zero; of v > 1 it is
 omega of n without its last zero, a one, the n low bits of v, and a zero.
@@ -33,7 +33,7 @@ _MOST_ZEROS = 40  # no array has more elements than 2**40
 
 @kernel
 def gamma(v):
-    """The code of v, 1 to 2**31, and its length."""
+    """Return the gamma code of v, 1 to 2**31, and its length."""
     n = 63 - leading_zeros(np.uint64(v))
     code = (_ONE | (low_bits(np.uint64(v), n) << _ONE)) << np.uint64(n)
     return code, 2 * n + 1
@@ -41,7 +41,7 @@ def gamma(v):
 
 @kernel
 def omega(v):
-    """The code of v, 1 to 2**40, and its length."""
+    """Return the omega code of v, 1 to 2**40, and its length."""
     code = np.uint64(0)
     length = 1
     while v > 1:
@@ -84,12 +84,12 @@ def read_omega(words, at):
 
 @kernel
 def _put_gap(words, at, gap, use_omega, rest, rest_length):
-    """A gap and the `rest` (17 bits or fewer) that follows it."""
+    """Write a gap and the `rest` (17 bits or fewer) that follows it."""
     if use_omega:
         code, length = omega(gap)
         at = put(words, at, code, length)
         return put(words, at, rest, rest_length)
-    # the zeros are there already, so that the others and the rest fit into a word
+    # the zeros are there already, so that the other bits and the rest fit into a word
     n = 63 - leading_zeros(np.uint64(gap))
     code = _ONE | (low_bits(np.uint64(gap), n) << _ONE) | (rest << np.uint64(n + 1))
     return put(words, at + n, code, n + 1 + rest_length)
@@ -97,9 +97,10 @@ def _put_gap(words, at, gap, use_omega, rest, rest_length):
 
 @kernel
 def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, words):
-    """A sparse stream of x sent as sign(x) * norm with probability |x| / norm: (bits used, levels that are not zero).
+    """Write a sparse stream of x sent as sign(x) * norm with probability |x| / norm, and fill norms[buckets].
 
-    norms[buckets]. `words` must be zeroed and hold two bits an element and two words. Bits are -1 if not finite.
+    `words` must be zeroed and hold two bits an element and two words. Returns the bits used, -1 if a value is not
+    finite, and the number of levels that are not zero.
     """
     excess = np.empty(TILE, np.float32)
     found = np.empty(TILE + 64, np.int32)
@@ -130,7 +131,7 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, use_omega, norms, 
 
 @kernel
 def _suffixes(bits, codes, lengths):
-    """What follows a gap, for each code of `bits` bits whose level is not 0."""
+    """Tabulate what follows a gap, for each code of `bits` bits whose level is not 0."""
     sign_bit = 1 << (bits - 1)
     for level in range(1, sign_bit):
         code, length = gamma(level)
@@ -143,7 +144,7 @@ def _suffixes(bits, codes, lengths):
 
 @kernel
 def _unpack_tile(packed, bits, first, last, codes):
-    """The codes of the octets from `first` up to `last` into `codes`, zeros up to a multiple of 64; their number."""
+    """Unpack the octets from `first` up to `last` into `codes`, zeros up to a multiple of 64; returns their number."""
     size = 8 * (last - first)
     unpack(packed[first * bits : last * bits], bits, codes[:size])
     codes[size : (size + 63) & ~63] = 0
@@ -152,7 +153,7 @@ def _unpack_tile(packed, bits, first, last, codes):
 
 @kernel
 def count_levels(packed, bits):
-    """How many of the packed codes have a level that is not 0."""
+    """Count the packed codes whose level is not 0."""
     codes = np.empty(TILE, np.uint8)
     levels = np.uint8((1 << (bits - 1)) - 1)
     octets = packed.size // bits
@@ -166,7 +167,7 @@ def count_levels(packed, bits):
 
 @kernel
 def encode_sparse(packed, bits, use_omega, words):
-    """A sparse stream of packed codes (octets of `bits` bytes): bits used, or -1 if they do not fit.
+    """Write a sparse stream of packed codes (octets of `bits` bytes); returns the bits used, or -1 if they do not fit.
 
     `words` must be zeroed; the last two are not used.
     """
@@ -197,7 +198,7 @@ def encode_sparse(packed, bits, use_omega, words):
 
 @kernel
 def encode_dense(packed, numel, bits, words):
-    """A dense stream of the first `numel` packed codes: bits used, or -1 if they do not fit.
+    """Write a dense stream of the first `numel` packed codes; returns the bits used, or -1 if they do not fit.
 
     `words` must be zeroed; the last two are not used.
     """
@@ -237,7 +238,7 @@ def encode_dense(packed, numel, bits, words):
 
 @kernel
 def _step(norm, levels, scale):
-    """What one level stands for."""
+    """Return the value that one level stands for."""
     step = np.float32(np.float64(norm) / levels)
     if np.isinf(step * np.float32(levels)):
         # the quotient was rounded up and the norm is next to the largest float32
@@ -247,7 +248,7 @@ def _step(norm, levels, scale):
 
 @kernel
 def _read_symbol(words, at, levels, use_omega):
-    """The gap, the signed level and the end of the symbol of a sparse stream at bit `at`; gap 0 if none is there."""
+    """Read the symbol of a sparse stream at bit `at`: its gap (0 if none is there), signed level and end."""
     gap, at = read_omega(words, at) if use_omega else read_gamma(words, at)
     negative = peek(words, at) & _ONE
     at += 1
@@ -261,7 +262,7 @@ def _read_symbol(words, at, levels, use_omega):
 
 @kernel
 def _read_level(words, at, levels):
-    """The signed level and the end of the symbol of a dense stream at bit `at`; the end is 0 if none is there."""
+    """Read the symbol of a dense stream at bit `at`: its signed level and its end, 0 if none is there."""
     code, at = read_gamma(words, at)
     level = code - 1
     if level < 0 or level > levels:
@@ -274,7 +275,7 @@ def _read_level(words, at, levels):
 
 @kernel
 def sparse_table(levels, use_omega, table):
-    """For each pattern of the next bits of a sparse stream its symbol: level << 16 | gap << 4 | length, 0 if longer."""
+    """Tabulate the symbol of a sparse stream for all next bits: level << 16 | gap << 4 | length, 0 if longer."""
     word = np.zeros(1, np.uint64)
     for pattern in range(table.size):
         word[0] = pattern
@@ -284,7 +285,7 @@ def sparse_table(levels, use_omega, table):
 
 @kernel
 def dense_table(levels, table):
-    """For each pattern of the next bits of a dense stream its symbol: level << 16 | length, 0 if longer."""
+    """Tabulate the symbol of a dense stream for all next bits: level << 16 | length, 0 if longer."""
     word = np.zeros(1, np.uint64)
     for pattern in range(table.size):
         word[0] = pattern

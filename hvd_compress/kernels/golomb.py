@@ -1,4 +1,4 @@
-"""Golomb-Rice coding of the gaps between ascending indices.
+"""Code the gaps between ascending indices after Golomb and Rice.
 
 A gap g >= 0 is g >> k in unary (zeros and a one) and the k low bits of g; an entry's flag bits follow. The parameter k
 follows from the number of entries of a group, so that it need not be sent.
@@ -15,7 +15,7 @@ from hvd_compress.kernels.llvm import trailing_zeros
 
 @kernel
 def rice_parameter(count, size):
-    """The parameter for `count` (1 or more) entries among `size` places: the best for geometric gaps."""
+    """Return the best parameter for `count` (1 or more) entries among `size` places, with geometric gaps."""
     # k + 1 beats k where (1 - p)**(2**k) exceeds the golden section 0.618 = exp(-32 / 66.5), and -1 / log(1 - p) is
     # about 1 / p - 1 / 2
     k = 0
@@ -26,7 +26,7 @@ def rice_parameter(count, size):
 
 @kernel
 def encode(counts, entries, group, numel, flag_bits, words):
-    """Code `entries`, index << flag_bits | flags, into zeroed `words`: bits used, or -1 if they do not fit.
+    """Code `entries`, index << flag_bits | flags, into zeroed `words`; returns bits used, or -1 if they do not fit.
 
     counts[groups] entries belong to each group of `group` of the `numel` places; the last word is not used.
     """
@@ -56,7 +56,7 @@ def encode(counts, entries, group, numel, flag_bits, words):
 
 @kernel
 def decode(words, counts, group, numel, flag_bits, entries):
-    """The reverse of `encode`; False at a code that does not fit, or if the stream does not end with the last one."""
+    """Reverse `encode`; returns False at a code that does not fit, or if the stream does not end with the last one."""
     at = 0
     first = 0
     for g in range(counts.size):
@@ -105,7 +105,7 @@ def decode(words, counts, group, numel, flag_bits, entries):
 
 @kernel
 def _skip_zeros(words, at):
-    """Zeros from bit `at` on up to the next one or the end of the stream."""
+    """Count the zeros from bit `at` up to the next set bit or the end of the stream."""
     start = at
     window = peek(words, at)
     while window == 0 and at < 64 * words.size:

@@ -1,4 +1,4 @@
-"""How far parameters are from copies, and averaging with the neighbours' copies."""
+"""Measure how far parameters are from copies, and average with the neighbours' copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TILE = 1024  # elements, so that a tile of all copies stays in the first cache
 
 @kernel
 def distance(x, y):
-    """Euclidean norm of x - y, summed in float64."""
+    """Compute the Euclidean norm of x - y, summed in float64."""
     squares = 0.0
     for i in range(x.size):
         v = np.float64(x[i]) - np.float64(y[i])

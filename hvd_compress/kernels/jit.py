@@ -1,4 +1,4 @@
-"""The one place that says how kernels are compiled."""
+"""Say how all kernels are compiled."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ unkept: list[str] = []
 
 
 def kernel(function: _F) -> _F:
-    """Compile to machine code on first use and keep it on disk; the code runs without the GIL."""
+    """Compile a function on first use and keep the machine code on disk; it runs without the GIL."""
     # `reassoc` lets LLVM keep several partial sums in one vector register. Nothing else of fast-math is safe here:
     # kernels rely on NaN and Inf (0 * x is NaN exactly if x is not finite) and on the sign of zero.
     return _compiled(function, fastmath={"reassoc"})
 
 
 def kernel_of_finite(function: _F) -> _F:
-    """Like `kernel`, for arrays that are known to hold finite values only: smallest and largest vectorize."""
+    """Compile like `kernel`, for arrays that hold finite values only, so that minimum and maximum vectorize."""
     return _compiled(function, fastmath={"reassoc", "nnan", "nsz"})
 
 
 def kernel_in_order(function: _F) -> _F:
-    """Like `kernel`, with every sum in the order that is written, as NumPy computes it."""
+    """Compile like `kernel`, with every sum in the order that is written, as NumPy computes it."""
     return _compiled(function, fastmath=False)
 
 
@@ -42,7 +42,7 @@ def _compiled(function: _F, fastmath: set[str] | bool) -> _F:
     if not numba.config.DISABLE_JIT:
         try:
             compiled._cache = _SharedCache(function)  # type: ignore[attr-defined]  # what `cache=True` sets, too
-        except RuntimeError:  # Numba's, where it finds no folder
+        except RuntimeError:  # Numba raises it where it finds no folder
             _tell_unkept("neither the folder of the package nor the home can be written")
     return compiled
 
@@ -60,7 +60,7 @@ def _tell_unkept(reason: str) -> None:
 
 
 class _SharedCache(FunctionCache):
-    """Numba's, for ranks that share a folder.
+    """A cache of Numba's for ranks that share a folder.
 
     Numba reads which files there are, chooses the name of another one, and writes both. Where two ranks do so at once
     for different types of arrays or processors, they choose the same name, and one of them finds the other's code under
@@ -77,8 +77,8 @@ class _SharedCache(FunctionCache):
 
 @contextmanager
 def _alone(folder: str) -> Iterator[None]:
-    """No other process is in here with the same folder, as far as its file system knows locks."""
-    # an error of what is done inside is the caller's
+    """Keep other processes out while this one works in the folder, as far as its file system knows locks."""
+    # errors of the work inside are the caller's
     descriptor = None
     with suppress(OSError):
         descriptor = os.open(os.path.join(folder, _LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)

@@ -1,4 +1,4 @@
-"""What LLVM offers and Numba does not: conditions on 64 elements as the bits of a word, and back, and fetching memory.
+"""Use what LLVM offers and Numba does not: conditions on 64 elements as the bits of a word, and prefetching.
 
 Loops that build masks bit by bit are not vectorized well. Here LLVM is handed the comparison of a whole vector, which
 it turns into what the processor has: a mask register (AVX-512), a move of sign bits (SSE, AVX), or plain code.
@@ -32,14 +32,14 @@ _WORD = ir.IntType(64)
 
 
 def _address(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
-    """Where the 64 elements of a contiguous array from `start` on lie; the caller answers for their existence."""
+    """Return the address of the 64 elements of a contiguous array from `start`; the caller answers for them."""
     data = context.make_array(array_type)(context, builder, value=array).data
     scalar = context.get_data_type(array_type.dtype)
     return builder.bitcast(builder.gep(data, [start]), ir.VectorType(scalar, 64).as_pointer())
 
 
 def _vector(context: Any, builder: Any, array_type: Any, array: Any, start: Any) -> Any:
-    """These 64 elements."""
+    """Load the 64 elements from `start` on."""
     address = _address(context, builder, array_type, array, start)
     return builder.load(address, align=array_type.dtype.bitwidth // 8)
 
@@ -53,7 +53,7 @@ def _spread(context: Any, builder: Any, scalar: Any) -> Any:
 
 @intrinsic
 def at_least_64(typing: Any, y: Any, start: Any, bound: Any) -> Any:
-    """Bit k says y[start + k] >= bound; not checked against the end of `y`."""
+    """Return a word whose bit k says y[start + k] >= bound; not checked against the end of `y`."""
     signature = types.uint64(y, types.intp, y.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -66,7 +66,7 @@ def at_least_64(typing: Any, y: Any, start: Any, bound: Any) -> Any:
 
 @intrinsic
 def outside_64(typing: Any, y: Any, start: Any, above: Any, below: Any) -> Any:
-    """Bit k says y[start + k] >= above or <= below; not checked against the end of `y`."""
+    """Return a word whose bit k says y[start + k] >= above or <= below; not checked against the end of `y`."""
     signature = types.uint64(y, types.intp, y.dtype, y.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -81,7 +81,7 @@ def outside_64(typing: Any, y: Any, start: Any, above: Any, below: Any) -> Any:
 
 @intrinsic
 def common_bits_64(typing: Any, y: Any, start: Any, mask: Any) -> Any:
-    """Bit k says y[start + k] & mask is not 0; integers, not checked against the end of `y`."""
+    """Return a word whose bit k says that the integer y[start + k] & mask is not 0; the end of `y` is not checked."""
     signature = types.uint64(y, types.intp, y.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -111,19 +111,19 @@ def _storing_chosen(y: Any, adds: bool) -> Any:
 
 @intrinsic
 def put_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
-    """y[start + k] becomes one where bit k of the word is set, else zero; not checked against the end of `y`."""
+    """Set y[start + k] to `one` where bit k of the word is set, else to `zero`; the end of `y` is not checked."""
     return _storing_chosen(y, adds=False)
 
 
 @intrinsic
 def add_chosen_64(typing: Any, y: Any, start: Any, word: Any, one: Any, zero: Any) -> Any:
-    """The same, added to what y[start + k] is."""
+    """Add `one` to y[start + k] where bit k of the word is set, else `zero`; the end of `y` is not checked."""
     return _storing_chosen(y, adds=True)
 
 
 @intrinsic
 def put_word(typing: Any, a: Any, start: Any, word: Any) -> Any:
-    """The bytes of a word, the lowest first, from a[start] on; `a` holds bytes, and its end is not checked."""
+    """Write the bytes of a word, the lowest first, from a[start] on; `a` holds bytes, and its end is not checked."""
     signature = types.void(a, types.intp, types.uint64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -140,7 +140,7 @@ def put_word(typing: Any, a: Any, start: Any, word: Any) -> Any:
 
 @intrinsic
 def count_ones(typing: Any, word: Any) -> Any:
-    """How many bits of a 64-bit word are set."""
+    """Count the set bits of a 64-bit word."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -150,7 +150,7 @@ def count_ones(typing: Any, word: Any) -> Any:
 
 @intrinsic
 def trailing_zeros(typing: Any, word: Any) -> Any:
-    """Position of the lowest set bit of a 64-bit word; 64 if none is."""
+    """Return the position of the lowest set bit of a 64-bit word; 64 if none is set."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], cgutils.false_bit)
@@ -160,7 +160,7 @@ def trailing_zeros(typing: Any, word: Any) -> Any:
 
 @intrinsic
 def leading_zeros(typing: Any, word: Any) -> Any:
-    """How many bits of a 64-bit word are above the highest set bit; 64 if none is set."""
+    """Count the bits of a 64-bit word above the highest set bit; 64 if none is set."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctlz(arguments[0], cgutils.false_bit)
@@ -184,11 +184,11 @@ def _fetching(a: Any, writes: bool) -> Any:
 
 @intrinsic
 def fetch(typing: Any, a: Any, index: Any) -> Any:
-    """Ask for the cache line of a[index], to be written soon, without waiting; an index outside of `a` does no harm."""
+    """Fetch the cache line of a[index], to be written soon, without waiting; an index outside of `a` does no harm."""
     return _fetching(a, writes=True)
 
 
 @intrinsic
 def fetch_to_read(typing: Any, a: Any, index: Any) -> Any:
-    """The same of a line that is read first; what was fetched to be written costs more, and may be written back."""
+    """Fetch a cache line that is read first, which costs less than fetching it to be written."""
     return _fetching(a, writes=False)

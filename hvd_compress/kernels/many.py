@@ -1,4 +1,4 @@
-"""Payloads of many tensors in one call: sealed, checked, encoded and decoded by the kernels for one, without Python.
+"""Encode, seal, check and decode payloads of many tensors in one call, by the kernels for one, without Python.
 
 Arrays of addresses say where gradients, residuals and payloads lie; who makes them answers for the memory. The layout
 is that of `hvd_compress.wire`, for flat float32 tensors.
@@ -27,7 +27,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 @intrinsic
 def _pointer(typing: Any, address: Any) -> Any:
-    """The pointer to an address."""
+    """Turn an address into a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -37,7 +37,7 @@ def _pointer(typing: Any, address: Any) -> Any:
 
 @kernel
 def address_of(array):
-    """Where an array begins; a tenth of the time that `array.ctypes.data` or its like take."""
+    """Return the address of an array, in a tenth of the time that `array.ctypes.data` or its like take."""
     return array.ctypes.data
 
 
@@ -58,7 +58,7 @@ def _groups(numel, group):
 
 @kernel
 def _seal(at, version, codec, numel, group, parameter, entries, body, is_finite):
-    """Write the header of a payload whose body is complete; the bytes of all of it."""
+    """Write the header of a payload whose body is complete; returns the bytes of the payload."""
     flags = 0 if is_finite else NONFINITE
     nbytes = HEADER + _padded(body)
     words = _array(at, nbytes >> 3, np.uint64)
@@ -75,9 +75,9 @@ def _seal(at, version, codec, numel, group, parameter, entries, body, is_finite)
 
 @kernel
 def check(at, sizes, version, codec, numels, flags):
-    """Fill flags[payloads]; the number of the first payload that is not what was expected, or -1.
+    """Check payloads and fill their flags; returns the number of the first that is not as expected, or -1.
 
-    Those that end before their slot does are all right; what was not expected is left to who can say why.
+    A payload may end before its slot does. `wire` can say what is wrong with one that was not expected.
     """
     for i in range(at.size):
         if sizes[i] < HEADER or at[i] & 7:
@@ -100,14 +100,14 @@ def check(at, sizes, version, codec, numels, flags):
 
 @kernel
 def clear_rest(slots_at, used, slots):
-    """Zero what payloads leave of their slots, which travels too: it must not be what this memory held before."""
+    """Zero the unused ends of slots, which travel too, and must not show what this memory held before."""
     for i in range(used.size):
         _array(slots_at[i] + used[i], slots[i] - used[i], np.uint8)[:] = 0
 
 
 @kernel
 def _blank(out, flag, add):
-    """What a payload without a body stands for."""
+    """Write what a payload without a body stands for: nothing, or values that are not finite."""
     if flag == NONFINITE:
         out[:] = np.nan
     elif not add:
@@ -116,7 +116,7 @@ def _blank(out, flag, add):
 
 @kernel
 def take_all_back(x_at, gradients_at, numels):
-    """`take_back` of many."""
+    """Run `take_back` on many tensors."""
     for i in range(x_at.size):
         take_back(_array(x_at[i], numels[i], np.float32), _array(gradients_at[i], numels[i], np.float32))
 
@@ -126,7 +126,7 @@ def take_all_back(x_at, gradients_at, numels):
 
 @kernel
 def encode_onebit(version, codec, x_at, gradients_at, numels, groups, slots_at, used):
-    """used[payloads]: bytes of each; see `correct`: gradients_at is 0 where x itself is to be encoded."""
+    """Encode tensors into their slots and fill `used` with bytes; gradients_at is 0 where x itself is encoded."""
     zero = np.uint32(0)
     for i in range(x_at.size):
         x = _array(x_at[i], numels[i], np.float32)
@@ -146,7 +146,7 @@ def encode_onebit(version, codec, x_at, gradients_at, numels, groups, slots_at, 
 
 @kernel
 def decode_onebit(at, flags, outs_at, numels, scale, adds):
-    """Decode payloads that `check` has passed; the number of the first whose body does not fit, or -1."""
+    """Decode payloads that `check` has passed; returns the number of the first whose body does not fit, or -1."""
     for i in range(at.size):
         out = _array(outs_at[i], numels[i], np.float32)
         if flags[i]:
@@ -168,7 +168,7 @@ def decode_onebit(at, flags, outs_at, numels, scale, adds):
 
 @kernel
 def encode_adaptive(version, codec, pi, sample, x_at, gradients_at, numels, groups, slots_at, used):
-    """As `encode_onebit`, for groups whose entries fit into 16 bits."""
+    """Do as `encode_onebit`, for groups whose entries fit into 16 bits."""
     for i in range(x_at.size):
         x = _array(x_at[i], numels[i], np.float32)
         gradient = _array(gradients_at[i], numels[i] if gradients_at[i] else 0, np.float32)
@@ -189,7 +189,7 @@ def encode_adaptive(version, codec, pi, sample, x_at, gradients_at, numels, grou
 
 @kernel
 def decode_adaptive(at, flags, outs_at, numels, scale, adds):
-    """As `decode_onebit`."""
+    """Do as `decode_onebit`."""
     for i in range(at.size):
         out = _array(outs_at[i], numels[i], np.float32)
         if flags[i]:

@@ -1,4 +1,4 @@
-"""One bit per element and two means per group."""
+"""Encode one bit per element and two means per group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 256  # elements whose signs and sums are taken while memory brings the 
 
 @kernel
 def _sums(y):
-    """Of the non-negative entries, and of the others."""
+    """Sum the non-negative entries, and the others."""
     positive = 0.0
     negative = 0.0
     for i in range(y.size):
@@ -45,7 +45,7 @@ def _sampled_means(y, sample, key_low, key_high):
 
 @kernel
 def _pack(y, first_bit, bits):
-    """OR the signs of `y` into the bit stream from `first_bit` on; the number of ones."""
+    """OR the signs of `y` into the bit stream from `first_bit` on; returns the number of ones."""
     zero = y.dtype.type(0)
     head = min((8 - first_bit) & 7, y.size)
     count = 0
@@ -75,7 +75,7 @@ def _leave_residual(y, positive, negative):
 
 @kernel
 def encode(x, gradient, group, sample, key_low, key_high, means, bits):
-    """Fill means[2 * groups] (non-negative, negative) and the zeroed bits[ceil(numel / 8)]; False if not finite.
+    """Fill means[2 * groups] (non-negative, negative) and zeroed bits[ceil(numel / 8)]; returns False if not finite.
 
     `sample` entries per group estimate the means; 0 takes all. See `correct` for `x` and `gradient`.
     """

@@ -1,4 +1,4 @@
-"""Stochastic levels of QSGD: a norm per bucket and `bits` bits per element, sign on top."""
+"""Encode the stochastic levels of QSGD: a norm per bucket and `bits` bits per element, sign on top."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_compress.kernels.jit import kernel
 
 @kernel
 def _quantize(y, first, norm, bits, key_low, key_high, codes):
-    """Sign and randomly rounded level of each entry of a bucket; codes beyond it are 0."""
+    """Compute sign and randomly rounded level of each entry of a bucket; codes beyond it are 0."""
     levels = np.int32((1 << (bits - 1)) - 1)
     sign_bit = np.int32(1 << (bits - 1))
     factor = np.float64(levels) / np.float64(norm) if norm > 0 else 0.0
@@ -33,7 +33,7 @@ def _quantize(y, first, norm, bits, key_low, key_high, codes):
 
 @kernel
 def _pack(codes, bits, packed):
-    """Eight codes into `bits` bytes, 2 to 7."""
+    """Pack eight codes at a time into `bits` bytes, 2 to 7."""
     if bits == 4:
         for j in range(packed.size):
             packed[j] = codes[2 * j] | (codes[2 * j + 1] << np.uint8(4))
@@ -56,7 +56,7 @@ def _pack(codes, bits, packed):
 
 @kernel
 def unpack(packed, bits, codes):
-    """The reverse of `_pack`."""
+    """Reverse `_pack`."""
     mask = np.uint8((1 << bits) - 1)
     if bits == 4:
         for j in range(packed.size):
@@ -79,7 +79,7 @@ def unpack(packed, bits, codes):
 
 @kernel
 def encode(x, bucket, bits, norm_is_max, key_low, key_high, norms, packed):
-    """norms[buckets] and packed[ceil(numel / 8) * bits] with 8 codes in `bits` bytes; False if not finite."""
+    """Fill norms[buckets] and packed[ceil(numel / 8) * bits], 8 codes in `bits` bytes; returns False if not finite."""
     codes = np.empty(bucket, np.uint8)
     for b in range(norms.size):
         start = b * bucket

@@ -1,4 +1,4 @@
-"""Which magnitudes are the k largest: bounds guessed from a sample, and the exact threshold among few candidates."""
+"""Select the k largest magnitudes: guess bounds from a sample, and find the exact threshold among few candidates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvd_compress.kernels.jit import kernel
 
 @kernel
 def sampled_magnitudes(x, gradient, sample):
-    """Magnitudes of `sample` (1 or more) entries that `correct` will make, one of each stratum, for `kth_largest`."""
+    """Sample magnitudes that `correct` will make, one from each of `sample` (1 or more) strata, for `kth_largest`."""
     values = np.empty(room_for(sample), x.dtype)
     stride = x.size // sample
     # the same places in every step: what is sent does not depend on them
@@ -24,7 +24,7 @@ def sampled_magnitudes(x, gradient, sample):
 
 @kernel
 def exact_threshold(values, k):
-    """Magnitudes, the k-th largest of them, and how many are larger than it."""
+    """Return the magnitudes, the k-th largest of them, and how many are larger than it."""
     magnitudes = np.empty(room_for(values.size), values.dtype)
     for i in range(values.size):
         magnitudes[i] = abs(values[i])

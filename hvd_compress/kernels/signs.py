@@ -1,4 +1,4 @@
-"""Sparse signs: entries `index << 1 | positive`, ascending within a group, one value per sign and group."""
+"""Encode sparse signs: entries `index << 1 | positive`, ascending within a group, one value per sign and group."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hvd_compress.kernels.llvm import fetch
 
 CHOSEN_BELOW = np.float32(-np.inf)
 _ZERO = np.float32(0)
-_CACHED = 2**20  # elements that may still be in a cache
-_WEIGHT = np.float32(0.25)  # of a new group in a running mean
-_FARTHER, _CLOSER = np.float32(0.85), np.float32(1.15)  # next threshold after too few or too many candidates
+_CACHED = 2**20  # so many elements may still be in a cache
+_WEIGHT = np.float32(0.25)  # weight of a new group in a running mean
+_FARTHER, _CLOSER = np.float32(0.85), np.float32(1.15)  # factor on the threshold after too few or too many candidates
 _BEYOND = np.float32(1.05)  # a group's threshold is seldom so far above the expected one
 _LESS, _MORE = np.float32(0.97), np.float32(1.01)  # and what becomes of the share of the expected one
 
 
 @kernel
 def encode_threshold(x, gradient, group, tau, counts, entries):
-    """Entries of |x| > tau (strictly): their number, and whether all values are finite. See `correct` for `x`."""
+    """List the entries with |x| > tau (strictly); returns their number and whether all are finite. See `correct`."""
     feedback = gradient.size > 0
     bad = np.float32(0)
     total = 0
@@ -57,7 +57,7 @@ def encode_threshold(x, gradient, group, tau, counts, entries):
 
 @kernel
 def _keep_largest(top, wanted, filled, v):
-    """Insert v into the descending list top[:filled] of at most `wanted` values; the new length."""
+    """Insert v into the descending list top[:filled] of at most `wanted` values; returns the new length."""
     if filled == wanted and v <= top[filled - 1]:
         return filled
     at = filled if filled < wanted else wanted - 1
@@ -70,7 +70,7 @@ def _keep_largest(top, wanted, filled, v):
 
 @kernel
 def _guess(y, positives, k_positive, k_negative, sample, key, top):
-    """Thresholds above which slightly more than k entries of each sign are expected, from `sample` draws."""
+    """Guess thresholds above which slightly more than k entries of each sign lie, from `sample` draws."""
     negatives = y.size - positives
     want_positive = with_margin(k_positive, y.size, sample)
     want_negative = with_margin(k_negative, y.size, sample)
@@ -95,7 +95,7 @@ def _guess(y, positives, k_positive, k_negative, sample, key, top):
 
 @kernel
 def _split(y, found, count, values, upper, lower):
-    """Values of the candidates; of them the magnitudes of the non-negative and of the negative, and their numbers."""
+    """Take the candidates' values, and split their magnitudes by sign; returns how many of each sign there are."""
     n_upper = 0
     n_lower = 0
     for c in range(count):
@@ -110,20 +110,20 @@ def _split(y, found, count, values, upper, lower):
 
 @kernel
 def _exact(magnitudes, n, k, bound):
-    """The k-th largest of n magnitudes, and how many of those equal to it do not go along; (0, 0) if there are too few.
+    """Find the k-th largest of n magnitudes, and how many equal to it are not sent; (0, 0) if there are too few.
 
     `magnitudes` has 64 places more.
     """
     if n < k or k == 0:
         return magnitudes.dtype.type(0), 0
-    # of squares that have overflowed the bound is no number
+    # where squares have overflowed, the bound is no number
     threshold = kth_largest(magnitudes, n, k, bound if bound > 0 else np.inf)
     return threshold, count_from(magnitudes, n, threshold) - k
 
 
 @kernel
 def _keep_from(found, values, candidates, high, low):
-    """Leave the candidates whose magnitude is at least the threshold of their sign, which is above 0; their number."""
+    """Keep candidates whose magnitude is at least their sign's threshold, which is above 0; returns their number."""
     kept = 0
     for c in range(candidates):
         v = values[c]
@@ -135,7 +135,7 @@ def _keep_from(found, values, candidates, high, low):
 
 @kernel
 def _drop_last_ties(found, values, count, tie, surplus):
-    """Take out the last `surplus` entries whose value is `tie`; the new count."""
+    """Take out the last `surplus` entries whose value is `tie`; returns the new count."""
     kept = count
     while surplus > 0:
         kept -= 1
@@ -162,7 +162,7 @@ def _means_of_chosen(values):
 
 @kernel
 def _correct_and_measure(x, gradient):
-    """See `correct`: how many are >= 0, squares of these, and of the others, and what `correct` returns."""
+    """Correct `x`; returns how many are >= 0, the squares of these and of the others, and what `correct` returns."""
     zero = x.dtype.type(0)
     upper = zero
     lower = zero
@@ -192,7 +192,7 @@ def _correct_and_measure(x, gradient):
 
 @kernel
 def _followed(ratio, threshold, rms):
-    """The ratio of threshold and root mean square to expect next."""
+    """Return the ratio of threshold and root mean square to expect next."""
     if not (threshold > 0 and rms > 0):
         return ratio
     new = threshold / rms
@@ -201,7 +201,7 @@ def _followed(ratio, threshold, rms):
 
 @kernel
 def encode_adaptive(x, gradient, group, pi, sample, counts, recon, entries):
-    """The ceil(k / pi) largest of the k non-negative, and likewise of the negative, entries of each group.
+    """Send the ceil(k / pi) largest of the k non-negative, and likewise of the negative, entries of each group.
 
     counts[groups], recon[2 * groups] (means of the sent non-negative and negative entries). Returns the number of
     entries, and whether all values are finite. Zeros are never sent. Candidates come from a guessed threshold (that of
@@ -230,7 +230,7 @@ def encode_adaptive(x, gradient, group, pi, sample, counts, recon, entries):
         positives, squares_upper, squares_lower, of_group = _correct_and_measure(y, gradient[start:stop])
         bad += of_group
         if bad != 0 and not feedback:
-            # nothing to be taken back, and no order among what is no number
+            # there is nothing to take back, and NaN has no order
             return 0, False
         negatives = y.size - positives
         k_positive = -(-positives // pi)
@@ -287,7 +287,7 @@ def encode_adaptive(x, gradient, group, pi, sample, counts, recon, entries):
             nearness *= _LESS
         high, high_surplus = _exact(upper, n_upper, k_positive, high_of_rms * rms_upper * _BEYOND)
         low, low_surplus = _exact(lower, n_lower, k_negative, low_of_rms * rms_lower * _BEYOND)
-        # of a group with too few of a sign nothing is learnt
+        # a group with too few entries of a sign teaches nothing
         high_of_rms = _followed(high_of_rms, high, rms_upper)
         low_of_rms = _followed(low_of_rms, low, rms_lower)
         # groups alike need few spare candidates, groups unlike need more: steer towards one miss in some dozens
@@ -315,7 +315,7 @@ def encode_adaptive(x, gradient, group, pi, sample, counts, recon, entries):
 
 @kernel
 def excess_over_draws(y, first, norm, key_low, key_high, excess):
-    """By how much each magnitude is above the norm times a number drawn from [0, 1)."""
+    """Compute by how much each magnitude exceeds the norm times a number drawn from [0, 1)."""
     # a draw is written before it is used: three factors in one expression would be multiplied in any order, and lose a
     # norm next to the denormals
     for i in range(y.size):
@@ -326,7 +326,7 @@ def excess_over_draws(y, first, norm, key_low, key_high, excess):
 
 @kernel
 def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, entries):
-    """Each x sent as sign(x) * norm with probability |x| / norm; the number of entries, or -1 if not finite."""
+    """Send each x as sign(x) * norm with probability |x| / norm; returns the number of entries, or -1 if not finite."""
     total = 0
     excess = np.empty(TILE, np.float32)
     found = np.empty(TILE + 64, np.int32)
@@ -353,7 +353,7 @@ def encode_ternary(x, bucket, norm_is_max, key_low, key_high, counts, recon, ent
 
 @kernel
 def decode(counts, recon, stride, entries, group, scale, out, add):
-    """Write, or add, `scale` times the reconstruction values at the entries; False at the first that does not fit.
+    """Write or add `scale` times the reconstruction values at the entries; returns False at one that does not fit.
 
     recon holds a pair per group (stride 2) or one pair for all (stride 0).
     """

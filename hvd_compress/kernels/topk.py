@@ -1,4 +1,4 @@
-"""The k entries of largest magnitude with their values: 16-bit index within a block, float32 value."""
+"""Send the k entries of largest magnitude with their values: 16-bit index within a block, float32 value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 @kernel
 def _guess(x, gradient, k, sample):
-    """A magnitude above which slightly more than `k` corrected entries are expected; 0 if draws would not pay."""
+    """Guess a magnitude above which slightly more than `k` corrected entries lie; 0 if draws would not pay."""
     sample = min(sample, x.size >> 4)
     down = with_margin(k, x.size, sample) if sample > 0 else 1
     if down > sample:
@@ -76,7 +76,7 @@ def _take_largest(x, k, feedback, found, values):
 
 @kernel
 def encode(x, gradient, k, sample, block, counts, indices, sent):
-    """counts[blocks], indices[k], sent[k]: the number of entries (fewer only for zeros), and whether all are finite.
+    """Fill counts[blocks], indices[k], sent[k]; returns the number of entries (below k only for zeros), and finiteness.
 
     Among equal magnitudes the lower index wins. k is 1 or more. See `correct` for `x` and `gradient`.
     """
@@ -90,7 +90,7 @@ def encode(x, gradient, k, sample, block, counts, indices, sent):
     values = np.empty(room, x.dtype)
     candidates, bad = _scan(x, gradient, guess, found, values)
     if bad != 0 and not feedback:
-        # nothing to be taken back, and no order among what is no number
+        # there is nothing to take back, and NaN has no order
         return 0, False
     if 0 <= candidates < k and guess == tiny:
         k = candidates
@@ -128,7 +128,7 @@ def encode(x, gradient, k, sample, block, counts, indices, sent):
 
 @kernel
 def decode(counts, indices, values, block, scale, out, add):
-    """Write, or add, `scale` times the values at their places; False at the first index that does not fit."""
+    """Write or add `scale` times the values at their places; returns False at an index that does not fit."""
     at = 0
     for b in range(counts.size):
         start = b * block

@@ -1,4 +1,4 @@
-"""When to talk: decisions from a few numbers for each tensor. No tensors, no ranks."""
+"""Decide when to talk from a few numbers for each tensor. No tensors, no ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DASO's schedule: after which batches parameters are sent to the other nodes, and after which they arrive.
+"""Schedule DASO: after which batches parameters are sent to the other nodes, and after which they arrive.
 
 A `DasoSchedule` is a setting; the `DasoClock` that it starts counts the batches of one rank. Source: Coquelin et al.,
 DASO (2021), section 3 and figure 5.
@@ -21,7 +21,7 @@ WARMUP, CYCLING, COOLDOWN = "warm-up", "cycling", "cool-down"
 
 
 class Moment(NamedTuple):
-    """What happens between nodes after a batch, in this order.
+    """Says what happens between nodes after a batch, in this order.
 
     Args:
         arrives: batches since what arrives now was sent; None if nothing does.
@@ -98,11 +98,11 @@ class DasoSchedule:
             )
 
     def clock(self) -> DasoClock:
-        """The state of one rank before its first batch."""
+        """Start the clock of one rank, before its first batch."""
         return DasoClock(self)
 
     def phase_of(self, epoch: int) -> str:
-        """`WARMUP`, `CYCLING` or `COOLDOWN`, of an epoch counted from 0."""
+        """Return `WARMUP`, `CYCLING` or `COOLDOWN` for an epoch, counted from 0."""
         if epoch < self.warmup_epochs:
             return WARMUP
         if self.total_epochs is not None and epoch >= self.total_epochs - self.cooldown_epochs:
@@ -110,7 +110,7 @@ class DasoSchedule:
         return CYCLING
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return asdict(self)
 
 
@@ -144,7 +144,7 @@ class DasoClock:
 
     @property
     def phase(self) -> str:
-        """`WARMUP`, `CYCLING` or `COOLDOWN`."""
+        """The phase of the present epoch: `WARMUP`, `CYCLING` or `COOLDOWN`."""
         return self.schedule.phase_of(self.epoch)
 
     def batch(self) -> Moment:
@@ -189,7 +189,7 @@ class DasoClock:
         return moment
 
     def level(self) -> Moment:
-        """What is to happen so that all nodes have the same parameters, if the last batch has not done it."""
+        """Return what must happen so that all nodes have the same parameters, if the last batch has not done it."""
         moment = Moment() if self.is_level else Moment(self._arrive(), blocks=self.steps > 0)
         self.is_level = True
         return moment
@@ -220,11 +220,11 @@ class DasoClock:
             self.skips, self.wait = self.schedule.global_skips, self.schedule.batches_to_wait
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later moments depend on, as plain values."""
+        """Return everything that later moments depend on, as plain values."""
         return {"schedule": self.schedule.get_config(), **{key: getattr(self, key) for key in self._SAVED}}
 
     def check(self, state: Any) -> dict[str, Any]:
-        """What `load` takes over of a state of this schedule.
+        """Check a state of this schedule and return what `load` takes over of it.
 
         Raises:
             StateError: it is another one, or damaged.

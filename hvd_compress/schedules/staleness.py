@@ -1,4 +1,4 @@
-"""How far workers of an asynchronous parameter server may run ahead of each other.
+"""Bound how far workers of an asynchronous parameter server may run ahead of each other.
 
 A `BoundedStaleness` is a setting; the `WorkerClocks` that it starts are kept by the server. Sources: Ho et al., More
 Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (NeurIPS 2013), section 3, for the bound;
@@ -18,7 +18,7 @@ __all__ = ["Arrival", "BoundedStaleness", "WorkerClocks"]
 
 
 class Arrival(NamedTuple):
-    """What the clocks say of a gradient.
+    """Holds what the clocks say of a gradient.
 
     Args:
         staleness: updates that were made since the parameters that it was computed from.
@@ -70,12 +70,12 @@ class BoundedStaleness:
 
     @property
     def slack(self) -> int:
-        """By how many gradients a worker may be ahead of the slowest and be answered."""
+        """By how many gradients a worker may be ahead of the slowest and still be answered."""
         # a worker that does not wait for its answer has sent one more when the answer is held back
         return max(0, self.limit - 1)
 
     def most_staleness(self, workers: int) -> int:
-        """The most updates between the parameters of a gradient and its arrival, while no worker is given up."""
+        """Compute the most updates between a gradient's parameters and its arrival, while no worker is given up."""
         # gradient c + 1 belongs to parameters that were answered to gradient c - 1, when the others had sent
         # c - 1 - slack or more; when it comes they have sent c + limit at most, and gradient c came in between. With
         # limit 0 the parameters were answered to gradient c, when all had sent that
@@ -83,11 +83,11 @@ class BoundedStaleness:
         return others if self.limit == 0 else 1 + 2 * self.limit * others
 
     def clocks(self, workers: int, now: float = 0.0) -> WorkerClocks:
-        """The clocks of so many workers before the first gradient."""
+        """Start the clocks of so many workers, before the first gradient."""
         return WorkerClocks(self, workers, now)
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return asdict(self)
 
 
@@ -98,7 +98,7 @@ class _State(Enum):
 
 
 class WorkerClocks:
-    """What the server knows of the progress of its workers, which are numbers from 0.
+    """Tracks the progress of the server's workers, which are numbers from 0.
 
     Args:
         rule: the settings.
@@ -137,19 +137,19 @@ class WorkerClocks:
         return Arrival(staleness, staleness <= self._most_staleness, returns)
 
     def count_update(self) -> None:
-        """A gradient was applied."""
+        """Count a gradient that was applied."""
         self.version += 1
 
     def finish(self, worker: int) -> None:
-        """It sends no more gradients; what it waits for is answered."""
+        """Note that a worker sends no more gradients; what it waits for is answered."""
         self._states[worker] = _State.FINISHED
 
     def release(self, now: float) -> list[int]:
-        """The workers that are to be answered now."""
+        """Return the workers that are to be answered now."""
         released = self._where(lambda w: self._is_unanswered[w] and not self._is_held(w))
         for worker in released:
             self._is_unanswered[worker] = False
-            # whoever was kept waiting has not been silent
+            # a worker that was kept waiting has not been silent
             self._heard_at[worker] = now
         return released
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -72,15 +70,6 @@ def test_searches_lose_no_more_than_the_drifts_that_they_answer() -> None:
                 watch.begin(expected, lost[-1])
         assert len(lost) > 2
         assert sum(lost[:-1]) < 1.1 * differed
-
-
-def test_a_state_can_be_taken_up_at_any_step() -> None:
-    first, second = begun(lost=3.0), begun(lost=3.0)
-    for seconds in np.random.default_rng(1).uniform(0.5, 3.0, 300):
-        assert first.observe(seconds) == second.observe(seconds)
-        resumed = Watch(4, 0.3)
-        resumed.set_state(json.loads(json.dumps(second.get_state())))
-        second = resumed
 
 
 @pytest.mark.parametrize("settings", [{"window": 1}, {"drift": 0.0}, {"drift": float("nan")}, {"seconds": -1.0}])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import networkx as nx
 import numpy as np
 import pytest
 
 from hvd_compress import Exponential, FullyConnected, Graph, Ring
-from hvd_compress.topology import Topology
+from hvd_compress.topology import Topology, _period, _steps
 
 
 @pytest.mark.parametrize("topology", [Ring(), FullyConnected(), Exponential()])
@@ -130,3 +132,34 @@ def test_configs_differ_with_the_weights():
     one, other = Graph(nx.path_graph(4)), Graph(nx.cycle_graph(4))
     assert one.get_config() != other.get_config()
     assert one.get_config() == Graph(nx.path_graph(4)).get_config()
+
+
+def test_checks_agree_with_networkx():
+    rng = np.random.default_rng(0)
+    kinds = set()
+    for _ in range(300):
+        size = int(rng.integers(2, 8))
+        graph = nx.gnp_random_graph(size, rng.uniform(0.1, 0.6), seed=int(rng.integers(1 << 30)), directed=True)
+        messages = nx.to_numpy_array(graph, nodelist=range(size)) > 0
+        away, back = _steps(messages), _steps(messages.T)
+        connected, aperiodic = bool((away >= 0).all() and (back >= 0).all()), None
+        assert connected == nx.is_strongly_connected(graph)
+        if connected:
+            assert away.max() == nx.eccentricity(graph, 0)
+            assert back.max() == nx.eccentricity(graph.reverse(), 0)
+            aperiodic = _period(messages, away) == 1
+            assert aperiodic == nx.is_aperiodic(graph)
+        kinds.add((connected, aperiodic))
+    assert kinds == {(False, None), (True, True), (True, False)}
+
+
+def test_topologies_need_no_networkx(monkeypatch):
+    path = Graph(nx.path_graph(4))
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    for topology in (Ring(), FullyConnected(), Exponential(), path):
+        assert len(topology.neighbours(4)) == 4
+
+
+def test_what_is_no_graph_is_refused():
+    with pytest.raises(TypeError, match="got ndarray; give a networkx Graph or DiGraph"):
+        Graph(np.eye(3))
