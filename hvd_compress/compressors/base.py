@@ -364,8 +364,8 @@ class Compressor(ABC):
             raise
         except Exception as error:
             raise self._mistake(
-                f"encode_body returned {done!r} and a body that decode_body refuses ({error}), so the residual cannot be "
-                "put back; return NOT_FINITE before anything is taken out of it"
+                f"encode_body returned {done!r} and a body that decode_body refuses ({error}), so the residual cannot "
+                "be put back; return NOT_FINITE before anything is taken out of it"
             ) from error
 
     def _mistake(self, text: str) -> ContractError:
