@@ -118,7 +118,8 @@ class _Case:
 
     def __init__(self, compressor: Compressor, gradient: Array, columns: int) -> None:
         self.compressor = compressor
-        self.gradient = gradient
+        # a copy: Numba cannot compile every kernel for an array that must not be written to
+        self.gradient = gradient.copy()
         self.group = compressor.group_numel((gradient.size // columns, columns))
         self.groups = -(-gradient.size // self.group)
         self.before = 0.5 * np.roll(gradient, 12345)
