@@ -12,6 +12,7 @@ from hvd_compress.compressors import (
     FP16,
     QSGD,
     Adaptive,
+    Compressor,
     Key,
     NoCompression,
     OneBit,
@@ -20,6 +21,7 @@ from hvd_compress.compressors import (
     TopK,
     decode,
     from_config,
+    register,
 )
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
@@ -33,6 +35,7 @@ __all__ = [
     "AdaGrad",
     "Adaptive",
     "Auto",
+    "Compressor",
     "ConstantThreshold",
     "DasoSchedule",
     "Exponential",
@@ -51,6 +54,7 @@ __all__ = [
     "decode",
     "errors",
     "from_config",
+    "register",
 ]
 
 __version__ = "0.2.0"

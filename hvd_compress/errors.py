@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "ContractError",
     "GradientError",
     "HvdCompressError",
     "MismatchError",
@@ -31,6 +32,10 @@ class MissingError(HvdCompressError, ImportError):
 
 class UnsupportedError(HvdCompressError, NotImplementedError):
     """A combination that cannot be honoured; the message names the remedy."""
+
+
+class ContractError(HvdCompressError, AssertionError):
+    """A compressor, perhaps one of your own, does not do what `hvd_compress.Compressor` asks of it."""
 
 
 class GradientError(HvdCompressError, AssertionError):

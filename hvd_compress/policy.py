@@ -8,7 +8,16 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from hvd_compress.compressors import FP16, Adaptive, Compressor, NoCompression, OneBit, Threshold, named
+from hvd_compress.compressors import (
+    FP16,
+    Adaptive,
+    Compressor,
+    NoCompression,
+    OneBit,
+    Threshold,
+    check_registered,
+    named,
+)
 
 __all__ = [
     "Assigned",
@@ -184,7 +193,10 @@ def meant(compression: Any) -> Any:
 
     Raises:
         ValueError: the name stands for nothing.
+        TypeError: a compressor of a class that was not registered.
     """
+    if isinstance(compression, Compressor):
+        check_registered(compression)
     if not isinstance(compression, str):
         return compression
     return Auto() if compression.strip().lower() == "auto" else named(compression)

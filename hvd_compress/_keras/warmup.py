@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from hvd_compress.compressors import Adaptive, NoCompression, Percentile, TopK
+from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine import describe
 
 __all__ = ["comes_before", "compression_at", "same", "tightened", "warmup_stages"]
@@ -29,13 +28,7 @@ def tightened(compression: Any, epoch: int) -> Any:
         16
     """
     kept = _KEPT_PER_EPOCH**epoch
-    if isinstance(compression, TopK) and compression.k is None:
-        return replace(compression, ratio=max(compression.ratio, kept))
-    if isinstance(compression, Percentile):
-        return replace(compression, percentile=min(compression.percentile, 100 * (1 - kept)))
-    if isinstance(compression, Adaptive):
-        return replace(compression, pi=min(compression.pi, round(1 / kept)))
-    return compression
+    return compression.keeping(kept) if isinstance(compression, Compressor) else compression
 
 
 def warmup_stages(compression: Any, dense_epochs: int, warmup_epochs: int) -> dict[int, Any]:

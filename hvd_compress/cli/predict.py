@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_compress import FP16, NoCompression
+from hvd_compress import NoCompression
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import (
     Job,
@@ -55,7 +55,7 @@ class Prediction:
     @property
     def is_free(self) -> bool:
         """Whether Horovod has it itself, at no cost of accuracy that matters."""
-        return isinstance(self.compressor, (NoCompression, FP16))
+        return self.compressor.reducible
 
 
 def predict(

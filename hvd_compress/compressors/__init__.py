@@ -8,13 +8,21 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors.adaptive import Adaptive
-from hvd_compress.compressors.base import Array, Compressor, Many, as_bytes
+from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Compressor, Many, add_gradient, as_bytes
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.key import Key
-from hvd_compress.compressors.names import COMPRESSORS, named
+from hvd_compress.compressors.names import named
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.registry import (
+    COMPRESSORS,
+    check_registered,
+    class_of,
+    class_of_codec,
+    known_ids,
+    register,
+)
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 from hvd_compress.errors import WireError
@@ -23,8 +31,10 @@ __all__ = [
     "BF16",
     "COMPRESSORS",
     "FP16",
+    "NOT_FINITE",
     "QSGD",
     "Adaptive",
+    "Body",
     "Compressor",
     "Key",
     "Many",
@@ -33,17 +43,13 @@ __all__ = [
     "Percentile",
     "Threshold",
     "TopK",
+    "add_gradient",
+    "check_registered",
     "decode",
     "from_config",
     "named",
+    "register",
 ]
-
-_DECODERS: dict[int, Compressor] = {
-    codec: c(tau=1.0) if c is Threshold else c()
-    for c in COMPRESSORS.values()
-    for codec in (c.codec, c.coded_codec)
-    if codec is not None
-}
 
 
 def from_config(config: dict[str, Any]) -> Compressor:
@@ -61,10 +67,14 @@ def from_config(config: dict[str, Any]) -> Compressor:
         raise ValueError(f"configuration {config!r}: must be a dict, as get_config() returns")
     settings = dict(config)
     name = settings.pop("id", None)
-    if not isinstance(name, str) or name not in COMPRESSORS:
-        raise ValueError(f"unknown compressor id {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
+    kind = class_of(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(
+            f"unknown compressor id {name!r}; known are {', '.join(sorted(known_ids()))}. One of your own must be "
+            "registered first: import its module"
+        )
     try:
-        return COMPRESSORS[name](**settings)
+        return kind(**settings)
     except TypeError as error:
         raise ValueError(f"configuration {config!r}: {error}") from None
 
@@ -82,6 +92,13 @@ def decode(payload: npt.ArrayLike) -> Array:
     """
     buffer = as_bytes(payload)
     header, _ = wire.open_payload(buffer)
-    if header.codec not in _DECODERS:
-        raise WireError(f"payload of unknown codec {header.codec}; this hvd_compress knows {sorted(_DECODERS)}")
-    return _DECODERS[header.codec].decode(buffer)
+    try:
+        kind = class_of_codec(header.codec)
+    except ValueError as error:
+        raise WireError(f"payload of unknown codec {header.codec}; {error}") from error
+    if kind is None:
+        raise WireError(
+            f"payload of unknown codec {header.codec}; known are the compressors {', '.join(sorted(known_ids()))}. One "
+            "of your own must be registered first: import its module"
+        )
+    return kind.decoder().decode(buffer)

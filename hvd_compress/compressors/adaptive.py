@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar
 
@@ -80,6 +80,12 @@ class Adaptive(Compressor):
         whole, rest = divmod(numel, max(group, 1))
         return whole * of_group(group) + of_group(rest) * (rest > 0)
 
+    def keeping(self, share: float) -> Adaptive:
+        return replace(self, pi=min(self.pi, round(1 / share)))
+
+    def kept_share(self, numel: int) -> float:
+        return 2 / self.pi
+
     def body_bytes(self, numel: int, group: int) -> int:
         groups = count_groups(numel, group)
         count_type, entry_type = _types(group)
@@ -90,7 +96,7 @@ class Adaptive(Compressor):
         is_plain = type(self) is Adaptive and self.coding is None
         return _many(self) if is_plain and group <= _LONGEST_ROW else None
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         groups = count_groups(x.size, group)
         count_type, entry_type = _types(group)
         sections = wire.Sections(body)
@@ -102,7 +108,7 @@ class Adaptive(Compressor):
         count, finite = kernels.encode_adaptive(x, gradient, group, self.pi, sample, counts, recon, entries)
         return Body(table + count * entry_type.itemsize, count, entry_type.itemsize, finite)
 
-    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         groups = count_groups(numel, group)
         count_type, entry_type = _types(group)
         sections = wire.Sections(body)
@@ -115,7 +121,7 @@ class Adaptive(Compressor):
         body[table : table + words.nbytes].view(np.uint64)[:] = words
         return done._replace(used=table + words.nbytes)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         groups = count_groups(out.size, header.group)
         count_type, entry_type = _types(header.group)
         counts = body.take(groups, count_type)

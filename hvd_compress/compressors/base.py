@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors.key import Key
-from hvd_compress.errors import UnsupportedError, WireError
+from hvd_compress.errors import ContractError, UnsupportedError, WireError
 from hvd_compress.kernels import common
 
-__all__ = ["Body", "Compressor", "Many"]
+__all__ = ["NOT_FINITE", "Body", "Compressor", "Many", "add_gradient"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -27,24 +27,26 @@ _NONE = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
 
 
 class Body(NamedTuple):
-    """What `Compressor._encode` has written into the body of a payload.
+    """What `Compressor.encode_body` has written into the body of a payload.
 
     Args:
         used: bytes.
-        entries: for the header; what a body counts.
-        parameter: for the header; what else decoding needs to know.
+        entries: for the header, 32 bits; what a body counts.
+        parameter: for the header, 32 bits; what else decoding needs to know.
         finite: whether all values are. If not, nobody is sent the body; with error feedback it still has to be what was
-            taken out of the residual, so that this can be put back.
+            taken out of the residual, so that this can be put back; 0 bytes for nothing.
     """
 
     used: int
-    entries: int
-    parameter: int
+    entries: int = 0
+    parameter: int = 0
     finite: bool = True
 
 
-_EMPTY = Body(0, 0, 0)
-NOT_FINITE = Body(0, 0, 0, finite=False)
+_EMPTY = Body(0)
+NOT_FINITE = Body(0, finite=False)
+"""A value is not finite, and nothing was taken out of the residual."""
+_MOST_IN_HEADER = 2**32 - 1
 
 
 class Many(NamedTuple):
@@ -52,7 +54,7 @@ class Many(NamedTuple):
 
     Args:
         codec: that their payloads state.
-        encode: (x_at, gradients_at, numels, groups, slots_at, used); see `Compressor._encode`.
+        encode: (x_at, gradients_at, numels, groups, slots_at, used); see `Compressor.encode_body`.
         decode: (at, flags, outs_at, numels, scale, adds); the number of the first payload that is damaged, or -1.
     """
 
@@ -62,18 +64,69 @@ class Many(NamedTuple):
 
 
 class Compressor(ABC):
-    """Base of all compressors; subclasses are frozen dataclasses whose fields are the settings."""
+    """Base of all compressors; subclasses are frozen dataclasses whose fields are the settings.
+
+    A subclass of your own defines `id`, `codec`, `body_bytes`, `encode_body` and `decode_body`; whatever else it says
+    of itself has a default. `hvd_compress.register` makes it known, and `hvd_compress.testing.check_compressor` tells
+    what it does wrong. A field `error_feedback` that is True switches the residual on, a field `seed` seeds its keys.
+
+    Example:
+        One bit for each element, and one scale for all:
+
+        >>> from dataclasses import dataclass
+        >>> from typing import ClassVar
+        >>> import numpy as np
+        >>> import hvd_compress
+        >>> from hvd_compress.compressors import NOT_FINITE, Body, add_gradient
+        >>> from hvd_compress.wire import Sections
+        >>> @hvd_compress.register
+        ... @dataclass(frozen=True)
+        ... class Signs(hvd_compress.Compressor):
+        ...     factor: float = 1.0
+        ...     error_feedback: bool = True
+        ...     id: ClassVar[str] = "docsigns"
+        ...     codec: ClassVar[int] = 250
+        ...
+        ...     def body_bytes(self, numel, group):
+        ...         return 8 + (numel + 7) // 8
+        ...
+        ...     def encode_body(self, x, gradient, body, group, key):
+        ...         if not add_gradient(x, gradient):
+        ...             return NOT_FINITE
+        ...         scale = np.float32(self.factor * np.abs(x).mean(dtype=np.float64))
+        ...         bits = np.packbits(x >= 0)
+        ...         sections = Sections(body)
+        ...         sections.blank(1, np.float32)[0] = scale
+        ...         sections.blank(bits.size, np.uint8)[:] = bits
+        ...         if gradient.size:  # error feedback: x is the residual
+        ...             x -= np.where(x >= 0, scale, -scale)
+        ...         return Body(sections.used)
+        ...
+        ...     def decode_body(self, header, body, out, scale, add):
+        ...         (size,) = body.take(1, np.float32) * scale
+        ...         bits = np.unpackbits(body.take((out.size + 7) // 8, np.uint8), count=out.size)
+        ...         values = np.where(bits, size, -size)
+        ...         out[:] = out + values if add else values
+        ...         return True
+        >>> compressor = hvd_compress.from_config({"id": "docsigns", "factor": 2.0})
+        >>> hvd_compress.decode(compressor.encode(np.array([1.0, -3.0], np.float32)))
+        array([ 4., -4.], dtype=float32)
+    """
 
     id: ClassVar[str]
     """Stable name, used in configurations."""
     codec: ClassVar[int]
-    """Stable number, used on the wire."""
+    """Stable number, used on the wire; 192 to 255 are for compressors of others than this package."""
     coded_codec: ClassVar[int | None] = None
     """Stable number of the form whose body is losslessly coded; None where there is no such form."""
     reducible: ClassVar[bool] = False
     """Whether an allreduce may sum what `compress` returns, as Horovod's own compressors require."""
     unbiased: ClassVar[bool] = False
     """Whether what is decoded is, on average, what was encoded."""
+    is_dense: ClassVar[bool] = False
+    """Whether every value arrives, to the rounding of 16 bits or better."""
+    can_overflow: ClassVar[bool] = False
+    """Whether a finite value may be decoded as an infinite one."""
     seed: int = 0
     coding: str | None = None
 
@@ -118,37 +171,95 @@ class Compressor(ABC):
         """Factor on what is decoded that makes it, on average, nearer to the source than zero is."""
         return 1.0
 
-    # -- what a subclass defines ---------------------------------------------------------------------------------
+    # -- what others need to know of a compressor; a subclass may say it ------------------------------------------
 
-    @abstractmethod
+    @classmethod
+    def decoder(cls) -> Compressor:
+        """One with any settings, to decode payloads of all settings."""
+        return cls()
+
     def group_numel(self, shape: tuple[int, ...]) -> int:
-        """Elements per group for a tensor of `shape`."""
+        """Elements per group for a tensor of `shape`: what is divided among ranks is cut between groups, if it can."""
+        return 1
+
+    def for_part(self, numel: int, total: int) -> Compressor:
+        """The compressor for a part of `numel` elements of a tensor's `total`, which is exchanged in parts."""
+        return self
+
+    def keeping(self, share: float) -> Compressor:
+        """One that sends at least this share of the values, for the first epochs of a training; `self` by default."""
+        return self
+
+    def kept_share(self, numel: int) -> float:
+        """About which share of a tensor's change one payload brings across; 1.0 by default."""
+        return 1.0
+
+    @property
+    def typical_deviation(self) -> float | None:
+        """The standard deviation of the gradients that these settings are for; None if they are for all."""
+        return None
+
+    # -- what a subclass defines ---------------------------------------------------------------------------------
 
     @abstractmethod
     def body_bytes(self, numel: int, group: int) -> int:
         """The most bytes that the body of a payload for `numel` elements can take."""
 
     @abstractmethod
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        """Encode into `body`.
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+        """Encode a flat array of at least one element into `body`.
 
         With error feedback `x` is the residual: the sum of both is encoded, and what that leaves out is written into
-        `x`; see `kernels.common.correct`. Without, `gradient` is empty, and `x` is what to encode, and is only read.
+        `x`; begin with `add_gradient`. Without, `gradient` is empty, and `x` is what to encode, and is only read.
+
+        Args:
+            x: float32 or float64.
+            gradient: like `x`, or empty; only read.
+            body: `body_bytes(x.size, group)` or more, whose content is not defined.
+            group: elements per group.
+            key: randomness of this call; `key.words()` seeds a generator.
+
+        Returns:
+            How much was written. `NOT_FINITE` if a value is infinite or NaN.
         """
 
     @abstractmethod
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        """Write or add `scale` times the decoded values; False if an index does not fit."""
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        """Write or add `scale` times the decoded values; True, or False if what is in `body` makes no sense.
 
-    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+        All that it needs is in header and body; the settings may be others than those of the encoder.
+
+        Args:
+            header: has `entries`, `parameter` and `group` as they were when encoding.
+            body: gives out what `encode_body` has laid, section by section; all of it must be taken.
+            out: float32 or float64, flat; its size is the number of elements.
+            scale: factor on the values.
+            add: whether to add to what is in `out`.
+        """
+
+    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         """Replace a body, which `done` tells of, by its losslessly coded form; None if that would not be shorter."""
-        raise NotImplementedError(f"{self!r} has a coding, so its class must define _shorten")
+        raise NotImplementedError(f"{self!r} has a coding, so its class must define shorten_body")
 
     # -- for exchanges: flat arrays, given buffers ---------------------------------------------------------------
 
     def capacity(self, numel: int, group: int, shape: tuple[int, ...] | None = None) -> int:
         """The most bytes that a payload of `numel` elements can take; a multiple of 8."""
-        return wire.header_bytes(shape if shape is not None else (numel,)) + wire.padded(self.body_bytes(numel, group))
+        nbytes: Any = self.body_bytes(numel, group)
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ContractError(f"{self!r}: body_bytes({numel}, {group}) is {nbytes!r}; it must be an int, 0 or more")
+        return wire.header_bytes(shape if shape is not None else (numel,)) + wire.padded(nbytes)
+
+    def group_of(self, shape: tuple[int, ...]) -> int:
+        """`group_numel`, checked.
+
+        Raises:
+            ContractError: no number of elements.
+        """
+        group: Any = self.group_numel(shape)
+        if type(group) is not int or not 1 <= group <= _MOST_IN_HEADER:
+            raise ContractError(f"{self!r}: group_numel({shape}) is {group!r}; it must be an int from 1 to 4294967295")
+        return int(group)
 
     def encode_into(
         self,
@@ -176,29 +287,48 @@ class Compressor(ABC):
             TypeError: an array is of another dtype than stated above.
             ValueError: an array is not flat, not contiguous, or of another size; or a residual is given to a compressor
                 that keeps none.
+            ContractError: the class does not do what `Compressor` asks of it.
         """
         _check_flat("gradient", gradient, gradient)
         if not gradient.flags.writeable:
             gradient = np.asarray(_ReadOnly(gradient))
         if residual is not None:
             _check_flat("residual", residual, gradient)
-            self._check_feedback()
+            if not self.feedback:
+                raise self._keeps_none()
         shape = shape if shape is not None else (gradient.size,)
         at = wire.header_bytes(shape)
         body = payload[at:]
         codec, done = self.codec, _EMPTY
         if gradient.size:
             x, added = (gradient, _NONE[gradient.dtype]) if residual is None else (residual, gradient)
-            done = self._encode(x, added, body, group, key)
+            try:
+                done = self.encode_body(x, added, body, group, key)
+            except MemoryError:
+                raise
+            except Exception as error:
+                room = f"of {x.size} elements in a body of {body.size} bytes, which is what body_bytes asked for"
+                raise self._mistake(f"encode_body {room}: {type(error).__name__}: {error}") from error
+            if not (
+                type(done) is Body
+                and 0 <= done.used <= body.size
+                and 0 <= done.entries <= _MOST_IN_HEADER
+                and 0 <= done.parameter <= _MOST_IN_HEADER
+            ):
+                raise self._mistake(
+                    f"encode_body of {x.size} elements returned {done!r}; it must return a Body that has used at most "
+                    f"the {body.size} bytes that body_bytes asked for, with entries and a parameter of 32 bits"
+                )
             if not done.finite:
                 if residual is not None:
-                    self._put_back(done, body, group, residual)
+                    if done.used:
+                        self._put_back(done, body, group, residual)
                     common.take_back(residual, gradient)
                 done = NOT_FINITE
             elif done.used & 7:
                 body[done.used : wire.padded(done.used)] = 0
         if self.coding is not None and self.coded_codec is not None and done.finite and gradient.size:
-            shorter = self._shorten(body[: wire.padded(done.used)], done, gradient.size, group)
+            shorter = self.shorten_body(body[: wire.padded(done.used)], done, gradient.size, group)
             if shorter is not None:
                 codec, done = self.coded_codec, shorter
         nbytes = at + wire.padded(done.used)
@@ -236,11 +366,21 @@ class Compressor(ABC):
             shape=(residual.size,), numel=residual.size, nbytes=0, group=group, parameter=done.parameter,
             entries=done.entries, body_at=0,
         )  # fmt: skip
-        self._decode(header, wire.Sections(body[: wire.padded(done.used)]), residual, np.float32(1), True)
+        try:
+            self.decode_body(header, wire.Sections(body[: wire.padded(done.used)]), residual, np.float32(1), True)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._mistake(
+                f"encode_body returned {done!r} and a body that decode_body refuses ({error}), so the residual cannot "
+                "be put back; return NOT_FINITE before anything is taken out of it"
+            ) from error
 
-    def _check_feedback(self) -> None:
-        if not self.feedback:
-            raise ValueError(f"{self!r} keeps no residual: give none, or take a compressor with error feedback")
+    def _mistake(self, text: str) -> ContractError:
+        return ContractError(f"{self!r}: {text}. hvd_compress.testing.check_compressor tells more")
+
+    def _keeps_none(self) -> ValueError:
+        return ValueError(f"{self!r} keeps no residual: give none, or take a compressor with error feedback")
 
     def say_absent(self, payload: Bytes, numel: int, group: int) -> int:
         """Write that there is no gradient into the start of `payload`, and return the number of bytes used."""
@@ -295,10 +435,27 @@ class Compressor(ABC):
             if not add:
                 out[...] = 0
             return True
-        if header.numel and not self._decode(header, body, out, np.float32(scale), add):
-            raise WireError(f"payload of {self.id}: an index or count lies outside of its group")
+        if header.numel:
+            try:
+                is_sound = self.decode_body(header, body, out, np.float32(scale), add)
+            except (WireError, MemoryError):
+                raise
+            except Exception as error:
+                raise self._undecodable(error) from error
+            if not is_sound:
+                raise self._unsound(is_sound)
         body.finish()
         return True
+
+    def _undecodable(self, error: Exception) -> WireError:
+        return WireError(
+            f"payload of {self.id} cannot be decoded: {self!r}.decode_body raised {type(error).__name__}: {error}"
+        )
+
+    def _unsound(self, answer: Any) -> Exception:
+        if answer is None:
+            return self._mistake("decode_body returned None; it must return True, or False for a damaged body")
+        return WireError(f"payload of {self.id}: an index or count lies outside of its group")
 
     # -- for people: any array, no ranks -------------------------------------------------------------------------
 
@@ -333,10 +490,10 @@ class Compressor(ABC):
         array = np.asarray(x)
         shape = array.shape
         flat = as_flat_floats(array)
-        if residual is not None:
-            self._check_feedback()
+        if residual is not None and not self.feedback:
+            raise self._keeps_none()
         kept = _checked_residual(residual, flat)
-        group = self.group_numel(shape)
+        group = self.group_of(shape)
         payload = np.empty(self.capacity(flat.size, group, shape), np.uint8)
         return payload[: self.encode_into(flat, kept, payload, group, key or Key(seed=self.seed), shape)]
 
@@ -390,6 +547,14 @@ class _ReadOnly:
         self._array = array
         interface = array.__array_interface__
         self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def add_gradient(x: Array, gradient: Array) -> bool:
+    """Begin `Compressor.encode_body`: add the gradient to the residual `x`; whether all values are finite as float32.
+
+    A sum that is not finite is not written. Without error feedback, where `gradient` is empty, `x` is only looked at.
+    """
+    return bool(common.correct(x, gradient) == 0)
 
 
 def max_numel(header: wire.Header) -> int:

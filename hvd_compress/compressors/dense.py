@@ -16,15 +16,8 @@ from hvd_compress.kernels import cast
 __all__ = ["BF16", "FP16", "NoCompression"]
 
 
-class _Dense(Compressor):
-    """No groups, no randomness, a size that follows from the shape."""
-
-    def group_numel(self, shape: tuple[int, ...]) -> int:
-        return 1
-
-
 @dataclass(frozen=True)
-class NoCompression(_Dense):
+class NoCompression(Compressor):
     """Sends every element as it is; training does exactly what Horovod without compression does.
 
     Example:
@@ -36,18 +29,19 @@ class NoCompression(_Dense):
 
     id: ClassVar[str] = "none"
     codec: ClassVar[int] = 6
+    is_dense: ClassVar[bool] = True
     reducible: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
 
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * numel
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         sections.blank(x.size, x.dtype)[...] = x
         return Body(sections.used, x.size, 0)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         values = body.take(out.size, np.float64 if header.float64 else np.float32)
         cast.scaled(values, out.dtype.type(scale), out, add)
         return True
@@ -62,7 +56,7 @@ class NoCompression(_Dense):
 
 
 @dataclass(frozen=True)
-class BF16(_Dense):
+class BF16(Compressor):
     """Rounds to bfloat16, nearest even: 2 bytes per element, the range of float32, 8 bits of precision.
 
     Horovod's allreduce knows no bfloat16; the sum is made in float32 by the owner of each chunk.
@@ -84,6 +78,7 @@ class BF16(_Dense):
 
     id: ClassVar[str] = "bf16"
     codec: ClassVar[int] = 7
+    is_dense: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_flag(self, "error_feedback", self.error_feedback)
@@ -91,18 +86,18 @@ class BF16(_Dense):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
         return Body(sections.used, x.size, 0, cast.encode_bf16(x, gradient, halves))
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.from_bf16(body.take(out.size, np.uint16), scale, out, add)
         return True
 
 
 @dataclass(frozen=True)
-class FP16(_Dense):
+class FP16(Compressor):
     """Rounds to IEEE half precision: 2 bytes per element, summed by Horovod's own allreduce as `Compression.fp16` is.
 
     Magnitudes beyond 65504 become infinite, as in Horovod.
@@ -116,19 +111,21 @@ class FP16(_Dense):
 
     id: ClassVar[str] = "fp16"
     codec: ClassVar[int] = 8
+    is_dense: ClassVar[bool] = True
+    can_overflow: ClassVar[bool] = True
     reducible: ClassVar[bool] = True
 
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         halves = sections.blank(x.size, np.uint16)
         with np.errstate(over="ignore"):
             cast.to_fp16(x.astype(np.float32, copy=False).view(np.uint32), halves)
         return Body(sections.used, x.size, 0)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.from_fp16(body.take(out.size, np.uint16), scale, out, add)
         return True
 

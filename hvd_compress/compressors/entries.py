@@ -26,7 +26,7 @@ def body_bytes(numel: int, group: int, kept: int) -> int:
 
 
 def encode(x: Array, gradient: Array, kept: int, body: Bytes, group: int, parameter: int = 0) -> Body:
-    """Lay the `kept` entries of largest magnitude; see `Compressor._encode`."""
+    """Lay the `kept` entries of largest magnitude; see `Compressor.encode_body`."""
     sections = wire.Sections(body)
     counts = sections.blank(count_groups(x.size, group), np.uint32)
     at = sections.used

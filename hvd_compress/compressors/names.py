@@ -6,20 +6,10 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import Compressor
-from hvd_compress.compressors.dense import BF16, FP16, NoCompression
-from hvd_compress.compressors.onebit import OneBit
-from hvd_compress.compressors.percentile import Percentile
-from hvd_compress.compressors.qsgd import QSGD
-from hvd_compress.compressors.threshold import Threshold
-from hvd_compress.compressors.topk import TopK
+from hvd_compress.compressors.registry import class_of, known_ids
 
-__all__ = ["COMPRESSORS", "named"]
-
-COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
-}
+__all__ = ["named"]
 
 
 def named(text: str) -> Compressor:
@@ -39,15 +29,15 @@ def named(text: str) -> Compressor:
     """
     name, _, rest = text.partition(":")
     name = name.strip().lower().replace("-", "").replace("_", "")
-    if name not in COMPRESSORS:
-        known = [*COMPRESSORS, "auto"]
+    kind = class_of(name)
+    if kind is None:
+        known = [*known_ids(), "auto"]
         near = get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
             f"{text!r} names no compression: {hint}Known are {', '.join(map(repr, known))}; settings follow a colon, "
             "as in 'adaptive:32', 'topk:0.01' or 'qsgd:bits=2,norm=max'"
         )
-    kind = COMPRESSORS[name]
     settings = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     positional: list[Any] = []
     by_name: dict[str, Any] = {}

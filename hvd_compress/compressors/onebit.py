@@ -66,7 +66,7 @@ class OneBit(Compressor):
     def many(self, group: int) -> Many | None:
         return _many(self) if type(self) is OneBit and self.sample is None else None
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         means = sections.blank(2 * count_groups(x.size, group), np.float32)
         bits = sections.blank((x.size + 7) // 8, np.uint8)
@@ -75,7 +75,7 @@ class OneBit(Compressor):
         finite = kernels.encode(x, gradient, group, self.sample or 0, *words, means, bits)
         return Body(sections.used, x.size, 0, finite)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         means = body.take(2 * count_groups(out.size, header.group), np.float32)
         bits = body.take((out.size + 7) // 8, np.uint8)
         kernels.decode(means, bits, header.group, scale, out, add)

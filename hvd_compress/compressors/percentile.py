@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from typing import ClassVar
@@ -85,6 +85,12 @@ class Percentile(Compressor):
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return entries.BLOCK
 
+    def keeping(self, share: float) -> Percentile:
+        return replace(self, percentile=min(self.percentile, 100 * (1 - share)))
+
+    def kept_share(self, numel: int) -> float:
+        return 1 - self.percentile / 100
+
     def _kept(self, numel: int) -> int:
         return min(numel, max(1, numel - int(numel * _share_below(self.percentile))))
 
@@ -94,7 +100,7 @@ class Percentile(Compressor):
             return 8 * _words(numel) + 4 * kept
         return entries.body_bytes(numel, group, kept)
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         kept = self._kept(x.size)
         if not _wants_bitmap(kept, x.size):
             return entries.encode(x, gradient, kept, body, group, _INDICES)
@@ -104,7 +110,7 @@ class Percentile(Compressor):
         count, finite = kernels.encode(x, gradient, kept, bits, sections.take(kept, np.float32))
         return Body(table + 4 * count, count, _BITMAP, finite)
 
-    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         count = done.entries
         if done.parameter == _INDICES:
             used = entries.code(body, count, numel, group)
@@ -116,7 +122,7 @@ class Percentile(Compressor):
             used = entries.code_indices(body, counts, indices, sections.take(count, np.float32), numel, group)
         return None if used is None else Body(used, count, _INDICES)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         is_coded = header.codec == self.coded_codec
         if header.parameter == _INDICES:
             return entries.decode(header.entries, is_coded, body, header.group, scale, out, add)

@@ -101,7 +101,7 @@ class QSGD(Compressor):
             return wire.padded(2 * buckets) + 8 * buckets + 2 * numel
         return wire.padded(4 * buckets) + (numel + 7) // 8 * self.bits
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         buckets = count_groups(x.size, group)
         sections = wire.Sections(body)
         is_max = self.norm == "max"
@@ -123,7 +123,7 @@ class QSGD(Compressor):
         finite = kernels.encode(x, group, self.bits, is_max, *key.words(), norms, packed)
         return Body(sections.used, x.size, self.bits, finite)
 
-    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         if self.bits == 1:
             # its size has a low bound that holds for the coded form only, so it is encoded in that form
             return done._replace(used=body.size)
@@ -139,7 +139,7 @@ class QSGD(Compressor):
         body[norms : norms + words.nbytes].view(np.uint64)[:] = words
         return Body(norms + words.nbytes, nonzeros, self.bits | form << 8)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         buckets = count_groups(out.size, header.group)
         is_coded = header.codec == self.coded_codec
         bits, form = (header.parameter & 255, header.parameter >> 8) if is_coded else (header.parameter, 0)

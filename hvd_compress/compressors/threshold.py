@@ -18,6 +18,8 @@ from hvd_compress.kernels import signs as kernels
 __all__ = ["Threshold"]
 
 _INDEX_GROUP = 32768
+# beyond so many of them lies 1 in 64 values of a normal distribution
+_DEVIATIONS_OF_TAU = 2.42
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,25 @@ class Threshold(Compressor):
         """How many values are sent depends on them."""
         return False
 
+    @property
+    def typical_deviation(self) -> float:
+        """Such that 1 in 64 values is sent."""
+        return self.tau / _DEVIATIONS_OF_TAU
+
+    @classmethod
+    def decoder(cls) -> Threshold:
+        return cls(tau=1.0)
+
+    def kept_share(self, numel: int) -> float:
+        return 0.01
+
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return _INDEX_GROUP
 
     def body_bytes(self, numel: int, group: int) -> int:
         return wire.padded(4 * count_groups(numel, group)) + 2 * numel
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         tau = np.float32(self.tau)
         sections = wire.Sections(body)
         counts = sections.blank(count_groups(x.size, group), np.uint32)
@@ -80,7 +94,7 @@ class Threshold(Compressor):
         count, finite = kernels.encode_threshold(x, gradient, group, x.dtype.type(tau), counts, entries)
         return Body(table + 2 * count, count, int(tau.view(np.uint32)), finite)
 
-    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         sections = wire.Sections(body)
         counts = sections.take(count_groups(numel, group), np.uint32)
         table = sections.used
@@ -90,7 +104,7 @@ class Threshold(Compressor):
         body[table : table + words.nbytes].view(np.uint64)[:] = words
         return done._replace(used=table + words.nbytes)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         tau = np.uint32(header.parameter).view(np.float32)
         if not 0 < tau < np.inf or header.group > _INDEX_GROUP:
             raise WireError(f"payload of threshold with tau={tau} and groups of {header.group} elements")

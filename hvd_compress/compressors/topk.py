@@ -72,10 +72,15 @@ class TopK(Compressor):
         return entries.BLOCK
 
     def for_part(self, numel: int, total: int) -> TopK:
-        """The compressor for a part of `numel` of a tensor's `total` elements."""
         if self.k is None or numel == total:
             return self
         return replace(self, k=max(1, -(-self.k * numel // total)))
+
+    def keeping(self, share: float) -> TopK:
+        return self if self.k is not None else replace(self, ratio=max(self.ratio, share))
+
+    def kept_share(self, numel: int) -> float:
+        return self.ratio if self.k is None else self.k / max(1, numel)
 
     def _kept(self, numel: int) -> int:
         return min(self.k, numel) if self.k is not None else top_count(numel, self.ratio)
@@ -83,13 +88,13 @@ class TopK(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return entries.body_bytes(numel, group, self._kept(numel))
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         return entries.encode(x, gradient, self._kept(x.size), body, group)
 
-    def _shorten(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
+    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         used = entries.code(body, done.entries, numel, group)
         return None if used is None else done._replace(used=used)
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         is_coded = header.codec == self.coded_codec
         return entries.decode(header.entries, is_coded, body, header.group, scale, out, add)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.compressors import FP16, Compressor, Key, NoCompression, Threshold
+from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
 from hvd_compress.cost.line import Line
 from hvd_compress.kernels import cast
 
@@ -23,8 +23,6 @@ _SMALL, _LARGE = 2**14, 2**21  # the larger one and its residual and result exce
 # means of some blocks, each longer than a turn that the system gives to a process: where ranks share cores, they share
 # them while they train, too; and their median, as other programs come and go
 _BLOCKS, _BLOCK_SECONDS, _MOST_CALLS = 5, 4e-3, 100
-# of a normal distribution 1 in 64 lies beyond it
-_TAIL = 2.42
 _COLUMNS, _SHORT_COLUMNS = 2048, 512
 _SPREAD = 0.8  # of the logarithm of a row's magnitude, as in fully connected layers that learn MNIST
 _NOTHING = Line()
@@ -99,8 +97,9 @@ def measure_speed(compressor: Compressor) -> Speed:
         return Speed()
     if isinstance(compressor, FP16):
         return _cast_speed()
-    # a threshold is one for all rows: on equal rows it is known how many values lie beyond it
-    values = compressor.tau / _TAIL * _deviates(0.0) if isinstance(compressor, Threshold) else _deviates()
+    deviation = compressor.typical_deviation
+    # a deviation is one for all rows: on equal rows it is known what lies beyond a multiple of it
+    values = _deviates() if deviation is None else np.float32(deviation) * _deviates(0.0)
     cases = [_Case(compressor, values[:n], columns) for n, columns in ((_SMALL, _COLUMNS), (_LARGE, _COLUMNS),
                                                                         (_LARGE, _SHORT_COLUMNS))]  # fmt: skip
     for case in cases:
@@ -119,7 +118,8 @@ class _Case:
 
     def __init__(self, compressor: Compressor, gradient: Array, columns: int) -> None:
         self.compressor = compressor
-        self.gradient = gradient
+        # a copy: Numba cannot compile every kernel for an array that must not be written to
+        self.gradient = gradient.copy()
         self.group = compressor.group_numel((gradient.size // columns, columns))
         self.groups = -(-gradient.size // self.group)
         self.before = 0.5 * np.roll(gradient, 12345)

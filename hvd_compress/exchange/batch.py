@@ -81,8 +81,8 @@ class Batch:
         self._to_owner, self._of_owner = _Table.of_owned(transfers, layout)
         self._last = _Table.of_last(transfers, layout)
         self._numbers = {name: i for i, name in enumerate(transfers)}
-        self._residuals = _Addresses(len(transfers))
-        self._owner_residuals = _Addresses(len(transfers))
+        ordered = list(transfers.values())
+        self._residuals, self._owner_residuals = _Addresses(ordered, False), _Addresses(ordered, True)
         self._sums: Array = np.empty(0, np.float32)
         self._sums_at: Numbers = np.empty(0, np.int64)
         self._sent_at = self._answers_at = 0
@@ -238,16 +238,13 @@ class Batch:
         """Return the addresses of the held tensors' residuals; None if none are kept."""
         if not self._keeps:
             return None
-        numbers = self._numbers_of(self.held)
-        return self._residuals.of({i: self.transfers[name].fit_residual(np.float32) for name, i in numbers.items()})
+        return self._residuals.of(self._numbers_of(self.held).values())
 
     def _owner_residuals_at(self, numbers: Mapping[str, int]) -> Numbers | None:
         """Return the addresses of this rank's residuals as an owner of sums; None if none are kept."""
         if not self._keeps:
             return None
-        return self._owner_residuals.of(
-            {i: self.transfers[name].fit_owner_residual(np.float32) for name, i in numbers.items()}
-        )
+        return self._owner_residuals.of(numbers.values())
 
     def _sums_of(self, numbers: Sequence[int]) -> Numbers:
         """Return the addresses of the sums that this rank owns of these tensors."""
@@ -303,18 +300,29 @@ class Batch:
 
 
 class _Addresses:
-    """Caches the addresses of arrays, since most steps use the same arrays as the step before."""
+    """Tells where residuals lie; looks again only where there is another array than in the last step.
 
-    def __init__(self, count: int) -> None:
-        self._arrays: list[Any] = [None] * count
-        self._at = np.zeros(count, np.int64)
+    Args:
+        transfers: whose residuals, by number.
+        of_owners: look at what they owe as owners of sums.
+    """
 
-    def of(self, arrays: Mapping[int, Array | None]) -> Numbers:
-        """Return the addresses of these arrays, by number."""
-        for i, array in arrays.items():
-            if self._arrays[i] is not array:
-                self._arrays[i], self._at[i] = array, kernels.address_of(array)
-        return self._at[list(arrays)]
+    def __init__(self, transfers: Sequence[Transfer], of_owners: bool) -> None:
+        self._transfers = transfers
+        self._of_owners = of_owners
+        self._arrays: list[Array | None] = [None] * len(transfers)
+        self._at = np.zeros(len(transfers), np.int64)
+
+    def of(self, numbers: Collection[int]) -> Numbers:
+        """Return the addresses for the transfers of these numbers, in float32; makes residuals that are not there."""
+        for i in numbers:
+            transfer = self._transfers[i]
+            array = transfer.owner_residual if self._of_owners else transfer.residual
+            if array is None or array is not self._arrays[i]:
+                fit = transfer.fit_owner_residual if self._of_owners else transfer.fit_residual
+                self._arrays[i] = fit(np.float32)
+                self._at[i] = kernels.address_of(self._arrays[i])
+        return self._at[list(numbers)]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
-from hvd_compress.compressors import Compressor, TopK
+from hvd_compress.compressors import Compressor
 from hvd_compress.exchange.parameter_server import EXCHANGE, ParameterServer
 
 __all__ = [
@@ -152,13 +152,13 @@ def _plan(
     exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int, bounds: tuple[int, ...] | None = None
 ) -> Plan:
     numel = math.prod(shape)
-    group = compressor.group_numel(shape)
+    group = compressor.group_of(shape)
     if exchange == "allgather":
         bounds = (0, numel)
     elif bounds is None:
         bounds = chunk_bounds(numel, ranks, group)
     sizes = [b - a for a, b in pairwise(bounds)]
-    parts = tuple(c.for_part(n, numel) if isinstance(c := compressor, TopK) and n else compressor for n in sizes)
+    parts = tuple(compressor.for_part(n, numel) if n else compressor for n in sizes)
     # a tensor without elements still has one payload, so that its exchange is not empty
     slots = tuple(part.capacity(n, group) if n or numel == 0 else 0 for part, n in zip(parts, sizes, strict=True))
     return Plan(exchange, shape, ranks, group, bounds, parts, slots, parts, slots)
@@ -169,7 +169,7 @@ def _plan_of_root(server: ParameterServer, compressor: Compressor, shape: tuple[
     root, numel = server.root_among(ranks), math.prod(shape)
     answers = server.answers_of(compressor)
     # groups are those of the gradients, whatever the answer is made of
-    group = compressor.group_numel(shape)
+    group = compressor.group_of(shape)
 
     def at_root(nbytes: int) -> tuple[int, ...]:
         return tuple(nbytes if rank == root else 0 for rank in range(ranks))
@@ -245,7 +245,7 @@ def _plans(exchange: str, tensors: Mapping[str, tuple[tuple[int, ...], Compresso
             continue
         ends = list(accumulate((math.prod(shape) for shape in alike.values()), initial=0))
         for (name, shape), start in zip(alike.items(), ends, strict=False):
-            bounds = _bounds_within(start, math.prod(shape), ends[-1], ranks, kind.group_numel(shape))
+            bounds = _bounds_within(start, math.prod(shape), ends[-1], ranks, kind.group_of(shape))
             plans[name] = _plan(exchange, kind, shape, ranks, bounds)
     return {name: plans[name] for name in tensors}
 

@@ -46,14 +46,14 @@ class CheckedRaw(Raw):
     def _dtype(self) -> npt.DTypeLike:
         return np.float64 if self.itemsize == 8 else np.float32
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         sections = wire.Sections(body)
         values = sections.blank(x.size, self._dtype)
         with np.errstate(over="ignore"):
             values[...] = x
         return Body(sections.used, x.size, 0, common.all_finite(values))
 
-    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         cast.scaled(body.take(out.size, self._dtype), out.dtype.type(scale), out, add)
         return True
 
@@ -66,8 +66,8 @@ class CheckedHalves(FP16):
     def __repr__(self) -> str:
         return repr(FP16())
 
-    def _encode(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        done = super()._encode(x, gradient, body, group, key)
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+        done = super().encode_body(x, gradient, body, group, key)
         halves = wire.Sections(body).take(x.size, np.float16)
         return done._replace(finite=bool(np.isfinite(halves).all()))
 

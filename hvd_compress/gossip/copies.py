@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress import saved, wire
-from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
+from hvd_compress.compressors import Compressor, Key, NoCompression
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
 from hvd_compress.kernels.common import norm
@@ -95,7 +95,7 @@ class Copies:
             used = compressor.encode_into(x - own, None, buffer, compressor.group_numel(tensor.shape), key)
             finite = compressor.decode_into(buffer[:used], own, self._scales[i], add=True)
             # the difference of two finite numbers can be infinite, and half precision overflows without telling
-            if finite and (not isinstance(compressor, FP16) or np.isfinite(norm(own))):
+            if finite and (not compressor.can_overflow or np.isfinite(norm(own))):
                 return used
         if own is not None:
             own[...] = x

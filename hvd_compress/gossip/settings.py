@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_compress import wire
-from hvd_compress.compressors import BF16, FP16, Adaptive, Compressor, NoCompression, Percentile, Threshold, TopK
+from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.node import MIXINGS, Node
 from hvd_compress.policy import Policy, check_patterns, compressor_for, compressors_in, given_compression
@@ -104,15 +104,9 @@ class GossipSettings:
         if self.mixing == "stale" or is_at_once:
             return 1.0
         # found by trial on MNIST: these reach the accuracy of D-PSGD, five times that of top-k of 1 % diverges
-        share = {
-            TopK: lambda c: c.ratio if c.k is None else c.k / max(1, tensor.numel),
-            Percentile: lambda c: 1 - c.percentile / 100,
-            Adaptive: lambda c: 2 / c.pi,
-            Threshold: lambda c: 0.01,
-        }.get(type(compressor), lambda c: 1.0)(compressor)
-        return min(_MOST_RATE, 2 * share)
+        return min(_MOST_RATE, 2 * compressor.kept_share(tensor.numel))
 
 
 def _keeps_all(compression: Compressor | Policy) -> bool:
     """Tell whether copies follow at once, but for the rounding of 16 bits."""
-    return all(isinstance(c, NoCompression | FP16 | BF16) for c in compressors_in(compression))
+    return all(c.is_dense for c in compressors_in(compression))

@@ -38,6 +38,7 @@ class Bucket(engine.Bucket):
         self._calls = calls
         self.waiting = frozenset(name for name in self.tensors if self.waits(name))
         """Names of the tensors that are encoded together, when all of them are here."""
+        self._numels = {name: math.prod(self.shape_of(name)) for name in self.tensors}
         self._count = len(self.waiting)
         self.came: dict[str, torch.Tensor | None] = {}
         """Which of these are here in this step; with the gradient of each that was put off."""
@@ -99,7 +100,8 @@ class Bucket(engine.Bucket):
         for name, gradient in self.came.items():
             if gradient is None:
                 continue
-            self._check_size(name, gradient)
+            if gradient.numel() != self._numels[name]:
+                raise self._wrong_size(name, gradient)
             if name not in self.lanes or not gradient.is_contiguous():
                 flats[name] = self._take(name, gradient, keep=False)
             else:
@@ -150,9 +152,10 @@ class Bucket(engine.Bucket):
 
     def spans(self) -> list[tuple[int, int]]:
         """Where the gradients begin and end that results are to be written to."""
-        held = [h for h in self._gradients.values() if not h.keep and has_room(h.gradient)]
+        held = [h for h in self._gradients.values() if not (h.keep or (h.is_copy and not has_room(h.gradient)))]
         of_held = [(h.place, h.place + h.gradient.element_size() * h.flat.size) for h in held]
-        return [*of_held, *((at, at + 4 * self.lanes[name].plan.numel) for name, at in self._places.items())]
+        numels = self._numels
+        return of_held + [(at, at + 4 * numels[name]) for name, at in self._places.items()]
 
     def combine(self, keep: bool, scale: float, shared: Collection[int] = ()) -> dict[str, torch.Tensor]:
         """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`.
@@ -208,7 +211,8 @@ class Bucket(engine.Bucket):
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> Array:
-        self._check_size(name, gradient)
+        if gradient.numel() != self._numels[name]:
+            raise self._wrong_size(name, gradient)
         if name not in self.lanes:
             self._small[name] = gradient.detach().clone() if keep else gradient
             return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
@@ -239,14 +243,12 @@ class Bucket(engine.Bucket):
             results[name] = torch.from_numpy(out).view(plan.shape)
         return results
 
-    def _check_size(self, name: str, gradient: torch.Tensor) -> None:
-        """Raise GradientError where kernels would read beyond the end of a gradient."""
-        expected = math.prod(self.shape_of(name))
-        if gradient.numel() != expected:
-            raise GradientError(
-                f"the gradient of {name!r} has {gradient.numel()} elements, and had {expected} when the optimizer was "
-                "wrapped. Wrap it again after a parameter has got another shape"
-            )
+    def _wrong_size(self, name: str, gradient: torch.Tensor) -> GradientError:
+        """What is told instead of letting kernels read beyond the end of a gradient."""
+        return GradientError(
+            f"the gradient of {name!r} has {gradient.numel()} elements, and had {self._numels[name]} when the "
+            "optimizer was wrapped. Wrap it again after a parameter has got another shape"
+        )
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()

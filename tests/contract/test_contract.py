@@ -25,6 +25,7 @@ from hvd_compress import (
 )
 from hvd_compress.compressors import COMPRESSORS, Compressor
 from hvd_compress.engine import Defaults
+from hvd_compress.testing import check_compressor
 from tests.arrays import DTYPES, FINITE, NONFINITE, SHAPES, THREE_MILLION, make
 from tests.close import check_taken_back
 from tests.contract.rows import ROWS, Row
@@ -95,6 +96,11 @@ def test_every_compressor_stands_beside_horovods():
     defaults = {name: getattr(Defaults, name, None) for name in COMPRESSORS if name not in ("none", "fp16")}
     assert defaults.pop("threshold") is Threshold
     assert defaults == {name: COMPRESSORS[name]() for name in defaults}
+
+
+@every_row
+def test_what_outsiders_are_checked_by_holds_for_ours(row):
+    check_compressor(row.compressor)
 
 
 # -- encode and decode -----------------------------------------------------------------------------------------------

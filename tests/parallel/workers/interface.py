@@ -19,12 +19,13 @@ import hvd_compress
 import hvd_compress.torch as hvd
 from hvd_compress import FP16, QSGD, Adaptive, OneBit, Policy, Threshold, TopK
 from hvd_compress.compressors import Compressor
-from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.errors import ContractError, MismatchError, StateError, UnsupportedError
 from hvd_compress.exchange import make_plan
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
 from hvd_compress.torch import _functions
 from tests.hostile import same
+from tests.outsider import SignSum
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
@@ -98,6 +99,35 @@ def names_of_horovods_compressors_stay_its_own() -> None:
     assert hvd.Compression.fp16 is horovod.Compression.fp16
     assert hvd.Compression.onebit == OneBit()
     assert hvd.Compression.threshold(0.5) == Threshold(0.5)
+
+
+# -- a compressor of somebody else -----------------------------------------------------------------------------------
+
+
+@cases.each({e: e for e in (*EXCHANGES, "parameter_server")})
+def a_compressor_of_a_users_file_trains_and_resumes(exchange: str) -> None:
+    first, second = Net(), Net()
+    second.load_state_dict(first.state_dict())
+    optimizer = wrap_to_compress(first, "signsum:0.5", exchange=exchange)
+    train(first, optimizer, range(2), check=lambda step: None)
+    assert optimizer.compression_stats()["compressor"] == repr(SignSum(0.5))
+    again = wrap_to_compress(second, SignSum(0.5), exchange=exchange)
+    second.load_state_dict(first.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    again.load_compression_state_dict(optimizer.compression_state_dict())
+    for model, of_model in ((first, optimizer), (second, again)):
+        train(model, of_model, range(2, 4), check=lambda step: None)
+    assert bytes_of(first.parameters()) == bytes_of(second.parameters())
+    check_equal_on_all_ranks(first)
+
+
+@cases.add
+def a_mistake_of_a_users_compressor_is_told_on_every_rank() -> None:
+    with mock.patch.object(SignSum, "body_bytes", return_value=16):
+        model = Net()
+        optimizer = wrap_to_compress(model, SignSum(0.125))
+        said = ("SignSum(factor=0.125", "encode_body", "16 bytes")
+        raises(ContractError, lambda: train(model, optimizer, range(1), check=lambda step: None), *said)
 
 
 # -- stock Horovod refuses -------------------------------------------------------------------------------------------

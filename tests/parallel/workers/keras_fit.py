@@ -13,6 +13,7 @@ import numpy as np
 
 from hvd_compress import FP16, NoCompression, OneBit, TopK
 from hvd_compress.errors import MismatchError, UnsupportedError
+from tests.outsider import SignSum
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS, raises, ranks_of_start
 
@@ -31,6 +32,7 @@ cases = Cases()
 # what Keras adds is the same for all; tracing takes seconds where ranks outnumber cores
 _FEW = {"onebit": COMPRESSORS["onebit"], "topk-golomb": COMPRESSORS["topk-golomb"]}
 FITTED = {**(COMPRESSORS if ranks_of_start() == 2 and KERAS == 3 else _FEW), "none": NoCompression(), "fp16": FP16()}
+FITTED["of-a-users-file"] = SignSum()
 
 
 def network(dropout: float = 0.0, use_bias: bool = True) -> Any:

@@ -19,6 +19,7 @@ from hvd_compress.engine import DEFAULT_BUCKET_BYTES, routing
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
+from tests.outsider import SignSum
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, numbers, raises
 
@@ -87,6 +88,21 @@ def the_tape_is_the_loopback(setting: Any) -> None:
         for i in range(4):
             for name, found in zip(SHAPES, (in_graph if i % 2 else step)(given(i)), strict=True):
                 check_against(loopback, name, found, i, range(horovod.size()), name_of_op)
+
+
+@cases.each({f"{e}": ("signsum:0.5", e) for e in ("two_phase", "allgather")})
+@whatever_the_bytes
+def a_compressor_of_a_users_file_is_the_loopback(setting: Any) -> None:
+    compression, exchange = setting
+    of, loopback = variables(), Loopback(horovod.size(), SignSum(0.5), exchange)
+
+    def step(wanted: Any) -> Any:
+        return gradients(of, wanted, lambda tape: wrapped(tape, compression, exchange=exchange))
+
+    in_graph = tf.function(step)
+    for i in range(4):
+        for name, found in zip(SHAPES, (in_graph if i % 2 else step)(given(i)), strict=True):
+            check_against(loopback, name, found, i, range(horovod.size()))
 
 
 @cases.each({"none": hvd.Compression.none, "fp16": hvd.Compression.fp16})
