@@ -44,7 +44,7 @@ def _combined(array: np.ndarray, name: str, compressor: Any) -> np.ndarray:
 
         import hvd_compress.torch as hvd
 
-        with mock.patch("hvd_compress.torch._functions.require_agreement_of_call"):
+        with mock.patch("hvd_compress.torch._functions.Meeting.require_agreement"):
             return hvd.allreduce(torch.from_numpy(array), name=name, compression=compressor).numpy()
     import hvd_compress.tensorflow as hvd
 
