@@ -27,7 +27,8 @@ class OneBit(Compressor):
     """One bit per element: the sign, decoded to the mean of the non-negative or of the negative values of its group.
 
     Payload: 1 bit per element and 8 bytes per group. Values >= 0 are sent as 1. Source: Dryden et al. 2016, section
-    3.1. Differences: rows shorter than 512 elements share a group; the AdaGrad step inside the allreduce is not done.
+    3.1. Difference: rows shorter than 512 elements share a group. The AdaGrad step inside the allreduce is
+    `hvd_compress.AdaGrad`, for any compressor.
 
     Args:
         group: "row" (the paper's columns), "tensor", or elements per group.

@@ -1,4 +1,4 @@
-"""One bucket's exchange: the stages of `engine.Bucket` joined by asynchronous collectives."""
+"""Runs one bucket's exchange: the stages of `engine.Bucket`, joined by asynchronous collectives."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Bucket(engine.Bucket):
         super().__init__(lanes, pack)
         self._calls = calls
         self.waiting = frozenset(name for name in self.tensors if self.waits(name))
-        """Names of the tensors that are encoded together, when all of them are here."""
+        """Names of the tensors that are encoded together, once all of them have come."""
         self._numels = {name: math.prod(self.shape_of(name)) for name in self.tensors}
         self._count = len(self.waiting)
         self.came: dict[str, torch.Tensor | None] = {}
-        """Which of these are here in this step; with the gradient of each that was put off."""
+        """Those of them that have come in this step, with the gradients that were put off."""
         self.is_between = False
         """Whether a collective is in flight that is not the last one."""
         self._gradients: dict[str, Held] = {}
@@ -71,9 +71,10 @@ class Bucket(engine.Bucket):
         return taken
 
     def put_off(self, name: str, gradient: torch.Tensor | None) -> int | None:
-        """`take` the gradient of a tensor in `waiting` when all of them are here: how many are not; None if it cannot.
+        """Defer this gradient until all tensors in `waiting` have come; returns how many are missing.
 
-        Several are taken in half the time. It cannot be where one has come already, either.
+        Returns None, and does nothing, where a gradient cannot be deferred: one that kernels would have to copy, or a
+        second one of the same tensor. Taking many gradients at once takes half the time.
         """
         came = self.came
         if (
@@ -89,12 +90,12 @@ class Bucket(engine.Bucket):
         return self._count - len(came)
 
     def let_pass(self, name: str) -> int:
-        """A tensor in `waiting` was given to `start`; how many of them are not here yet."""
+        """Note that a tensor in `waiting` was given to `start` alone; returns how many are missing."""
         self.came[name] = None
         return self._count - len(self.came)
 
     def take_together(self) -> tuple[dict[str, int], dict[str, Array]]:
-        """`take` what was put off; what `start_together` wants of it."""
+        """Take all gradients that were put off; returns the arguments for `start_together`."""
         begin = time.perf_counter()
         flats = {}
         for name, gradient in self.came.items():
@@ -112,7 +113,7 @@ class Bucket(engine.Bucket):
         return self._places, flats
 
     def start(self, name: str, flat: Array | None) -> None:
-        """Encode what was taken; start the first collective when all are here.
+        """Encode a gradient that was taken, and start the first collective once all have come.
 
         None leaves the tensor out of this step, on all ranks alike.
         """
@@ -120,7 +121,7 @@ class Bucket(engine.Bucket):
             self._issue(self.collectives[0], self.parcel())
 
     def start_together(self, places: dict[str, int], flats: dict[str, Array]) -> None:
-        """`start` what `take_together` has returned."""
+        """Do the same for what `take_together` has returned."""
         if self.give_together(places, flats):
             self._issue(self.collectives[0], self.parcel())
 
@@ -136,7 +137,7 @@ class Bucket(engine.Bucket):
     # -- when backward has ended ---------------------------------------------------------------------------------
 
     def wait_next(self) -> bool:
-        """Wait for a collective that is not the last one, and start the next; whether there was one."""
+        """Wait for the present collective and start the next; returns False if the last one is under way already."""
         if not self.is_between:
             return False
         collective = self._waiting_for
@@ -145,20 +146,20 @@ class Bucket(engine.Bucket):
         return True
 
     def wait(self) -> bool:
-        """Wait until the last payloads are here; whether all are finite."""
+        """Wait for the last payloads; returns whether all values are finite."""
         while self.wait_next():
             pass
         return self.arrive(self._receive())
 
     def spans(self) -> list[tuple[int, int]]:
-        """Where the gradients begin and end that results are to be written to."""
+        """Return where the gradients begin and end that results will be written to."""
         held = [h for h in self._gradients.values() if not (h.keep or (h.is_copy and not has_room(h.gradient)))]
         of_held = [(h.place, h.place + h.gradient.element_size() * h.flat.size) for h in held]
         numels = self._numels
         return of_held + [(at, at + 4 * numels[name]) for name, at in self._places.items()]
 
     def combine(self, keep: bool, scale: float, shared: Collection[int] = ()) -> dict[str, torch.Tensor]:
-        """The sums times `scale` as gradients, without those left out; see `Lane.finish` for `keep`.
+        """Decode the sums, times `scale`, and return them as gradients; see `Lane.finish` for `keep`.
 
         A result is written into its gradient, wherever that lies now, unless that was to be kept, cannot hold it, or
         begins at a place in `shared`, where other gradients are, too.
@@ -220,7 +221,7 @@ class Bucket(engine.Bucket):
         return held.flat
 
     def _lose_changed(self) -> None:
-        """Let the exchange know of gradients that are not what they were: they cannot be subtracted any more."""
+        """Tell the exchange which gradients have changed, so that it does not subtract them from residuals."""
         changed = [name for name, held in self._gradients.items() if not held.is_copy and held.has_changed]
         for (name, gradient), version in zip(self._placed.items(), self._versions, strict=True):
             if version_of(gradient) != version or gradient.data_ptr() != self._places[name]:
@@ -229,7 +230,7 @@ class Bucket(engine.Bucket):
             self.lose_gradient(name)
 
     def _apart(self, shared: Collection[int]) -> dict[str, torch.Tensor]:
-        """Tensors for the results that cannot be where their gradients are, which kernels read in their own memory."""
+        """Make tensors for results that cannot be written over their gradients."""
         moved = [n for n, g in self._placed.items() if g.data_ptr() != self._places[n] or self._places[n] in shared]
         for name, held in self._gradients.items():
             if not held.is_copy and (held.keep or held.has_moved or held.place in shared):
@@ -244,7 +245,7 @@ class Bucket(engine.Bucket):
         return results
 
     def _wrong_size(self, name: str, gradient: torch.Tensor) -> GradientError:
-        """What is told instead of letting kernels read beyond the end of a gradient."""
+        """Return the error for a gradient of another size, beyond whose end kernels would read."""
         return GradientError(
             f"the gradient of {name!r} has {gradient.numel()} elements, and had {self._numels[name]} when the "
             "optimizer was wrapped. Wrap it again after a parameter has got another shape"
@@ -267,7 +268,7 @@ class Bucket(engine.Bucket):
         return array
 
     def _ended(self) -> None:
-        """Nothing is in flight."""
+        """Note that nothing is in flight."""
         self._handle, self._waiting_for, self.is_between = None, "", False
 
     def _forget(self) -> None:

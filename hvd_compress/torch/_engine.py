@@ -91,7 +91,7 @@ class Engine(Ledger[Bucket]):
         self._paid: set[str] = set()
 
     def waiting(self) -> dict[str, Bucket]:
-        """The bucket of each tensor of which `Bucket.put_off` takes the gradient."""
+        """Return the bucket of each tensor whose gradient `Bucket.put_off` takes."""
         return {name: bucket for bucket in self.buckets for name in bucket.waiting}
 
     @property
@@ -100,9 +100,9 @@ class Engine(Ledger[Bucket]):
         return [name for bucket in self.buckets for name, gradient in bucket.came.items() if gradient is not None]
 
     def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
-        """Encode a gradient, start what it completes, and move others on that are ready.
+        """Encode a gradient, start the collective that it completes, and start the next stages of other buckets.
 
-        The gradient must stay as it is until `combine`, which overwrites it with the result, but not with `keep`. None
+        The gradient must stay as it is until `combine`, which overwrites it with the result unless `keep` is set. None
         leaves the tensor out of this step, on all ranks alike.
         """
         bucket = self.bucket_of(name)
@@ -123,7 +123,7 @@ class Engine(Ledger[Bucket]):
             self.start_together(bucket)
 
     def start_together(self, bucket: Bucket) -> None:
-        """The last of the tensors that wait has come: take and encode all that were put off."""
+        """Take and encode all gradients that were put off, now that the last one has come."""
         if self.debts:
             for name, gradient in bucket.came.items():
                 if gradient is not None:
@@ -150,7 +150,7 @@ class Engine(Ledger[Bucket]):
             bucket.progress()
 
     def with_debt(self, name: str, gradient: torch.Tensor, keep: bool = False) -> torch.Tensor:
-        """A gradient that travels uncompressed with what is owed added; in place, unless sparse or with `keep`."""
+        """Add what is owed to a gradient that travels uncompressed: in place, unless it is sparse or `keep` is set."""
         if name not in self.debts:
             return gradient
         self._paid.add(name)

@@ -54,7 +54,7 @@ class Held:
         return self.gradient.data_ptr() != self.place or self.gradient.numel() != self.flat.size
 
     def restored(self, apart: bool) -> torch.Tensor:
-        """The gradient with the result that `flat` holds, which is a copy; with `apart` a tensor like it."""
+        """Copy the result from `flat` into the gradient, or with `apart` into a new tensor like it; returns that."""
         # through `data`: what is written there does not count as a write of the user's
         target = torch.empty_like(self.gradient) if apart else self.gradient.data
         target.copy_(torch.from_numpy(self.flat).view(target.shape))
@@ -77,7 +77,7 @@ def has_room(gradient: torch.Tensor) -> bool:
 
 
 def hold(gradient: torch.Tensor, name: str, keep: bool = False, memory: Array | None = None) -> Held:
-    """A dense gradient as kernels take it.
+    """Make a dense gradient ready for kernels.
 
     Args:
         gradient: of any device and strides.
@@ -105,7 +105,7 @@ def hold(gradient: torch.Tensor, name: str, keep: bool = False, memory: Array | 
 
 
 def overlapping(spans: Sequence[tuple[int, int]]) -> set[int]:
-    """The starts of the spans of memory, (start, end), that share a part with another one.
+    """Return the starts of those spans of memory, (start, end), that share a part with another one.
 
     A backward pass may hand out one memory as the gradients of two parameters, whose results differ.
 
