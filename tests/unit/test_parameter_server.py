@@ -253,6 +253,8 @@ def test_what_is_not_finite_reaches_all_and_spoils_nothing(
         # what is owed of an element whose gradient is so large cannot be told from its rounding
         for now, was in zip(after, before, strict=True):
             at = 3 * arrays(2, 0)[0].shape[1] + 5
+            if not now.size:
+                continue
             assert now[at] in (0, was[at])
             now[at] = was[at]
     check_taken_back(after, before, largest=20.0)
