@@ -227,10 +227,8 @@ class Batch:
         # encoding has taken back what is not finite
         encoded = flags == 0
         x_at, given_at = (where[rows.owner] + 4 * rows.start for where in (residuals_at, gradients_at))
-        adds = np.ones(rows.owner.size, np.int64)
-        columns = (at, flags, x_at, rows.numel)
-        at, flags, outs_at, numels = (column[encoded] for column in columns)
-        self._many.decode(at, flags, outs_at, numels, np.float32(1), adds[encoded])
+        columns = (column[encoded] for column in (at, flags, x_at, rows.numel))
+        self._many.decode(*columns, np.float32(1), np.ones(np.count_nonzero(encoded), np.int64))
         known = encoded & ~lost[rows.owner]
         kernels.take_all_back(x_at[known], given_at[known], rows.numel[known])
 

@@ -178,14 +178,13 @@ class Bucket(engine.Bucket):
                 self._spare[name] = held.flat
         for name, result in apart.items():
             gradient = results[name]
-            is_own = name in self._placed or not self._gradients[name].keep
-            is_alone = gradient.data_ptr() not in shared and has_room(gradient)
-            # one that has moved; `data`: what is written there does not count as a write of the user's
-            results[name] = gradient
-            if is_own and is_alone and gradient.shape == result.shape:
-                gradient.data.copy_(result)
-            else:
+            is_kept = name in self._gradients and self._gradients[name].keep
+            can_hold = has_room(gradient) and gradient.shape == result.shape
+            if is_kept or gradient.data_ptr() in shared or not can_hold:
                 results[name] = result
+            else:
+                # it has moved; `data`: what is written there does not count as a write of the user's
+                gradient.data.copy_(result)
         self.count("decode_seconds", time.perf_counter() - begin)
         for name, gradient in self._small.items():
             assert self.pack is not None
