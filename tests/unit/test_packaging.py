@@ -108,11 +108,21 @@ def test_links_of_the_index_page() -> None:
     )
 
 
-def test_links_of_the_readme_lead_to_files() -> None:
-    places = re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())
-    relative = {p.partition("#")[0] for p in places if not re.match(r"[a-z]+:|#", p)}
-    assert relative
-    assert all((ROOT / place).is_file() for place in relative)
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions"])
+def test_links_of_pages_lead_to_files(page: str) -> None:
+    pages = [ROOT / page] if (ROOT / page).is_file() else sorted((ROOT / page).glob("*.md"))
+    found = set()
+    for path in pages:
+        places = re.findall(r"\[[^\]]+\]\(([^)\s]+)\)", path.read_text())
+        found |= {path.parent / p.partition("#")[0] for p in places if not re.match(r"[a-z]+:|#", p)}
+    assert found
+    assert not [place for place in found if not place.is_file()]
+
+
+def test_the_index_of_decisions_has_every_page() -> None:
+    decisions = ROOT / "docs" / "decisions"
+    pages = {page.name for page in decisions.glob("*.md")} - {"README.md"}
+    assert set(re.findall(r"\]\(([^)/]+)\)", (decisions / "README.md").read_text())) == pages
 
 
 def test_urls_are_those_of_the_home_and_of_nothing_invented(built: Path) -> None:
