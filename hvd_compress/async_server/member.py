@@ -152,9 +152,9 @@ class Member:
             "format": feedback.FORMAT,
             "size": self._size,
             "rank": self._position,
-            "steps": 0 if self._worker is None else self._worker.outgoing.steps,
+            "steps": 0 if self._worker is None else self._worker.encoder.steps,
             "compressor": self._settings.compression.get_config(),
-            "residuals": {} if self._worker is None else self._worker.outgoing.state_dict(),
+            "residuals": {} if self._worker is None else self._worker.encoder.state_dict(),
             "owner_residuals": {},
         }
 
@@ -171,8 +171,8 @@ class Member:
                 "residual belongs to its worker. Leaving it out is safe, it only drops what was owed"
             )
         if self._worker is not None:
-            self._worker.outgoing.load_state_dict(state["residuals"])
-            self._worker.outgoing.steps = state["steps"]
+            self._worker.encoder.load_state_dict(state["residuals"])
+            self._worker.encoder.steps = state["steps"]
 
     # -- parts -------------------------------------------------------------------------------------------------------
 

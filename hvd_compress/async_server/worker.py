@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.async_server.answers import AnswersOfWorker
+from hvd_compress.async_server.gradient_encoder import GradientEncoder
 from hvd_compress.async_server.link import Link
 from hvd_compress.async_server.message import HEADER_BYTES, Kind, Message, open_message, seal_message
-from hvd_compress.async_server.outgoing import Outgoing
 from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.stats import WorkerTally
 from hvd_compress.async_server.values import Array, Values
@@ -39,7 +39,7 @@ class Worker:
         link: Link,
         position: int,
     ) -> None:
-        self.outgoing = Outgoing(tensors, settings.for_gradients(tensors), position)
+        self.encoder = GradientEncoder(tensors, settings.for_gradients(tensors), position)
         self.tally = WorkerTally()
         self.version = 0
         """Of the parameters that this rank has."""
@@ -68,7 +68,7 @@ class Worker:
         # the answer to the last gradient says that it is there; MPI wants to be asked nevertheless
         self._link.flush()
         self.number += 1
-        used = self.outgoing.encode(gradients, self._buffer[HEADER_BYTES:])
+        used = self.encoder.encode(gradients, self._buffer[HEADER_BYTES:])
         kind = Kind.BAD_GRADIENT if used is None else Kind.GRADIENT
         payloads = 0 if used is None else self._count
         message = seal_message(self._buffer, HEADER_BYTES + (used or 0), kind, self.number, computed_from, payloads)
@@ -125,8 +125,8 @@ class Worker:
         """Renew residuals, depending on what has become of the gradient."""
         if kind is Kind.NOT_FINITE:
             self.tally.not_finite += 1
-            self.outgoing.take_back()
+            self.encoder.take_back()
         elif kind in (Kind.TOO_STALE, Kind.OVER):
             self.tally.too_stale += 1
-            self.outgoing.owe()
+            self.encoder.owe()
         self.is_over = kind is Kind.OVER

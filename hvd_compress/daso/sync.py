@@ -11,9 +11,9 @@ import numpy as np
 from hvd_compress import saved
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Lane, Share
-from hvd_compress.daso.outgoing import Outgoing
 from hvd_compress.daso.ranks import Groups
 from hvd_compress.daso.settings import DasoSettings
+from hvd_compress.daso.share_sync import ShareSync
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.kernels import merge as kernels
@@ -75,11 +75,11 @@ class NodeSync:
         self._name = name
         self._position = groups.position
         self._group_count = len(groups.nodes.groups)
-        self._outgoing: Outgoing | None = None
+        self._share_sync: ShareSync | None = None
         if groups.across is not None:
             mine = lane.shares[self._position if settings.form == "sharded" else 0]
             largest = max(share.size for share in lane.shares) * lane.dtype.itemsize
-            self._outgoing = Outgoing(mine, largest, groups.across, groups.weight, f"{name}.{self._position}")
+            self._share_sync = ShareSync(mine, largest, groups.across, groups.weight, f"{name}.{self._position}")
         self._turn = 0
         self._flight: _Flight | None = None
         self._snapshot: Array = np.empty(0, lane.dtype)
@@ -95,12 +95,12 @@ class NodeSync:
     @property
     def seconds_between(self) -> float:
         """The seconds spent waiting for other nodes."""
-        return 0.0 if self._outgoing is None else self._outgoing.seconds
+        return 0.0 if self._share_sync is None else self._share_sync.seconds
 
     @property
     def bytes_between(self) -> int:
         """The bytes sent to other nodes."""
-        return 0 if self._outgoing is None else self._outgoing.bytes_sent
+        return 0 if self._share_sync is None else self._share_sync.bytes_sent
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -118,25 +118,25 @@ class NodeSync:
             self._lane.gather(arrays, self._fitting("_snapshot"))
         group, self._turn = self._turn, (self._turn + 1) % self._group_count
         self._flight = _Flight(kind, group, follows)
-        if self._outgoing is None:
+        if self._share_sync is None:
             return
         if not self._sends_in(group):
-            self._outgoing.idle(kind == VALUES, wait)
+            self._share_sync.idle(kind == VALUES, wait)
         elif kind == VALUES:
-            self._outgoing.send_values(arrays, self._lane.dtype, wait)
+            self._share_sync.send_values(arrays, self._lane.dtype, wait)
         else:
-            self._outgoing.send_changes(arrays, self._reference, compression, wait)
+            self._share_sync.send_changes(arrays, self._reference, compression, wait)
 
     def progress(self) -> None:
         """Start what is due; to be called once after each batch."""
-        if self._outgoing is not None:
-            self._outgoing.progress()
+        if self._share_sync is not None:
+            self._share_sync.progress()
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Wait for this rank's share of what is under way; without the other ranks of the node."""
-        flight, out = self._flight, self._outgoing
+        flight, out = self._flight, self._share_sync
         if flight is None or self._mine is not None:
             return
         self._mine = np.empty(0, self._lane.dtype)
@@ -177,7 +177,7 @@ class NodeSync:
                     continue
             self._remember(flight, share, values)
             parts.append((share, values))
-        has_sent = self._outgoing is not None and self._sends_in(flight.group)
+        has_sent = self._share_sync is not None and self._sends_in(flight.group)
         return _Arrived(flight.kind, parts, mine if has_sent else None)
 
     def _remember(self, flight: _Flight, share: Share, values: Array) -> None:
@@ -231,8 +231,8 @@ class NodeSync:
 
     def _settle(self, arrived: _Arrived, left: float) -> None:
         """Note that what was owed has got into the parameters, but for a share of it."""
-        if arrived.kind == VALUES and arrived.mine is not None and self._outgoing is not None:
-            self._outgoing.settle_values(arrived.mine, left)
+        if arrived.kind == VALUES and arrived.mine is not None and self._share_sync is not None:
+            self._share_sync.settle_values(arrived.mine, left)
 
     def _weights(self, staleness: int) -> tuple[float, float]:
         """Return factors (k, d), with which parameters become (k x + sum over nodes) / d."""
@@ -262,7 +262,8 @@ class NodeSync:
             "turn": self._turn,
             "needs_values": self.needs_values,
             "reference": self._reference.copy(),
-            "outgoing": None if self._outgoing is None else self._outgoing.state_dict(),
+            # states of earlier releases have this key
+            "outgoing": None if self._share_sync is None else self._share_sync.state_dict(),
             "flight": flight,
         }
 
@@ -279,20 +280,20 @@ class NodeSync:
         # what is replaced by the next values may have been anything
         finite = not needs_values
         reference = saved.floats("reference of a DASO state", given["reference"], None, dtype, finite=finite)
-        if reference.size not in (0, size) or (given["outgoing"] is None) != (self._outgoing is None):
+        if reference.size not in (0, size) or (given["outgoing"] is None) != (self._share_sync is None):
             raise StateError(
                 f"DASO state of {reference.size} {dtype} parameters, here are {size}; or of a rank with another place "
                 "in its node"
             )
-        outgoing = None
-        if self._outgoing is not None:
+        of_share = None
+        if self._share_sync is not None:
             known = (self._settings.compression, self._settings.blocking_compression)
-            outgoing = self._outgoing.check(given["outgoing"], known, dtype)
+            of_share = self._share_sync.check(given["outgoing"], known, dtype)
         return {
             "turn": saved.integer("turn of a DASO state", given["turn"], 0, self._group_count - 1),
             "needs_values": needs_values,
             "reference": reference,
-            "outgoing": outgoing,
+            "outgoing": of_share,
             "flight": None if given["flight"] is None else self._checked_flight(given["flight"], reference.size),
         }
 
@@ -309,8 +310,8 @@ class NodeSync:
         )
         of_changes = kind == CHANGES
         sent = 0
-        if self._outgoing is not None and self._sends_in(group):
-            sent = self._outgoing.share.size + of_changes
+        if self._share_sync is not None and self._sends_in(group):
+            sent = self._share_sync.share.size + of_changes
         size = self._lane.size
         is_compared = of_changes or self._settings.merge == "delta"
         if (
@@ -324,8 +325,8 @@ class NodeSync:
     def load(self, checked: Mapping[str, Any]) -> None:
         """Take over what `check` returned."""
         self.drain()
-        if self._outgoing is not None:
-            self._outgoing.load(checked["outgoing"])
+        if self._share_sync is not None:
+            self._share_sync.load(checked["outgoing"])
         self._turn, self.needs_values = checked["turn"], checked["needs_values"]
         self._reference = checked["reference"].copy()
         flight = checked["flight"]

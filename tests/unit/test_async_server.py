@@ -185,7 +185,7 @@ def test_what_was_applied_and_what_is_owed_are_all_gradients(compression):
         total = [a + g for a, g in zip(total, given, strict=True)]
     for i in range(len(TENSORS)):
         applied = np.sum([g[i].astype(np.float64) for g in run.values.applied], axis=0)
-        owed = [w.outgoing._residuals[i] for w in run.workers]
+        owed = [w.encoder._residuals[i] for w in run.workers]
         assert any(r is not None and r.any() for r in owed) or i == 1
         owed = sum(r.astype(np.float64) for r in owed if r is not None)
         np.testing.assert_allclose(applied + owed, total[i], rtol=1e-4, atol=1e-4)
@@ -235,7 +235,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(compression, bad):
     run.step(0)
     run.workers[0].poll()
     before = [x.copy() for x in run.values.x]
-    owed = run.workers[0].outgoing.state_dict()
+    owed = run.workers[0].encoder.state_dict()
     spoilt = start(7)
     spoilt[2][50] = bad
     kept = [g.copy() for g in spoilt]
@@ -243,7 +243,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(compression, bad):
     assert run.workers[0].poll()
     assert_equal(spoilt, kept)
     assert_equal(run.values.x, before)
-    assert_states_equal(run.workers[0].outgoing.state_dict(), owed)
+    assert_states_equal(run.workers[0].encoder.state_dict(), owed)
     assert run.workers[0].tally.not_finite == run.server.tally.workers[0].not_finite == 1
     assert run.server.clocks.version == 1
     run.step(0)
@@ -254,12 +254,12 @@ def test_halves_that_overflow_are_not_applied_and_other_residuals_are_as_before(
     run = Simulated(1, compression=Policy([("w", TopK(0.05))], default=FP16()))
     run.step(0)
     run.workers[0].poll()
-    owed = run.workers[0].outgoing.state_dict()
+    owed = run.workers[0].encoder.state_dict()
     large = start(7)
     large[2][3] = 1e5
     run.step(0, large)
     assert run.workers[0].poll()
-    assert_states_equal(run.workers[0].outgoing.state_dict(), owed)
+    assert_states_equal(run.workers[0].encoder.state_dict(), owed)
     assert run.server.tally.workers[0].not_finite == 1
     assert len(run.values.applied) == 1
 
@@ -274,13 +274,13 @@ def test_a_tensor_without_gradient_is_left_out_and_its_residual_stays():
     run = Simulated(1, compression=TopK(0.05))
     run.step(0)
     run.workers[0].poll()
-    owed = run.workers[0].outgoing.state_dict()["w"]["values"]
+    owed = run.workers[0].encoder.state_dict()["w"]["values"]
     before = run.values.x[0].copy()
     given = start(5)
     run.step(0, [None, *given[1:]])
     assert run.values.applied[-1][0] is None
     assert run.values.x[0].tobytes() == before.tobytes()
-    assert run.workers[0].outgoing.state_dict()["w"]["values"].tobytes() == owed.tobytes()
+    assert run.workers[0].encoder.state_dict()["w"]["values"].tobytes() == owed.tobytes()
 
 
 def given_up():
@@ -302,16 +302,16 @@ def test_a_silent_worker_is_given_up_and_its_stale_gradient_is_owed_and_not_lost
     run = given_up()
     run.step(0, now=12.0)
     assert not run.workers[0].is_waiting
-    outgoing = run.workers[1].outgoing
-    owed = [r.copy() for r in outgoing._residuals if r is not None]
+    encoder = run.workers[1].encoder
+    owed = [r.copy() for r in encoder._residuals if r is not None]
     given, applied = start(8), len(run.values.applied)
     run.step(1, given, now=13.0)
     assert run.workers[1].poll()
     # two updates since its parameters; in lockstep one of two workers is at most one update late
     assert len(run.values.applied) == applied
     assert run.workers[1].tally.too_stale == 1
-    found = [r for r in outgoing._residuals if r is not None]
-    lossy = [g for g, r in zip(given, outgoing._residuals, strict=True) if r is not None]
+    found = [r for r in encoder._residuals if r is not None]
+    lossy = [g for g, r in zip(given, encoder._residuals, strict=True) if r is not None]
     for residual, before, gradient in zip(found, owed, lossy, strict=True):
         np.testing.assert_allclose(residual, before + gradient, rtol=1e-6, atol=1e-6)
     # it has the present parameters now, and takes part again

@@ -18,7 +18,7 @@ from hvd_compress import (
     Threshold,
     TopK,
 )
-from hvd_compress.daso import DasoSettings, Member, Nodes, outgoing
+from hvd_compress.daso import DasoSettings, Member, Nodes, share_sync
 from hvd_compress.daso.lane import Lane
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
@@ -186,7 +186,7 @@ def owed(member, tensors):
     """All that a rank owes, in units of the sum over nodes, of each element of its share."""
     found = {t.name: np.zeros(t.numel) for t in tensors}
     for sync in member._syncs:
-        out = sync._outgoing
+        out = sync._share_sync
         if out is None:
             continue
         for piece in out.share.pieces:
@@ -467,7 +467,7 @@ def test_large_values_go_in_parts_and_change_nothing(monkeypatch, form, length):
     nodes = NODES["2x2"]
     chosen = settings(global_skips=4, batches_to_wait=4, form=form)
     whole = run(nodes, chosen, MIXED, steps=12, ends=[length - 1])
-    monkeypatch.setattr(outgoing, "_PART_BYTES", 1024)
+    monkeypatch.setattr(share_sync, "_PART_BYTES", 1024)
     world = World()
     parts = run(nodes, chosen, MIXED, steps=12, ends=[length - 1], world=world)
     for (found, _), (expected, _) in zip(parts, whole, strict=True):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hvd_compress import ConstantThreshold, OneBit, SlopeThreshold, TopK
-from hvd_compress.async_server.outgoing import Outgoing
+from hvd_compress.async_server.gradient_encoder import GradientEncoder
 from hvd_compress.daso import Member
 from hvd_compress.engine import Bucket, Ledger, refuse_residuals
 from hvd_compress.engine import Tensor as EngineTensor
@@ -99,17 +99,17 @@ def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
 
 def test_an_asynchronous_worker_takes_residuals_wholly_or_not_at_all() -> None:
     tensors = [Tensor("w", (40, 30)), Tensor("v", (50, 20))]
-    outgoing = Outgoing(tensors, [OneBit(), TopK(0.05)], 1)
+    encoder = GradientEncoder(tensors, [OneBit(), TopK(0.05)], 1)
 
     def load(state: Any) -> None:
-        outgoing.load_state_dict(check_state(state)["residuals"])
+        encoder.load_state_dict(check_state(state)["residuals"])
 
     state = {
         **states(1)[0],
         "owner_residuals": {},
         "residuals": {t.name: {"shape": list(t.shape), "values": np.ones(t.numel, np.float32)} for t in tensors},
     }
-    check_refusals(state, load, outgoing.state_dict, 60)
+    check_refusals(state, load, encoder.state_dict, 60)
 
 
 # -- what else a state may hold ------------------------------------------------------------------------------------

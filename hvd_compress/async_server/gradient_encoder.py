@@ -15,13 +15,13 @@ from hvd_compress.kernels.common import all_finite
 from hvd_compress.tensors import Tensor
 from hvd_compress.wire import open_payload
 
-__all__ = ["Outgoing"]
+__all__ = ["GradientEncoder"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
-class Outgoing:
+class GradientEncoder:
     """Encodes gradients with error feedback; the last ones can be taken back until the next ones are encoded.
 
     Residuals take two arrays for each tensor whose compressor keeps one: as it is, and as it was before.

@@ -20,7 +20,7 @@ from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy, compressor_for
 from hvd_compress.waiting import waiting
 
-__all__ = ["Outgoing"]
+__all__ = ["ShareSync"]
 
 # a payload of a smaller tensor costs more than it saves
 _MIN_NUMEL = 1024
@@ -29,7 +29,7 @@ _PART_BYTES = 2**18
 _NOTHING = np.zeros(1, np.float32)
 
 
-class Outgoing:
+class ShareSync:
     """Sums the values, or averages the changes, of a share over the nodes.
 
     What compression leaves out of a change is its residual, and goes with the next one. Where the next one goes another
