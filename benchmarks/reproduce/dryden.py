@@ -76,7 +76,7 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
         compression = {NORMAL: NoCompression(), THRESHOLD: Threshold(TAU), ADAPTIVE: Adaptive(pi=PI)}[method]
         optimizer = wrapped(adagrad, network, compression, exchange="two_phase")
     volume = Volume(optimizer)
-    result = learn(settings, network, optimizer, data, checkpoint, watch=volume)
+    result = learn(settings, network, optimizer, data, checkpoint, observer=volume)
     return {**result, "watched": volume.of_all_ranks()}
 
 

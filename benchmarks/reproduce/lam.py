@@ -89,8 +89,8 @@ def _learning(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, 
     network = from_seed(cuda_convnet, settings["seed"])
     optimizer = _optimizer(network, settings["method"])
     steps_of_pass = settings["train"] // (settings["batch"] * horovod.size())
-    watch = Magnitudes(network, [passes * steps_of_pass for passes in AT_PASSES])
-    return learn(settings, network, optimizer, data, checkpoint, watch=watch, target=settings["target"])
+    observer = Magnitudes(network, [passes * steps_of_pass for passes in AT_PASSES])
+    return learn(settings, network, optimizer, data, checkpoint, observer=observer, target=settings["target"])
 
 
 def _optimizer(network: Any, method: str, prefix: str = "") -> Any:

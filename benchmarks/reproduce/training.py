@@ -18,12 +18,12 @@ import hvd_compress.torch as hvd
 from .checkpoint import Checkpoint
 from .data import Data
 
-__all__ = ["Watch", "all_ranks", "learn", "wrapped"]
+__all__ = ["Observer", "all_ranks", "learn", "wrapped"]
 
 _TEST_BATCH = 500
 
 
-class Watch(Protocol):
+class Observer(Protocol):
     """Looks on while a training goes on."""
 
     found: dict[str, Any]
@@ -58,7 +58,7 @@ def learn(
     optimizer: Any,
     data: Data,
     checkpoint: Checkpoint,
-    watch: Watch | None = None,
+    observer: Observer | None = None,
     target: float = float("inf"),
 ) -> dict[str, Any]:
     """Train, from the checkpoint on if there is one.
@@ -70,18 +70,18 @@ def learn(
         optimizer: wrapped, or plain where ranks are to learn alone.
         data: the same on all ranks, which deal it out anew in each epoch.
         checkpoint: of this unit.
-        watch: is told of each step.
+        observer: is told of each step.
         target: training accuracy in percent that ends it.
 
     Returns:
         Accuracies in percent: "train" of each part, of images before they were learned from; "test" of each epoch and,
         where ranks learn alone, rank. "loss" of each part, "bytes_sent" and "seconds" of each rank, "steps", what
-        `watch` has found, whether "replicas_identical" (None where ranks learn alone), and "digest" of the first
+        `observer` has found, whether "replicas_identical" (None where ranks learn alone), and "digest" of the first
         rank's parameters.
     """
     are_replicas = hasattr(optimizer, "compression_stats")
     history: dict[str, Any] = {"train": [], "loss": [], "test": [], "bytes": 0, "seconds": 0.0, "steps": 0}
-    first = _restored(checkpoint, network, optimizer, history, watch)
+    first = _restored(checkpoint, network, optimizer, history, observer)
     sent_before = history["bytes"]
     for _ in range(first):
         r.done("as saved")
@@ -91,19 +91,19 @@ def learn(
             continue
         order = mnist_data.deal(len(data.train_y), settings["batch"], hvd.rank(), hvd.size(), settings["seed"], epoch)
         for part in np.array_split(order, settings.get("parts", 1)):
-            _learn_part(part, network, optimizer, data, history, watch)
+            _learn_part(part, network, optimizer, data, history, observer)
             if _is_reached(history, target):
                 break
         history["test"].append(_tested(network, data, are_replicas))
         history["bytes"] = sent_before + _bytes_sent(optimizer)
-        checkpoint.save(epoch, _state(epoch, network, optimizer, history, watch))
+        checkpoint.save(epoch, _state(epoch, network, optimizer, history, observer))
         r.done(f"epoch {epoch + 1}: {history['test'][-1][0]:.2f} %")
     digests = hvd.allgather_object(_digest(network), name="reproduce.digests")
     return {
         **{key: history[key] for key in ("train", "loss", "test", "steps")},
         "bytes_sent": all_ranks(history["bytes"]),
         "seconds": all_ranks(history["seconds"]),
-        "watched": None if watch is None else watch.found,
+        "watched": None if observer is None else observer.found,
         "digest": digests[0],
         "replicas_identical": len(set(digests)) == 1 if are_replicas else None,
         "parameters": sum(p.numel() for p in network.parameters()),
@@ -121,14 +121,19 @@ def _is_reached(history: dict[str, Any], target: float) -> bool:
 
 
 def _learn_part(
-    order: np.ndarray, network: nn.Module, optimizer: Any, data: Data, history: dict[str, Any], watch: Watch | None
+    order: np.ndarray,
+    network: nn.Module,
+    optimizer: Any,
+    data: Data,
+    history: dict[str, Any],
+    observer: Observer | None,
 ) -> None:
     right, loss_sum = torch.zeros(()), torch.zeros(())
     begin = time.perf_counter()
     for rows in order:
         x, y = data.train_x[rows], data.train_y[rows]
-        if watch is not None:
-            watch.begin(history["steps"], x, y)
+        if observer is not None:
+            observer.begin(history["steps"], x, y)
         optimizer.zero_grad()
         out = network(x)
         loss = nn.functional.cross_entropy(out, y)
@@ -136,8 +141,8 @@ def _learn_part(
         optimizer.step()
         right += (out.detach().argmax(dim=1) == y).sum()
         loss_sum += loss.detach()
-        if watch is not None:
-            watch.end(history["steps"])
+        if observer is not None:
+            observer.end(history["steps"])
         history["steps"] += 1
     history["seconds"] += time.perf_counter() - begin
     history["train"].append(float(np.mean(all_ranks(100 * float(right) / order.size))))
@@ -165,19 +170,19 @@ def _bytes_sent(optimizer: Any) -> int:
     return optimizer.compression_stats()["total"]["bytes_sent"] if hasattr(optimizer, "compression_stats") else 0
 
 
-def _state(epoch: int, network: nn.Module, optimizer: Any, history: dict[str, Any], watch: Watch | None) -> Any:
+def _state(epoch: int, network: nn.Module, optimizer: Any, history: dict[str, Any], observer: Observer | None) -> Any:
     return {
         "epoch": epoch,
         "network": network.state_dict(),
         "optimizer": optimizer.state_dict(),
         "compression": optimizer.compression_state_dict() if hasattr(optimizer, "compression_state_dict") else None,
         "history": history,
-        "watched": None if watch is None else watch.found,
+        "watched": None if observer is None else observer.found,
     }
 
 
 def _restored(
-    checkpoint: Checkpoint, network: nn.Module, optimizer: Any, history: dict[str, Any], watch: Watch | None
+    checkpoint: Checkpoint, network: nn.Module, optimizer: Any, history: dict[str, Any], observer: Observer | None
 ) -> int:
     """The epoch to begin with."""
     state = checkpoint.load()
@@ -188,8 +193,8 @@ def _restored(
     if state["compression"] is not None:
         optimizer.load_compression_state_dict(state["compression"])
     history.update(state["history"])
-    if watch is not None:
-        watch.found.update(state["watched"])
+    if observer is not None:
+        observer.found.update(state["watched"])
     return state["epoch"] + 1
 
 

@@ -82,7 +82,7 @@ def weights_follow_equation_1(pair: tuple[int, int]) -> None:
         start = np.asarray(hvd.broadcast(model.get_weights()[0], 0, name="daso.start"))
         seen: list[np.ndarray] = []
 
-        class Watch(keras.callbacks.Callback):
+        class Recorder(keras.callbacks.Callback):
             def on_train_batch_end(self, batch: int, logs: Any = None, seen: Any = seen) -> None:
                 seen.append(self.model.get_weights()[0])
 
@@ -90,7 +90,12 @@ def weights_follow_equation_1(pair: tuple[int, int]) -> None:
         model.compile(hvd.DASO(keras.optimizers.SGD(RATE), ranks_per_node=PER_NODE), "mse")
         first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(
-            *data(hvd.rank()), batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[first, callback, Watch()]
+            *data(hvd.rank()),
+            batch_size=16,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[first, callback, Recorder()],
         )
         schedule = DasoSchedule(*pair, patience=None, steps_per_epoch=7)
         for steps in range(1, 15):
@@ -162,7 +167,7 @@ def validation_is_of_equal_weights_and_epochs_may_be_of_unknown_length() -> None
     """Among nodes of one rank, where a change takes two collectives; one rank is slow."""
     seen: list[list[np.ndarray]] = []
 
-    class Watch(keras.callbacks.Callback):
+    class Recorder(keras.callbacks.Callback):
         def on_test_begin(self, logs: Any = None) -> None:
             seen.append(self.model.get_weights()[:1])
 
@@ -181,7 +186,7 @@ def validation_is_of_equal_weights_and_epochs_may_be_of_unknown_length() -> None
         **RAW, global_skips=3, batches_to_wait=3, compression=Adaptive(8), ranks_per_node=1
     )
     model.compile(hvd.DASO(keras.optimizers.SGD(0.05), ranks_per_node=1), "mse")
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), callback, Watch()]
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), callback, Recorder()]
     settings = {"verbose": 0, "shuffle": False, "callbacks": callbacks, "validation_data": data(0, 16)}
     # as long as Keras is told, and then longer
     model.fit(endless(), steps_per_epoch=4, epochs=2, **settings)
