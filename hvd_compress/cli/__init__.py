@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 300
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
+    """Says in one line what is wrong with the arguments."""
 
     def error(self, message: str) -> NoReturn:
         # one that quotes an argument is as long as that
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
-    """With "--option=-1" for "--option -1": else argparse takes the number for an option, and says nothing of it."""
+    """Join "--option -1" to "--option=-1": argparse would take the number for an option, and say nothing of it."""
     joined: list[str] = []
     for argument in arguments:
         if joined and re.match(r"--[a-z-]+$", joined[-1]) and re.match(r"-[0-9.]", argument):

@@ -1,4 +1,4 @@
-"""Does compression pay for a model? Predicts the time of a training step for each compressor and exchange.
+"""Find out whether compression pays for a model: predict the time of a step for each compressor and exchange.
 
 On paper, on any machine:
 
@@ -152,7 +152,7 @@ def _on_paper(shapes: list[Shape], options: argparse.Namespace) -> tuple[Network
 
 
 def _with_ranks(ranks: Ranks, shapes: list[Shape], options: argparse.Namespace) -> tuple[Network, list[Prediction]]:
-    """A collective call."""
+    """Measure the network and the kernels, predict, and try ways with real ranks; a collective call."""
     # trials are collectives of these shapes
     number = float(zlib.crc32(repr(shapes).encode()))
     if ranks.maximum([number, -number]) != [number, -number]:
@@ -176,7 +176,7 @@ def tried(
     step: float = 0.0,
     limit: float = _ALL_TRIALS_SECONDS,
 ) -> list[Prediction]:
-    """The rows with the seconds of trials, where ranks run PyTorch; a collective call.
+    """Try the ways of some rows where ranks run PyTorch; returns the rows with measured seconds. A collective call.
 
     They are tried the fastest first, three times, in turns; then those again whose trials differ, since machines may be
     slow for a minute. What takes long by prediction is not tried.

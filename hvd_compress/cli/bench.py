@@ -1,4 +1,4 @@
-"""Speed of all kernels on this machine now, on one thread, and against a copy of the gradient in the same run.
+"""Time all kernels on this machine now, on one thread, against a copy of the gradient in the same run.
 
 With --json: "kernels", each with "compressor" (its repr), "bytes_per_element" and, for "encode", "decode" and
 "decode_and_add", "gb_per_second" (of float32 gradient) and "copies" (the time against that of copying it); null where
@@ -38,7 +38,7 @@ _CASES: tuple[Compressor, ...] = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None but --json: it is always the same."""
+    """Declare the command line: only --json, since it always times the same."""
     add_json_argument(parser)
 
 
@@ -74,6 +74,6 @@ def _fields(name: str, speed: Speed, copy: float) -> dict[str, Any]:
 
 
 def _cell(seconds: float, copy: float) -> str:
-    """GB of float32 per second, and how many copies of it that takes, from the seconds of an element."""
+    """Write the GB of float32 per second, and how many copies would take as long, from the seconds of an element."""
     # other work on the machine can make a large array seem to take no longer than a small one
     return f"{4e-9 / seconds:.1f} ({seconds / copy:.1f}x)" if seconds and copy else "too noisy to tell"

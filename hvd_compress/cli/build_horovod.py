@@ -270,7 +270,7 @@ INCLUDED = "added the standard headers that {} files use and do not include: new
 
 
 class BuildError(RuntimeError):
-    """A step failed; the message says which and what to do."""
+    """Raised when a step has failed; the message says which and what to do."""
 
 
 def say(text: str) -> None:
@@ -279,7 +279,7 @@ def say(text: str) -> None:
 
 
 def installed(distributions: list[str]) -> str | None:
-    """Version of the first of `distributions` that is installed in this Python, or None."""
+    """Return the version of the first of `distributions` that is installed in this Python, or None."""
     for name in distributions:
         try:
             return metadata.version(name)
@@ -289,7 +289,7 @@ def installed(distributions: list[str]) -> str | None:
 
 
 def find_mpi(path: str) -> str | None:
-    """One line that identifies the MPI whose `mpicxx` is on `path`, or None."""
+    """Return a line that identifies the MPI whose `mpicxx` is on `path`, or None."""
     if shutil.which("mpicxx", path=path) is None:
         return None
     launcher = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
@@ -301,7 +301,7 @@ def find_mpi(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class Cuda:
-    """With what CUDA is built in.
+    """Describes the CUDA that Horovod is built with.
 
     Args:
         version: of CUDA, as torch was built with.
@@ -325,7 +325,7 @@ print(json.dumps({"cuda": torch.version.cuda, "capabilities": found}))
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine has NVIDIA's kernel driver, or (as below Windows) a card that answers without it."""
+    """Tell whether this machine has NVIDIA's kernel driver, or (as under WSL) a card that answers without it."""
     if Path("/proc/driver/nvidia/version").exists():
         return True
     try:
@@ -335,7 +335,7 @@ def has_nvidia_driver() -> bool:
 
 
 def ask_torch() -> tuple[str | None, list[int]]:
-    """The CUDA that torch was built with, and the compute capabilities of the cards that it sees."""
+    """Return the CUDA that torch was built with, and the compute capabilities of the cards that it sees."""
     done = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True)
     if done.returncode:
         raise BuildError(f"torch cannot be imported: {done.stderr.strip().splitlines()[-1:]}")
@@ -344,7 +344,7 @@ def ask_torch() -> tuple[str | None, list[int]]:
 
 
 def choose_cuda(mode: str, torch: str | None) -> Cuda | None:
-    """What `--gpu` (auto, cuda, none) means here; None is a build for the CPU. A line says which and why."""
+    """Find out what `--gpu` (auto, cuda, none) means here, and say it; returns None for a build for the CPU."""
     if mode == "none" or os.environ.get("HOROVOD_GPU") == "ROCM":
         return None
     wanted = mode == "cuda" or any(os.environ.get(name) for name in GPU_VARIABLES)
@@ -371,7 +371,7 @@ def choose_cuda(mode: str, torch: str | None) -> Cuda | None:
 
 
 def find_nccl() -> Path:
-    """HOROVOD_NCCL_HOME, or the NCCL that came with torch."""
+    """Return the folder that HOROVOD_NCCL_HOME names, or that of the NCCL that came with torch."""
     if os.environ.get("HOROVOD_NCCL_HOME"):
         return Path(os.environ["HOROVOD_NCCL_HOME"])
     spec = importlib.util.find_spec("nvidia")
@@ -382,7 +382,7 @@ def find_nccl() -> Path:
 
 
 def cuda_identity(cuda: Cuda | None) -> str:
-    """What of the toolkit and of NCCL shapes the wheel."""
+    """Return text that differs where the toolkit or NCCL would make another wheel."""
     if cuda is None:
         return "cpu"
     nvcc = first_lines([str(cuda.home / "bin" / "nvcc"), "--version"]) if cuda.home else ""
@@ -392,7 +392,7 @@ def cuda_identity(cuda: Cuda | None) -> str:
 
 
 def first_lines(command: list[str]) -> str:
-    """What a program prints, or nothing if it cannot be run."""
+    """Run a program and return what it prints, or nothing if it cannot be run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout.strip()
     except OSError:
@@ -400,7 +400,7 @@ def first_lines(command: list[str]) -> str:
 
 
 def compiler_identity() -> str:
-    """Compiler, its C++ library, the C library, and the instructions of this processor that Horovod is built for."""
+    """Describe compiler, C++ library, C library, and the instructions of this processor that Horovod uses."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or "g++"
     macros = first_lines([*compiler.split(), "-x", "c++", "-include", "cstddef", "-dM", "-E", os.devnull])
     library = sorted(
@@ -414,7 +414,7 @@ def compiler_identity() -> str:
 
 
 def cache_key(versions: dict[str, str | None], gpu: str = "cpu") -> str:
-    """Readable versions plus a hash of all that shapes the wheel, this file with its edits included."""
+    """Join readable versions and a hash of all that shapes the wheel, this file with its edits included."""
     flags = (
         "CC",
         "CXX",
@@ -435,7 +435,7 @@ def cache_key(versions: dict[str, str | None], gpu: str = "cpu") -> str:
 
 
 def users_cache() -> Path | None:
-    """Where the user's cache keeps the wheels, or None for a user without a home; nothing is made there."""
+    """Return the folder of the user's cache for wheels, or None for a user without a home; makes nothing."""
     for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
         # a relative one is to be ignored, and without a home "~" stays as it is
         if os.path.isabs(root):
@@ -444,7 +444,7 @@ def users_cache() -> Path | None:
 
 
 def why_unwritable(folder: Path) -> str:
-    """Makes the folder if need be, and says why nothing can be written there; empty if all is well."""
+    """Make the folder if need be, and return why nothing can be written there; empty if all is well."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # permissions tell root nothing of a read-only file system
@@ -457,7 +457,7 @@ def why_unwritable(folder: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """The user's folder of wheels, made if need be, or where it cannot be written, another one, which is said."""
+    """Return the user's folder of wheels, made if need be; if it cannot be written, say so and return another."""
     users = users_cache()
     reason = why_unwritable(users) if users else "this user has no home folder"
     if users and not reason:
@@ -471,7 +471,7 @@ def cache_folder() -> Path:
 
 
 def make_flags() -> str:
-    """The caller's MAKEFLAGS, else one job per usable core with 2 GB of memory for each."""
+    """Return the caller's MAKEFLAGS, or one job per usable core with 2 GB of memory for each."""
     # below another make, MAKEFLAGS holds that one's switches and a job server that pip does not pass on
     if "MAKEFLAGS" in os.environ and "MAKELEVEL" not in os.environ:
         return os.environ["MAKEFLAGS"]
@@ -499,7 +499,7 @@ def sign_of_life(describe: Callable[[], str], every_seconds: float = 15) -> Iter
 
 
 def pip(what: str, *args: str, env: dict[str, str] | None = None, log: Path) -> None:
-    """Run pip quietly into `log`; raise BuildError with what matters of the log on failure."""
+    """Run pip quietly into `log`; if it fails, raise BuildError with the lines of the log that matter."""
     with log.open("a") as sink, sign_of_life(lambda: what):
         sink.write(f"\n$ pip {' '.join(args)}\n")
         sink.flush()
@@ -510,12 +510,12 @@ def pip(what: str, *args: str, env: dict[str, str] | None = None, log: Path) -> 
 
 
 def lines_that_matter(log: Path, most: int = 12) -> str:
-    """The first compiler or CMake errors of a log, each once, and its last lines, with the log's place."""
+    """Return the first compiler or CMake errors of a log, each once, its last lines, and where the log is."""
     text = log.read_text(errors="replace")
     lines = text.splitlines()
 
     def reason(line: str) -> str:
-        """The same one comes from many files and lines."""
+        """Cut off file and line: the same error comes from many of them."""
         return re.sub(r"^.*?(?=(?:fatal )?error\b)|[\d\s]+", "", line, flags=re.I)
 
     bad: dict[str, str] = {}
@@ -528,7 +528,7 @@ def lines_that_matter(log: Path, most: int = 12) -> str:
 
 
 def advice(log: str) -> str:
-    """What to do about a failure that says too little itself, or nothing."""
+    """Return what to do about a failure that says too little itself, or nothing."""
     if "No module named pip" in log:
         return f"\n    This environment has no pip: `{sys.executable} -m ensurepip` brings it."
     if re.search(r"unsupported GNU version", log):
@@ -545,7 +545,7 @@ def install_into(what: str, target: Path, pinned: dict[str, list[str]], log: Pat
 
 
 def fetch_toolkit(version: str, slot: Path, log: Path) -> Path:
-    """A CUDA home from packages of the index, laid out as Horovod's CMake expects it."""
+    """Make a CUDA home from packages of the index, laid out as Horovod's CMake expects it."""
     unhashed: dict[str, list[str]] = {f"{package}=={version}.*": [] for package in CUDA_PACKAGES}
     # a part of it ends in the wheel's search path for libraries, so not in a folder of /tmp that others may make anew
     shutil.rmtree(slot / "cuda", ignore_errors=True)
@@ -557,7 +557,7 @@ def fetch_toolkit(version: str, slot: Path, log: Path) -> Path:
 
 
 def link_plain_names(libraries: Path, folder: Path) -> None:
-    """Links such as libnccl.so -> libnccl.so.2, which the linker looks for and packages leave out."""
+    """Make links such as libnccl.so -> libnccl.so.2, which the linker looks for and packages leave out."""
     for library in libraries.glob("lib*.so.*"):
         plain = folder / (library.name.partition(".so.")[0] + ".so")
         if not plain.exists():
@@ -565,7 +565,7 @@ def link_plain_names(libraries: Path, folder: Path) -> None:
 
 
 def cuda_environment(cuda: Cuda, slot: Path, log: Path) -> dict[str, str]:
-    """Variables that let Horovod's setup find CUDA and NCCL; those of the caller win."""
+    """Return the variables that let Horovod's setup find CUDA and NCCL; those of the caller win."""
     home = cuda.home or fetch_toolkit(cuda.version, slot, log)
     nccl = cuda.nccl
     if not (nccl / "lib" / "libnccl.so").exists() and not os.environ.get("HOROVOD_NCCL_LIB"):
@@ -587,7 +587,7 @@ def cuda_environment(cuda: Cuda, slot: Path, log: Path) -> dict[str, str]:
 
 
 def capabilities(cuda: Cuda, nvcc: Path) -> list[int]:
-    """Those to build for that this compiler has: of the cards at hand, else CAPABILITIES."""
+    """Return those capabilities that this compiler can build for: of the cards at hand, or of CAPABILITIES."""
     known = {int(found) for found in re.findall(r"compute_(\d+)\b", first_lines([str(nvcc), "--list-gpu-arch"]))}
     wanted = cuda.capabilities or CAPABILITIES
     # a card that is newer than the compiler runs the newest code that it has
@@ -632,7 +632,7 @@ def apply_edits(source: Path) -> None:
 
 
 def add_includes(source: Path) -> int:
-    """Let each C++ file of Horovod and Gloo include the standard headers whose names it uses; how many lacked some."""
+    """Add the standard headers that each C++ file of Horovod and Gloo uses; returns how many files lacked some."""
     changed = 0
     for folder in ("horovod", "third_party/gloo/gloo"):
         for file in sorted([*(source / folder).rglob("*.h"), *(source / folder).rglob("*.cc")]):
@@ -647,7 +647,7 @@ def add_includes(source: Path) -> int:
 
 
 def build_wheel(source: Path, out: Path, env: dict[str, str], log: Path, usual_minutes: float) -> Path:
-    """Compile; a line now and then says how far it is and which file is being compiled."""
+    """Compile; now and then say how far it is and which file is being compiled."""
     jobs = make_flags()
     say(f"compiling ({jobs}); usually about {usual_minutes:g} minutes on 2 cores; log: {log}")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-v", "--no-build-isolation",
@@ -676,7 +676,7 @@ def build_wheel(source: Path, out: Path, env: dict[str, str], log: Path, usual_m
 
 
 def build_environment(tools: Path, versions: dict[str, str | None], path: str) -> dict[str, str]:
-    """Variables for Horovod's setup: the frameworks and the MPI that were found, and nothing else."""
+    """Return the variables for Horovod's setup: the frameworks and the MPI that were found, and nothing else."""
 
     def switch(feature: str, on: bool) -> tuple[str, str]:
         return (f"HOROVOD_WITH_{feature}" if on else f"HOROVOD_WITHOUT_{feature}", "1")
@@ -699,7 +699,7 @@ def build_environment(tools: Path, versions: dict[str, str | None], path: str) -
 
 
 def check_machine() -> None:
-    """BuildError for what the compiler would miss after minutes."""
+    """Raise BuildError for what the compiler would miss after minutes."""
     for tool in ("gcc", "g++", "make"):
         if shutil.which(tool) is None:
             raise BuildError(f"{tool} is not on PATH; install a C++ compiler and make, then run this again.")
@@ -774,7 +774,7 @@ def settle_open_mpi(prefix: Path, site: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the command line."""
+    """Declare the command line."""
     parser.add_argument(
         "--gpu",
         choices=["auto", "cuda", "none"],
@@ -790,7 +790,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(options: argparse.Namespace) -> None:
-    """ValueError for what would fail after minutes of compiling."""
+    """Raise ValueError for what would fail after minutes of compiling."""
     for folder, option in ((options.wheel_dir, "--wheel-dir"), (options.cache, "--cache")):
         if folder and (reason := why_unwritable(folder)):
             raise ValueError(f"{option} {folder}: nothing can be written there ({reason}); name another folder")
@@ -799,7 +799,7 @@ def check_arguments(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Build and install; the exit code is 1 if that failed. ValueError for arguments that do not fit."""
+    """Build and install; returns 1 if that failed. Raises ValueError for arguments that do not fit."""
     check_arguments(options)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     versions: dict[str, str | None] = {

@@ -1,4 +1,4 @@
-"""Is this Horovod able to exchange compressed gradients, and what is missing?
+"""Find out whether this Horovod can exchange compressed gradients, and what is missing.
 
 As one process it starts horovodrun and mpirun, for a moment and on this host: what lies on PATH may not work. Under one
 of them the collectives that exchanges need are tried with real ranks instead; rank 0 prints all that it found, the
@@ -87,12 +87,12 @@ _TCP_FLAGS, _USUAL_TCP_FLAGS = "OMPI_MCA_btl_tcp_flags", "send,put,inplace,need-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None but --json: all is looked at."""
+    """Declare the command line: only --json, since it looks at everything."""
     add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a line for each finding as soon as it is found; the same exit code on all ranks."""
+    """Print a line for each finding as soon as it is found; returns the same exit code on all ranks."""
     rank, ranks = launched("rank"), None
     show = _Lines(rank, options.json)
     with working(options.json):
@@ -148,7 +148,7 @@ def _print_line(what: str, found: str, verdict: str, remedy: str) -> None:
 
 
 def _here() -> Iterator[Finding]:
-    """Python, packages and processors."""
+    """Look at Python, packages and processors."""
     yield Finding("hvd_compress", f"{__version__}, Python {platform.python_version()}", OK)
     yield Finding("numpy", np.__version__, *_age("numpy", np.__version__))
     cores, local = len(os.sched_getaffinity(0)), launched("local size")
@@ -162,7 +162,7 @@ def _here() -> Iterator[Finding]:
 
 
 def _horovod() -> Iterator[Finding]:
-    """Horovod, the frameworks, whether they fit each other, and what starts ranks."""
+    """Look at Horovod, the frameworks, whether they fit each other, and what starts ranks."""
     installed = {f: next(filter(_version, names), None) for f, names in _DISTRIBUTIONS.items()}
     build = (
         _BUILD if any(installed.values()) else f"pip install torch, or tensorflow, then build Horovod for it: {BUILD}"
@@ -192,7 +192,7 @@ def _horovod() -> Iterator[Finding]:
 
 
 def _framework(framework: str, distribution: str, able: list[Built]) -> Iterator[Finding]:
-    """A framework that is installed and its Horovod, which is added to `able` if it can be imported."""
+    """Look at a framework and its Horovod; one that can be imported is added to `able`."""
     version, probed = _version(distribution) or "", _probe(framework)
     if isinstance(probed, dict) and probed.get("broken"):
         remedy = f"install it again: pip install --force-reinstall {distribution}"
@@ -216,18 +216,18 @@ def _framework(framework: str, distribution: str, able: list[Built]) -> Iterator
 
 
 def _library(probed: Mapping[str, Any]) -> str:
-    """Name and version of an MPI library, without whoever has packed it."""
+    """Return the name and version of an MPI library, without whoever has packed it."""
     return str(probed.get("library", "")).partition(",")[0].partition("\n")[0].strip()
 
 
 def _other_version(framework: str, told: Mapping[str, Any]) -> str:
-    """Says so if the framework has changed since Horovod was built; empty if it has not."""
+    """Say that the framework has changed since Horovod was built; returns nothing if it has not."""
     built_for, version = told.get("built_for"), told.get("version")
     return "" if built_for in (None, version) else f"for {framework} {built_for}, but here is {version}"
 
 
 def _kernels() -> Iterator[Finding]:
-    """Numba compiles, and every compressor's payload can be read again."""
+    """Check that Numba compiles, and that every compressor's payload can be read again."""
     version = _version("numba") or "not installed"
     gradients = [np.random.default_rng(rank).standard_normal((64, 512)).astype(np.float32) for rank in range(2)]
     for compressor in (OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()):
@@ -250,7 +250,7 @@ def _kernels() -> Iterator[Finding]:
 
 
 def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
-    """The two collectives of an exchange, with values that can only be right."""
+    """Run the two collectives of an exchange, with values that can only be right."""
     started = launched("size")
     if ranks.ranks != started:
         remedy = "start them with the mpirun of the MPI that Horovod was built with, or with horovodrun --gloo"
@@ -271,7 +271,7 @@ def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Open MPI over TCP, where a receiver's request waits behind what it sends: see README, "Slow links"."""
+    """Look at Open MPI over TCP, where a request waits behind what is sent: see README, "Slow links"."""
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return
     given = environment.get(_TCP_FLAGS, _USUAL_TCP_FLAGS)
@@ -291,7 +291,7 @@ def _verdict(collective: str, right: bool) -> Finding:
 
 
 def _probe(framework: str) -> dict[str, Any] | str:
-    """What horovod.<framework> was built with, or why it cannot be imported.
+    """Find out what horovod.<framework> was built with, or why it cannot be imported.
 
     A dict with "broken" says why the framework itself cannot.
     """
@@ -318,7 +318,7 @@ def _probe(framework: str) -> dict[str, Any] | str:
 
 
 def _age(name: str, version: str) -> tuple[str, str]:
-    """Verdict and remedy."""
+    """Compare a version with the oldest one that is known to work; returns verdict and remedy."""
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if numbers >= _LEAST[name]:
         return OK, ""

@@ -1,4 +1,4 @@
-"""What `check` finds, a line of its output each."""
+"""Say what `check` finds, one line of its output for each finding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OK, NOTE, MISSING = "ok", "note", "MISSING"
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the output.
+    """Holds one line of the output.
 
     Args:
         what: was looked at.
@@ -27,5 +27,5 @@ class Finding:
 
 
 def last_line(text: str) -> str:
-    """The last line that says anything; empty if none does."""
+    """Return the last line that says anything; empty if none does."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip(" -=")), "")

@@ -1,4 +1,4 @@
-"""Results for programs: JSON alone on stdout, whatever else would print there."""
+"""Print results for programs: JSON alone on stdout, whatever else would print there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def working(as_json: bool) -> Iterator[None]:
-    """Sends to stderr what models, frameworks and Horovod print meanwhile, where stdout is for JSON."""
+    """Send to stderr what models, frameworks and Horovod print meanwhile, where stdout is for JSON."""
     if not as_json:
         yield
         return
@@ -28,5 +28,5 @@ def working(as_json: bool) -> Iterator[None]:
 
 
 def print_json(result: Any) -> None:
-    """Print a result; ValueError for a number that JSON has not."""
+    """Print a result; raises ValueError for a number that JSON does not have."""
     print(json.dumps(result, indent=2, allow_nan=False), flush=True)

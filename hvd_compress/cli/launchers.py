@@ -1,4 +1,4 @@
-"""Do horovodrun and mpirun start ranks here? They are started, with a time limit: what lies on PATH may not work."""
+"""Find out whether horovodrun and mpirun start ranks, by starting some with a time limit: what is on PATH may fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OF_MPI4PY = "from mpi4py import MPI; print('ranks=%d.' % MPI.COMM_WORLD.size, f
 
 @dataclass(frozen=True)
 class Built:
-    """What a Horovod that can be imported was built with.
+    """Says what a Horovod that can be imported was built with.
 
     Args:
         framework: whose Horovod was asked, "torch" or "tensorflow".
@@ -45,7 +45,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended.
+    """Says how a command ended.
 
     Args:
         code: its exit code, or None if it did not end within its time or could not be run.
@@ -97,7 +97,7 @@ def attempt(command: Sequence[str], seconds: float, changes: Mapping[str, str] |
 
 
 def _environment() -> dict[str, str]:
-    """As a shell of this user would have it."""
+    """Make the environment that a shell of this user would have."""
     environment = {k: v for k, v in os.environ.items() if k not in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")}
     # set by a hook of this environment for its own Open MPI, in Python processes alone
     if environment.get("OPAL_PREFIX") == sys.prefix:
@@ -106,7 +106,7 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Launchers pass SIGTERM on to the ranks, which are no longer in their group."""
+    """End a launcher, which passes SIGTERM on to the ranks: they are no longer in its group."""
     for signal_ in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, signal_)
@@ -116,7 +116,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def launchers(built: Built) -> Iterator[Finding]:
-    """A line for each of horovodrun, mpirun and mpi4py, and one more if nothing starts ranks."""
+    """Look at horovodrun, mpirun and mpi4py, a line for each, and one more if nothing starts ranks."""
     line, starts = _horovodrun(built)
     yield line
     mpirun = _Mpirun(built)
@@ -129,7 +129,7 @@ def launchers(built: Built) -> Iterator[Finding]:
 
 
 def _horovodrun(built: Built) -> tuple[Finding, bool]:
-    """What is to be said of it, and whether it starts ranks."""
+    """Look at horovodrun; returns its line, and whether it starts ranks."""
     own, on_path = _own_horovodrun(), shutil.which("horovodrun")
     options = ["-np", "1", "--gloo" if built.gloo else "--mpi", sys.executable, "-c", ""]
     first = Outcome(None, "not there")
@@ -153,7 +153,7 @@ def _horovodrun(built: Built) -> tuple[Finding, bool]:
 
 
 def _own_horovodrun() -> Path | None:
-    """The one that was installed with the Horovod that this Python imports."""
+    """Return the horovodrun that was installed with the Horovod that this Python imports."""
     try:
         files = metadata.distribution("horovod").files or []
     except metadata.PackageNotFoundError:
@@ -163,7 +163,7 @@ def _own_horovodrun() -> Path | None:
 
 
 class _Mpirun:
-    """The mpirun on PATH.
+    """Tries the mpirun on PATH.
 
     Args:
         built: Horovod, whose ranks it is to start.
@@ -178,7 +178,7 @@ class _Mpirun:
         self._instead = "; horovodrun --gloo needs no MPI" if built.gloo else ""
 
     def look(self) -> tuple[Finding, bool]:
-        """What is to be said of it, and whether it starts ranks of Horovod."""
+        """Look at mpirun; returns its line, and whether it starts ranks of Horovod."""
         built = self._built
         if not self._path:
             return self._absent(), False
@@ -214,7 +214,7 @@ class _Mpirun:
         return self._is_open_mpi and os.geteuid() == 0
 
     def _name(self) -> str:
-        """Which MPI it is of."""
+        """Say which MPI it belongs to."""
         text = self._version.text
         hydra = re.search(r"HYDRA.*?Version:\s*(\S+)", text, re.S)
         found = f"Hydra {hydra[1]}" if hydra else next(iter(text.strip().splitlines()), "")
@@ -240,7 +240,7 @@ class _Mpirun:
 
 
 def _mpi4py(built: Built, mpirun: _Mpirun) -> Finding:
-    """It shares MPI with Horovod, where something of ours sends messages past Horovod."""
+    """Check that mpi4py and Horovod load the same MPI: some of our messages go past Horovod."""
     try:
         version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
@@ -259,5 +259,5 @@ def _mpi4py(built: Built, mpirun: _Mpirun) -> Finding:
 
 
 def _sizes(outcome: Outcome) -> list[int]:
-    """Of how many ranks each rank says it is one."""
+    """Return, for each rank, of how many ranks it says it is one."""
     return [int(size) for size in re.findall(r"ranks=(\d+)\.", outcome.text)]

@@ -1,4 +1,4 @@
-"""The shapes of a model's gradients: typed, from a file, or asked of the model itself."""
+"""Read the shapes of a model's gradients: typed, from a file, or from the model itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Shapes of a text such as "4096x4096,4096", in the order of the forward pass; "*3" after a shape repeats it.
+    """Read shapes from text such as "4096x4096,4096", in the order of the forward pass; "*3" after one repeats it.
 
     Raises:
         ValueError: another form, none at all, or more than fit any machine.
@@ -49,7 +49,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def read_shapes(path: str) -> list[Shape]:
-    """Shapes of a file, any number in a line; what follows a # is a comment.
+    """Read shapes from a file, any number in a line; what follows a # is a comment.
 
     Raises:
         ValueError: the file cannot be read, or as `parse_shapes`.
@@ -67,7 +67,7 @@ def read_shapes(path: str) -> list[Shape]:
 
 
 def shapes_of_model(place: str) -> list[Shape]:
-    """Shapes of the trainable tensors of what `module:function` returns, a torch module or a built Keras model.
+    """Return the shapes of the trainable tensors of a torch module or built Keras model, named `module:function`.
 
     Raises:
         ValueError: there is no such function, it failed, or what it returned is no model.
@@ -81,7 +81,7 @@ def shapes_of_model(place: str) -> list[Shape]:
 
 
 def _made(place: str) -> Any:
-    """What the function of that name returns, or the model of that name."""
+    """Return what the function of that name returns, or the model of that name."""
     module_name, _, name = place.partition(":")
     # as `python -m` does, which a command in a `bin` folder does not
     if os.getcwd() not in sys.path:

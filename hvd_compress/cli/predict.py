@@ -1,4 +1,4 @@
-"""What a training step takes with each compressor and each exchange, by the cost model."""
+"""Predict what a training step takes with each compressor and each exchange, by the cost model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Works = list[Work]
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row of the table.
+    """Holds a row of the table.
 
     Args:
         compressor: of the tensors that are large enough.
@@ -54,7 +54,7 @@ class Prediction:
 
     @property
     def is_free(self) -> bool:
-        """Whether Horovod has it itself, at no cost of accuracy that matters."""
+        """Whether Horovod itself offers it, at no cost of accuracy that matters."""
         return self.compressor.reducible
 
 
@@ -65,7 +65,7 @@ def predict(
     step: float = 0.0,
     worker: bool = False,
 ) -> list[Prediction]:
-    """What a step takes with each compressor of `speeds` and each exchange; dense float32 comes first.
+    """Predict what a step takes with each compressor of `speeds` and each exchange; dense float32 comes first.
 
     Args:
         shapes: of the gradients, in the order of the forward pass.

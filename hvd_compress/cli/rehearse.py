@@ -1,4 +1,4 @@
-"""Training steps on made-up gradients: trying one tells more than a prediction, where it does not take too long.
+"""Try training steps on made-up gradients: trying one tells more than a prediction, where it does not take too long.
 
 Where steps take milliseconds, a prediction leaves out the threads of ranks that share processors, and the Python of
 hooks and exchanges. Where they take seconds, it does not know how far collectives of many megabytes fill the link.
@@ -66,7 +66,7 @@ class Rehearsal:
         self._computed = max(2 * step - alone, 0.0)
 
     def seconds(self, compressor: Compressor, exchange: str) -> float:
-        """Seconds of a step whose gradients go this way, by this trial and those before; equal on all ranks.
+        """Try a step whose gradients go this way; returns its seconds, with earlier trials, equal on all ranks.
 
         What else runs on the machines slows down all of a trial. Of three trials with others in between it spoils one.
 
@@ -90,7 +90,7 @@ class Rehearsal:
         return self._so_far(trials)
 
     def is_certain(self, compressor: Compressor, exchange: str) -> bool:
-        """Whether the trials of this way agree so well that another one would change little; equal on all ranks."""
+        """Tell whether the trials of this way agree so well that another changes little; equal on all ranks."""
         trials = self._added.get((compressor, exchange), [])
         if len(trials) < 2:
             return False
@@ -123,7 +123,7 @@ class Rehearsal:
         return step
 
     def _warmed_up(self, step: Any) -> float:
-        """About the seconds of a step, after some that do not count."""
+        """Make some steps that do not count; returns about the seconds of a step."""
         for number in range(_WARM_UP):
             seconds = self._seconds_of(step, 1)
             if seconds > _LONG_SECONDS and number + 1 >= _LONG_WARM_UP:
@@ -131,13 +131,13 @@ class Rehearsal:
         return seconds
 
     def _block(self, step: Any, steps: int) -> float:
-        """Seconds of a step in a row of them on the slowest rank."""
+        """Measure the seconds of a step in a row of them, on the slowest rank."""
         if steps > 1:
             self._seconds_of(step, _TURN_UP)
         return self._seconds_of(step, steps)
 
     def _seconds_of(self, step: Any, steps: int) -> float:
-        """The same, of some that all ranks begin together."""
+        """Measure the seconds of a step in so many that all ranks begin together."""
         self._ranks.maximum([0.0])
         begin = time.perf_counter()
         for _ in range(steps):
@@ -147,12 +147,12 @@ class Rehearsal:
 
 
 def _steps_of_a_block(seconds: float) -> int:
-    """How many steps of so many seconds."""
+    """Return how many steps of so many seconds a block has."""
     return min(max(math.ceil(_BLOCK_SECONDS / seconds), 1), _MOST_STEPS)
 
 
 class _Gradients:
-    """Normal deviates in given shapes, others in each step: the same ones, read from another place."""
+    """Makes normal deviates in given shapes, others in each step: the same ones, read from another place."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], seed: int) -> None:
         self.shapes = list(shapes)
@@ -161,7 +161,7 @@ class _Gradients:
         self._start = 0
 
     def of_next_step(self) -> list[torch.Tensor]:
-        """Views, not to be written to."""
+        """Return views, which must not be written to."""
         self._start = (self._start + _SHIFT) % _SPARE
         parts = self._deviates[self._start : self._start + sum(self._sizes)].split(self._sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
@@ -188,7 +188,7 @@ class _Computing:
 
 
 class _Layer(torch.autograd.Function):
-    """Backward computes for some seconds and yields a given gradient of the parameter."""
+    """Computes for some seconds in backward, and yields a given gradient of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, *gradient_and_work: Any) -> torch.Tensor:

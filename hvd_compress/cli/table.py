@@ -1,4 +1,4 @@
-"""Aligned columns of text, and short names for them."""
+"""Align columns of text, and shorten the names in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["short", "table"]
 
 
 def short(compressor: Compressor) -> str:
-    """The repr without settings that are at their default, but for the number that it is known by.
+    """Return the repr without settings that are at their default, but with the one that a compressor is known by.
 
     Example:
         >>> from hvd_compress import Adaptive, OneBit
@@ -29,7 +29,7 @@ def short(compressor: Compressor) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines of columns as wide as they must be, the first `left` of them flush left, the others right.
+    """Lay out columns as wide as they must be, the first `left` of them flush left, the others right.
 
     Example:
         >>> from hvd_compress.cli.table import table

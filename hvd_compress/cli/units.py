@@ -1,4 +1,4 @@
-"""Quantities with units, from text and to text."""
+"""Read quantities with units from text, and write them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TIME = re.compile(rf"{_NUMBER}\s*({'|'.join(_SECONDS)})")
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits per second of "1gbit", "100Mbps", "2.5 Gbit/s" or, in bytes, "125MB/s" and "12.5MiB/s".
+    """Read bits per second from "1gbit", "100Mbps", "2.5 Gbit/s" or, in bytes, "125MB/s" and "12.5MiB/s".
 
     Raises:
         ValueError: another form, or beyond what links have.
@@ -62,7 +62,7 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of "50us", "0.1ms" or "2s".
+    """Read seconds from "50us", "0.1ms" or "2s".
 
     Raises:
         ValueError: another form, or more than an hour.
@@ -83,14 +83,14 @@ def parse_seconds(text: str) -> float:
 
 
 def whole_argument(text: str) -> int:
-    """A whole number, for argparse."""
+    """Read a whole number, for argparse."""
     if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text):
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number, such as 4")
     return int(text)
 
 
 def seconds_argument(text: str) -> float:
-    """A number of seconds without a unit, for argparse."""
+    """Read a number of seconds without a unit, for argparse."""
     try:
         return float(text)
     except ValueError:
@@ -98,17 +98,17 @@ def seconds_argument(text: str) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """As milliseconds, three digits."""
+    """Write seconds as milliseconds, with three digits."""
     return f"{_digits(1e3 * seconds)} ms"
 
 
 def show_bytes(nbytes: float) -> str:
-    """With the largest unit of 1000 that leaves a digit before the point."""
+    """Write bytes with the largest unit of 1000 that leaves a digit before the point."""
     return _with_prefix(nbytes, "B")
 
 
 def show_bandwidth(bits: float) -> str:
-    """As bits per second; "always" for infinity and "never" for 0, as break-even bandwidths are."""
+    """Write bits per second; "always" for infinity and "never" for 0, as break-even bandwidths are."""
     if bits == 0:
         return "never"
     return "always" if math.isinf(bits) else _with_prefix(bits, "bit/s")

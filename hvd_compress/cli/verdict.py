@@ -1,4 +1,4 @@
-"""What predictions and trials come to: a sentence, a table, the same as JSON."""
+"""Say what predictions and trials come to: a sentence, a table, the same as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 def advice(rows: Sequence[Prediction]) -> str:
-    """The plain sentence about a table whose first row is dense float32.
+    """Write the plain sentence about a table whose first row is dense float32.
 
     Compressors have to be faster than the faster of float32 and fp16, which Horovod has itself.
     """
@@ -56,7 +56,7 @@ def advice(rows: Sequence[Prediction]) -> str:
 
 
 def report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], link: str, step: float) -> str:
-    """Lines of text: what was looked at, the table, the sentence; without a table where nothing can be compressed.
+    """Write what was looked at, the table and the sentence; no table where nothing can be compressed.
 
     Args:
         shapes: of the gradients.
@@ -78,7 +78,7 @@ def report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction]
 def as_fields(
     shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], measured: bool, step: float
 ) -> dict[str, Any]:
-    """The same for programs, see `hvd-compress advise --help`; arguments as `report`."""
+    """Return the same for programs, see `hvd-compress advise --help`; arguments as `report`."""
     return {
         "tensors": len(shapes),
         "elements": sum(math.prod(shape) for shape in shapes),
