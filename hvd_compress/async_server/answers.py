@@ -33,7 +33,7 @@ class AnswersOfServer:
     """
 
     def __init__(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor], position: int, size: int) -> None:
-        # the gradients of the worker have its own position
+        # beyond all ranks: the worker's gradients are keyed by its own position
         self._copies = Copies(tensors, compressors, senders=0, position=size + position, keeps_own=False)
 
     def encode(self, parameters: Sequence[Array], number: int, buffer: Bytes) -> int:
@@ -56,7 +56,7 @@ class AnswersOfWorker:
     def __init__(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor]) -> None:
         self._tensors = tensors
         self._compressors = compressors
-        # not the parameters themselves: those may have 16 bits, or be changed by the user
+        # not the parameters themselves, which may have 16 bits, and which the user may change
         self._copies = [
             None if c == _RAW else np.zeros(t.numel, t.dtype) for t, c in zip(tensors, compressors, strict=True)
         ]

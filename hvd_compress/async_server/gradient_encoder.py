@@ -1,4 +1,4 @@
-"""Send the gradients of a worker to the server, with what was left out of earlier ones."""
+"""Encode the gradients of a worker for the server, with what was left out of earlier ones."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class GradientEncoder:
         ]
         self._before = [None if r is None else np.zeros_like(r) for r in self._residuals]
         self.steps = 0
-        """Gradients that were encoded so far, which keys randomness."""
+        """The number of gradients encoded so far, which keys randomness."""
         self._payloads: dict[int, Bytes] = {}
-        """Of the last gradients, where they are in the buffer of the caller."""
+        """The payloads of the last gradients, in the caller's buffer."""
 
     def encode(self, gradients: Sequence[Array | None], buffer: Bytes) -> int | None:
         """Write the payloads of all tensors into the start of `buffer`.

@@ -23,7 +23,7 @@ _NAP_SECONDS = 1e-4
 
 
 class Member:
-    """A rank of an asynchronous parameter server; on workers it waits for the server's parameters.
+    """Runs a rank of an asynchronous parameter server; on workers it waits for the server's parameters.
 
     Args:
         tensors: the same on all ranks.

@@ -1,4 +1,4 @@
-"""The byte layout of what a worker and the server tell each other: a header, and payloads of all tensors or none.
+"""Define the bytes of what a worker and the server tell each other: a header, and payloads of all tensors or none.
 
 The payloads (see `wire`) follow the 40-byte header in the order of the tensors. All numbers are little-endian:
 
@@ -40,13 +40,13 @@ _CHECKSUM_AT = 36
 
 
 class Kind(IntEnum):
-    """What a message is about; the numbers are on the wire."""
+    """Says what a message is about; the numbers are on the wire."""
 
     GRADIENT = 0
     BAD_GRADIENT = 1
-    """Of a worker whose gradient is not finite; it brings none."""
+    """The worker's gradient is not finite; the message brings none."""
     FINISHED = 2
-    """Of a worker that sends no more gradients."""
+    """The worker sends no more gradients."""
     APPLIED = 16
     """Answers begin here. The gradient was applied; number 0 brings the first parameters."""
     TOO_STALE = 17
@@ -56,7 +56,7 @@ class Kind(IntEnum):
     OVER = 19
     """The gradient was not applied, and none will be any more."""
     FAILED = 20
-    """As `OVER`, because the server has failed; there are no parameters."""
+    """As `OVER`, since the server has failed; the answer brings no parameters."""
 
 
 class Message(NamedTuple):

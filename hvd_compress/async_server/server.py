@@ -163,7 +163,7 @@ class Server:
                 is_finite = compressor.decode_opened(header, body, out)
             except WireError as error:
                 raise WireError(f"{tensor.name!r}: {error}") from error
-            # halves overflow without telling
+            # half precision overflows without telling
             if not is_finite or not all_finite(out):
                 return None
             gradients.append(None if header.absent else out)
@@ -177,7 +177,7 @@ class Server:
 
     def _answer(self, worker: int, kind: Kind) -> None:
         link, buffer = self._links[worker], self._buffers[worker]
-        # a worker that has sent a gradient has its last answer; MPI wants to be asked nevertheless
+        # a worker that has sent a gradient has got its last answer, but MPI wants to be asked all the same
         link.flush()
         number, used, payloads = self._numbers[worker], 0, 0
         if kind is not Kind.FAILED:

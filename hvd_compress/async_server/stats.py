@@ -13,7 +13,7 @@ __all__ = ["ServerTally", "WorkerTally"]
 @dataclass
 class _OfWorker:
     staleness: Counter[int] = field(default_factory=Counter)
-    """How many gradients that were applied had which staleness."""
+    """How many of the applied gradients had which staleness."""
     too_stale: int = 0
     not_finite: int = 0
     given_up: int = 0

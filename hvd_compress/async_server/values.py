@@ -13,7 +13,7 @@ Array = npt.NDArray[Any]
 
 
 class Values(Protocol):
-    """Arrays are flat, float32 or float64, in the order of the tensors."""
+    """Gives flat arrays, float32 or float64, in the order of the tensors."""
 
     has_update: bool
     """Whether `update` can be called here."""

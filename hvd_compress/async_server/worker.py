@@ -42,9 +42,9 @@ class Worker:
         self.encoder = GradientEncoder(tensors, settings.for_gradients(tensors), position)
         self.tally = WorkerTally()
         self.version = 0
-        """Of the parameters that this rank has."""
+        """The version of the parameters that this rank has."""
         self.number = 0
-        """Of the last gradient that was sent, or of the first answer."""
+        """The number of the last gradient that was sent; 0 before the first."""
         self.is_waiting = True
         """Whether an answer is to come."""
         self.is_over = False
@@ -65,7 +65,7 @@ class Worker:
             gradients: flat, not changed; None where there is none.
             computed_from: `version` as it was then.
         """
-        # the answer to the last gradient says that it is there; MPI wants to be asked nevertheless
+        # the answer to the last gradient means that it has arrived, but MPI wants to be asked all the same
         self._link.flush()
         self.number += 1
         used = self.encoder.encode(gradients, self._buffer[HEADER_BYTES:])

@@ -25,7 +25,7 @@ __all__ = ["BACKWARD_SHARE", "Prediction", "predict"]
 
 # backward makes two products of matrices where forward makes one
 BACKWARD_SHARE = 2 / 3
-"""Of the seconds of a step."""
+"""The share of a step's seconds that backward takes."""
 Shape = tuple[int, ...]
 Works = list[Work]
 

@@ -1,4 +1,4 @@
-"""Lossless integer codes for what compressors send: Golomb-Rice for gaps between indices, Elias for levels of QSGD.
+"""Code integers without loss: Golomb-Rice for gaps between indices, Elias for the levels of QSGD.
 
 Functions of arrays, without headers: a coded section is an array of uint64 that reaches to the end of its payload's
 body. Encoders return None where the code would not be shorter than the plain section; decoders take no number of a

@@ -1,4 +1,4 @@
-"""Elias coding of the levels of QSGD (Elias 1975; Alistarh et al. 2017, section 3.2)."""
+"""Code the levels of QSGD by Elias codes (Elias 1975; Alistarh et al. 2017, section 3.2)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DENSE_SHARE = 0.7
 
 
 def ternary_words(numel: int) -> int:
-    """The most words that a stream of `numel` levels -1, 0 and 1 takes, two more than it fills included."""
+    """Return the most words that a stream of `numel` levels -1, 0 and 1 takes, with the two that it does not fill."""
     return -(-2 * numel // 64) + 2
 
 

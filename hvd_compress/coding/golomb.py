@@ -1,4 +1,4 @@
-"""Golomb-Rice coding of ascending indices (Rice and Plaunt 1971; Strom 2015; Dryden et al. 2016, sections 3.2, 3.3)."""
+"""Code ascending indices by Golomb-Rice codes (Rice and Plaunt 1971; Strom 2015; Dryden et al. 2016, 3.2 and 3.3)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def encode(counts: Array, entries: Array, group: int, numel: int, flag_bits: int
 def decode(
     words: Words, counts: Array, count: int, dtype: npt.DTypeLike, group: int, numel: int, flag_bits: int
 ) -> Array:
-    """The `count` entries that `encode` was given.
+    """Decode the `count` entries that `encode` was given.
 
     Args:
         words: the stream, all of it.
@@ -66,7 +66,7 @@ def decode(
         WireError: the counts do not add up, an index lies outside of its group, or the stream does not end with the
             last one.
     """
-    # each takes a bit at least, so that a forged number allocates little
+    # each index takes at least a bit, so a forged number allocates little
     if count > min(numel, 64 * words.size):
         raise WireError(f"payload claims {count} of {numel} indices in {words.nbytes} bytes of Golomb-Rice code")
     entries = np.empty(count, dtype)

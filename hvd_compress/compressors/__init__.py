@@ -1,4 +1,4 @@
-"""What to keep of a gradient and what it stands for: one algorithm per file, NumPy in, NumPy out."""
+"""Say what to keep of a gradient and what it stands for: one algorithm per file, NumPy in, NumPy out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def from_config(config: dict[str, Any]) -> Compressor:
-    """The compressor of a configuration that `get_config` returned.
+    """Make the compressor of a configuration that `get_config` returned.
 
     Raises:
         ValueError: unknown id, unknown setting, or a setting out of its range.

@@ -1,4 +1,4 @@
-"""Adaptive quantization (Dryden et al. 2016, section 3.3)."""
+"""Quantize adaptively (Dryden et al. 2016, section 3.3)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Adaptive(Compressor):
 
 
 def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
-    """Types of a group's count and of an entry `index << 1 | sign`."""
+    """Return the types of a group's count and of an entry `index << 1 | sign`."""
     short = group <= _LONGEST_ROW
     return (_SHORT, _SHORT) if short else (_LONG, _LONG)
 

@@ -1,4 +1,4 @@
-"""What every compressor is: an immutable configuration with `encode` and `decode` on flat NumPy arrays."""
+"""Define what every compressor is: an immutable configuration with `encode` and `decode` on flat NumPy arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NONE = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
 
 
 class Body(NamedTuple):
-    """What `Compressor.encode_body` has written into the body of a payload.
+    """Says what `Compressor.encode_body` has written into the body of a payload.
 
     Args:
         used: bytes.
@@ -50,7 +50,7 @@ _MOST_IN_HEADER = 2**32 - 1
 
 
 class Many(NamedTuple):
-    """Kernels of `kernels.many` for one setting of a compressor.
+    """Holds the kernels of `kernels.many` for one setting of a compressor.
 
     Args:
         codec: that their payloads state.
@@ -143,7 +143,7 @@ class Compressor(ABC):
     # -- configuration -------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **settings: Any) -> Compressor:
-        """Another one of this kind with the given settings; those that are not given are the defaults.
+        """Make another one of this kind with the given settings; those that are not given are the defaults.
 
         So a ready one can be used as it is, and like its class where other settings are wanted.
 
@@ -160,38 +160,38 @@ class Compressor(ABC):
         return type(self)(*args, **settings)
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict; `hvd_compress.from_config` is its inverse."""
+        """Return the settings as a JSON-able dict; `hvd_compress.from_config` is its inverse."""
         return {"id": self.id, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
     def many(self, group: int) -> Many | None:
-        """Kernels for many flat float32 tensors with groups of so many elements; None where there are none."""
+        """Return kernels for many flat float32 tensors with groups of so many elements; None where there are none."""
         return None
 
     def contraction(self, numel: int) -> float:
-        """Factor on what is decoded that makes it, on average, nearer to the source than zero is."""
+        """Return the factor on what is decoded that makes it, on average, nearer to the source than zero is."""
         return 1.0
 
     # -- what others need to know of a compressor; a subclass may say it ------------------------------------------
 
     @classmethod
     def decoder(cls) -> Compressor:
-        """One with any settings, to decode payloads of all settings."""
+        """Return one with any settings, to decode payloads of all settings."""
         return cls()
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
-        """Elements per group for a tensor of `shape`: what is divided among ranks is cut between groups, if it can."""
+        """Return the elements per group for a tensor of `shape`; if possible, it is cut for ranks between groups."""
         return 1
 
     def for_part(self, numel: int, total: int) -> Compressor:
-        """The compressor for a part of `numel` elements of a tensor's `total`, which is exchanged in parts."""
+        """Return the compressor for a part of `numel` elements of a tensor's `total`, which is exchanged in parts."""
         return self
 
     def keeping(self, share: float) -> Compressor:
-        """One that sends at least this share of the values, for the first epochs of a training; `self` by default."""
+        """Return one that sends at least this share of the values, for a training's first epochs; `self` by default."""
         return self
 
     def kept_share(self, numel: int) -> float:
-        """About which share of a tensor's change one payload brings across; 1.0 by default."""
+        """Return about which share of a tensor's change one payload brings across; 1.0 by default."""
         return 1.0
 
     @property
@@ -203,7 +203,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def body_bytes(self, numel: int, group: int) -> int:
-        """The most bytes that the body of a payload for `numel` elements can take."""
+        """Return the most bytes that the body of a payload for `numel` elements can take."""
 
     @abstractmethod
     def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
@@ -225,7 +225,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        """Write or add `scale` times the decoded values; True, or False if what is in `body` makes no sense.
+        """Write or add `scale` times the decoded values; returns False if what is in `body` makes no sense, else True.
 
         All that it needs is in header and body; the settings may be others than those of the encoder.
 
@@ -238,20 +238,20 @@ class Compressor(ABC):
         """
 
     def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        """Replace a body, which `done` tells of, by its losslessly coded form; None if that would not be shorter."""
+        """Replace a body, which `done` describes, by its losslessly coded form; returns None if that is not shorter."""
         raise NotImplementedError(f"{self!r} has a coding, so its class must define shorten_body")
 
     # -- for exchanges: flat arrays, given buffers ---------------------------------------------------------------
 
     def capacity(self, numel: int, group: int, shape: tuple[int, ...] | None = None) -> int:
-        """The most bytes that a payload of `numel` elements can take; a multiple of 8."""
+        """Return the most bytes that a payload of `numel` elements can take; a multiple of 8."""
         nbytes: Any = self.body_bytes(numel, group)
         if not isinstance(nbytes, int) or nbytes < 0:
             raise ContractError(f"{self!r}: body_bytes({numel}, {group}) is {nbytes!r}; it must be an int, 0 or more")
         return wire.header_bytes(shape if shape is not None else (numel,)) + wire.padded(nbytes)
 
     def group_of(self, shape: tuple[int, ...]) -> int:
-        """`group_numel`, checked.
+        """Check `group_numel` and return it.
 
         Raises:
             ContractError: no number of elements.
@@ -345,7 +345,7 @@ class Compressor(ABC):
         return nbytes
 
     def take_back(self, payload: Bytes, residual: Array, gradient: Array | None) -> None:
-        """Make a residual what it was before `encode_into` has made `payload` of it and of `gradient`, to rounding.
+        """Make a residual what it was before `encode_into` made `payload` of it and of `gradient`, to rounding.
 
         Each element is off by at most 2^-22 (float64: 2^-51) of the largest of its gradient, its residual before and
         after, and its decoded value; what cannot be told from such a rounding error becomes 0. Without the gradient,
@@ -387,7 +387,7 @@ class Compressor(ABC):
         return self._say(payload, numel, group, absent=True)
 
     def say_nonfinite(self, payload: Bytes, numel: int, group: int) -> int:
-        """As `say_absent`, that a value is not finite."""
+        """Write that a value is not finite, and return the number of bytes used; see `say_absent`."""
         return self._say(payload, numel, group, nonfinite=True)
 
     def _say(self, payload: Bytes, numel: int, group: int, absent: bool = False, nonfinite: bool = False) -> int:
@@ -406,7 +406,7 @@ class Compressor(ABC):
         return nbytes
 
     def decode_into(self, payload: Bytes, out: Array, scale: float = 1.0, add: bool = False) -> bool:
-        """Decode into flat, contiguous `out` (float32 or float64), times `scale`; True if the values are finite.
+        """Decode into flat, contiguous `out` (float32 or float64), times `scale`; returns whether all is finite.
 
         A payload that reports a value that was not finite fills `out` with NaN; one of no gradient stands for zeros.
 
@@ -420,7 +420,7 @@ class Compressor(ABC):
     def decode_opened(
         self, header: wire.Header, body: wire.Sections, out: Array, scale: float = 1.0, add: bool = False
     ) -> bool:
-        """`decode_into` of a payload that `wire.open_payload` has checked; its sections are used up."""
+        """Decode, as `decode_into` does, a payload that `wire.open_payload` has checked; uses up its sections."""
         if header.codec not in (self.codec, self.coded_codec):
             raise WireError(f"payload of codec {header.codec} given to {self!r} (codec {self.codec})")
         if header.numel != out.size:
@@ -517,7 +517,7 @@ class Compressor(ABC):
     # -- Horovod's own interface ---------------------------------------------------------------------------------
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Horovod's `Compressor.compress`; only for compressors whose result an allreduce can sum.
+        """Do what Horovod's `Compressor.compress` does; only for compressors whose result an allreduce can sum.
 
         Raises:
             UnsupportedError: the result would be bytes, which stock Horovod would sum up.
@@ -528,7 +528,7 @@ class Compressor(ABC):
         )
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Horovod's `Compressor.decompress`; see `compress`.
+        """Do what Horovod's `Compressor.decompress` does; see `compress`.
 
         Raises:
             UnsupportedError: as `compress` does.
@@ -537,7 +537,7 @@ class Compressor(ABC):
 
 
 class _ReadOnly:
-    """An array that must not be written to, as one that may be, without a copy.
+    """Shows an array that must not be written to as one that may be, without a copy.
 
     Numba would compile a kernel once more for the former, and cannot where the kernel writes to its residual, which
     a gradient without error feedback stands in for. Kernels only read gradients.
@@ -550,7 +550,7 @@ class _ReadOnly:
 
 
 def add_gradient(x: Array, gradient: Array) -> bool:
-    """Begin `Compressor.encode_body`: add the gradient to the residual `x`; whether all values are finite as float32.
+    """Add the gradient to the residual `x`, to begin `encode_body`; returns whether all is finite as float32.
 
     A sum that is not finite is not written. Without error feedback, where `gradient` is empty, `x` is only looked at.
     """
@@ -558,14 +558,14 @@ def add_gradient(x: Array, gradient: Array) -> bool:
 
 
 def max_numel(header: wire.Header) -> int:
-    """The most elements that a payload of this size is believed to stand for, so that a forged one allocates little."""
+    """Return the most elements that a payload of this size is believed to have: a forged one must allocate little."""
     # 4 bytes for 65536 elements is the least that a table of counts takes; only a group of which nothing is sent and a
     # value that is not finite say more elements with fewer bytes
     return max(16384 * header.nbytes, _MOST_UNBACKED)
 
 
 def as_bytes(payload: npt.ArrayLike) -> Bytes:
-    """A payload given as bytes, memoryview or array, as an aligned flat uint8 array."""
+    """Return a payload, given as bytes, memoryview or array, as an aligned flat uint8 array."""
     if isinstance(payload, bytes | bytearray | memoryview):
         payload = np.frombuffer(payload, np.uint8)
     array = np.asarray(payload)
@@ -576,7 +576,7 @@ def as_bytes(payload: npt.ArrayLike) -> Bytes:
 
 
 def as_flat_floats(array: Array) -> Array:
-    """A flat float32 (float64 for float64) copy of an array of any floating type."""
+    """Copy an array of any floating type into a flat float32 (float64 for float64) one."""
     native = array.dtype.newbyteorder("=")
     if native in (np.float32, np.float64):
         return array.astype(native, order="C", copy=True).reshape(-1)
@@ -599,7 +599,7 @@ def _checked_residual(residual: Array | None, flat: Array) -> Array | None:
 
 
 def _check_flat(name: str, array: Array, like: Array) -> None:
-    """Refuse what kernels, which address elements by their number, would read or write beyond its end."""
+    """Refuse arrays whose end kernels would go beyond, since they address elements by their number."""
     if array.dtype not in _NONE or array.dtype != like.dtype:
         allowed = "float32 or float64" if array is like else f"{like.dtype}, as the gradient is"
         raise TypeError(f"{name} is {array.dtype}: must be {allowed}")
@@ -611,15 +611,15 @@ def _check_flat(name: str, array: Array, like: Array) -> None:
 
 
 def framework_of(tensor: Any) -> Any:
-    """The framework module that `tensor` comes from; it is loaded already, or there would be no tensor."""
+    """Return the framework module that `tensor` comes from; it is loaded already, or there would be no tensor."""
     return sys.modules[type(tensor).__module__.partition(".")[0]]
 
 
 def count_groups(numel: int, group: int) -> int:
-    """How many groups of `group` elements cover `numel`."""
+    """Return how many groups of `group` elements cover `numel`."""
     return -(-numel // (group or 1))
 
 
 def top_count(numel: int, ratio: float) -> int:
-    """How many of `numel` entries a ratio keeps: at least one."""
+    """Return how many of `numel` entries a ratio keeps: at least one."""
     return min(numel, max(1, math.ceil(numel * ratio)))

@@ -1,4 +1,4 @@
-"""The compressors that keep every element: none at all, and rounding to 16 bits."""
+"""Keep every element: not compressed at all, or rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class NoCompression(Compressor):
         return True
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """The tensor as it is, as Horovod's `Compression.none`."""
+        """Return the tensor as it is, as Horovod's `Compression.none` does."""
         return tensor, None
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """The tensor as it is."""
+        """Return the tensor as it is."""
         return tensor
 
 
@@ -130,7 +130,7 @@ class FP16(Compressor):
         return True
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """The tensor as float16, and its own type to return to."""
+        """Return the tensor as float16, and the type to return to."""
         framework = framework_of(tensor)
         if framework.__name__ == "torch":
             return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
@@ -139,6 +139,6 @@ class FP16(Compressor):
         raise TypeError(f"FP16().compress takes a torch or TensorFlow tensor, got {type(tensor)!r}")
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """The tensor in the type it had."""
+        """Return the tensor in the type it had."""
         framework = framework_of(tensor)
         return tensor.to(ctx) if framework.__name__ == "torch" else framework.cast(tensor, ctx)

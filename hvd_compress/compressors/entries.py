@@ -1,4 +1,4 @@
-"""Bodies of values and their 16-bit indices within blocks, or the coded gaps between these: top-k's and percentile's.
+"""Lay values and their 16-bit indices, or the coded gaps between these, into the bodies of top-k and percentile.
 
 Sections: counts of the blocks (uint32), indices (uint16), values (float32); coded: counts, values, Golomb-Rice code of
 the gaps, which comes last, so that its length need not be stated.
@@ -21,7 +21,7 @@ _SAMPLE = 8192
 
 
 def body_bytes(numel: int, group: int, kept: int) -> int:
-    """The most bytes of a body, coded or not."""
+    """Return the most bytes of a body, coded or not."""
     return wire.padded(4 * count_groups(numel, group)) + wire.padded(2 * kept) + 4 * kept
 
 
@@ -45,7 +45,7 @@ def encode(x: Array, gradient: Array, kept: int, body: Bytes, group: int, parame
 
 
 def code(body: Bytes, entries: int, numel: int, group: int) -> int | None:
-    """Replace a body that `encode` laid by its coded form: bytes used, or None if that would not be shorter."""
+    """Replace a body that `encode` laid by its coded form; returns the bytes used, or None if that is not shorter."""
     sections = wire.Sections(body)
     counts = sections.take(count_groups(numel, group), np.uint32)
     indices = sections.take(entries, np.uint16)
@@ -68,7 +68,7 @@ def code_indices(body: Bytes, counts: Array, indices: Array, values: Array, nume
 def decode(
     entries: int, is_coded: bool, body: wire.Sections, group: int, scale: np.float32, out: Array, add: bool
 ) -> bool:
-    """Write or add `scale` times the values; False if an index does not fit.
+    """Write or add `scale` times the values; returns False if an index does not fit.
 
     Raises:
         WireError: a block that 16 bits do not reach, or no sections of so many entries.

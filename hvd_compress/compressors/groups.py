@@ -1,4 +1,4 @@
-"""Which elements of a tensor share reconstruction values: the papers' columns."""
+"""Say which elements of a tensor share reconstruction values: the papers' columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAST_ROW_GROUP = 512
 
 
 def group_numel(shape: tuple[int, ...], group: str | int, most: int) -> int:
-    """Elements per group for a tensor of `shape`; the last group may be shorter.
+    """Return the elements per group for a tensor of `shape`; the last group may be shorter.
 
     "row" is one index of the first dimension: the weights into one neuron or filter, which the papers keep as a
     column. Short rows are taken together and rows longer than `most` are divided evenly; a one-dimensional tensor is

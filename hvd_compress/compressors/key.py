@@ -1,4 +1,4 @@
-"""What a random choice depends on, and nothing else."""
+"""Say what a random choice depends on, and nothing else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Key:
     chunk: int = 0
 
     def words(self) -> tuple[np.uint32, np.uint32]:
-        """Two 32-bit words that stand for this key in a kernel."""
+        """Return two 32-bit words that stand for this key in a kernel."""
         text = f"{self.seed}/{self.step}/{self.rank}/{self.hop}/{self.chunk}/{self.name}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return np.uint32(int.from_bytes(digest[:4], "little")), np.uint32(int.from_bytes(digest[4:], "little"))

@@ -1,4 +1,4 @@
-"""Compressors by name, as users write them in scripts and on command lines."""
+"""Find compressors by name, as users write them in scripts and on command lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["named"]
 
 
 def named(text: str) -> Compressor:
-    """The compressor that a text such as "onebit", "adaptive:32" or "topk:0.01,coding=golomb" names.
+    """Make the compressor that a text such as "onebit", "adaptive:32" or "topk:0.01,coding=golomb" names.
 
     Behind the colon stand settings as they would in a call: by position, then by name; words need no quotes.
 

@@ -1,4 +1,4 @@
-"""One-bit quantization (Seide et al. 2014; Dryden et al. 2016, section 3.1)."""
+"""Quantize to one bit (Seide et al. 2014; Dryden et al. 2016, section 3.1)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_KEY = (np.uint32(0), np.uint32(0))
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """One bit per element: the sign, decoded to the mean of the non-negative or of the negative values of its group.
+    """Sends the sign of each element, decoded to the mean of the non-negative or of the negative values of its group.
 
     Payload: 1 bit per element and 8 bytes per group. Values >= 0 are sent as 1. Source: Dryden et al. 2016, section
     3.1. Difference: rows shorter than 512 elements share a group. The AdaGrad step inside the allreduce is

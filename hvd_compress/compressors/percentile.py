@@ -1,4 +1,4 @@
-"""SparsifyGradients: the smallest magnitudes of a gradient are dropped (Lam, Look and Whittell 2017)."""
+"""Drop the smallest magnitudes of a gradient: SparsifyGradients (Lam, Look and Whittell 2017)."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Percentile(Compressor):
 
 @cache
 def _share_below(percentile: float) -> Fraction:
-    """The share that is dropped, of the decimal number: the float nearest to 99.3 is a little less than it."""
+    """Return the share that is dropped, of the decimal number: the float nearest to 99.3 is a little less than it."""
     return Fraction(repr(percentile)) / 100
 
 

@@ -1,4 +1,4 @@
-"""QSGD: unbiased stochastic quantization (Alistarh et al. 2017; Sievert 2017)."""
+"""Quantize at random, without bias: QSGD (Alistarh et al. 2017; Sievert 2017)."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class QSGD(Compressor):
 
     @property
     def fixed_size(self) -> bool:
-        """With one bit, and with a coding, the number of non-zero levels, and so the size, is random."""
+        """Whether the size follows from the shape: not with one bit or a coding, where it follows from the levels."""
         return self.bits > 1 and self.coding is None
 
     def contraction(self, numel: int) -> float:
-        """1 / (1 + variance), with the bound of Alistarh et al. 2017, lemma 3.1, on the variance."""
+        """Return 1 / (1 + variance), with the bound of Alistarh et al. 2017, lemma 3.1, on the variance."""
         levels = max(1, 2 ** (self.bits - 1) - 1)
         n = min(numel, self.bucket_numel) or 1
         # rounding between two levels has a variance of a quarter of their distance squared, at most

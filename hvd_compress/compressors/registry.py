@@ -1,4 +1,4 @@
-"""Which compressor a name and a codec number stand for: those of this package, and those that others register."""
+"""Find the compressor of a name or a codec number: those of this package, and those that others register."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["COMPRESSORS", "check_registered", "class_of", "class_of_codec", "kno
 COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
 }
-"""Those of this package."""
+"""The compressors of this package, by id."""
 
 ENTRY_POINTS = "hvd_compress.compressors"
 FIRST_CODEC, LAST_CODEC = 192, 255
@@ -60,7 +60,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def class_of(id: str) -> type[Compressor] | None:
-    """The class with an id, loaded from the entry point of that name if nobody has registered it; None without one.
+    """Return the class with an id, loaded from its entry point if nobody has registered it; None without one.
 
     Raises:
         ValueError: its entry point cannot be loaded.
@@ -75,7 +75,7 @@ def class_of(id: str) -> type[Compressor] | None:
 
 
 def class_of_codec(codec: int) -> type[Compressor] | None:
-    """The class with a codec number, coded or not; entry points are loaded where nobody else has it.
+    """Return the class with a codec number, coded or not; entry points are loaded where nobody else has it.
 
     Raises:
         ValueError: none has it, and an entry point that might cannot be loaded.
@@ -95,12 +95,12 @@ def class_of_codec(codec: int) -> type[Compressor] | None:
 
 
 def known_ids() -> list[str]:
-    """All ids that can be asked for; entry points are not loaded."""
+    """Return all ids that can be asked for; entry points are not loaded."""
     return [*COMPRESSORS, *_registered, *(name for name in _entry_points() if name not in _registered)]
 
 
 def check_registered(compressor: Compressor) -> None:
-    """Raise TypeError for a compressor of a class that is neither of this package, nor registered, nor derived of one.
+    """Raise TypeError unless a compressor's class is of this package, registered, or derived from such a one.
 
     Nobody could decode its payloads, and its number may be that of another.
     """

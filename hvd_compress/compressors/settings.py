@@ -1,4 +1,4 @@
-"""Checks of compressor settings; each error says what came and what is allowed.
+"""Check compressor settings; each error says what came and what is allowed.
 
 Numbers are stored back as plain Python ones: those of NumPy have no JSON, and a repr that needs NumPy's names.
 """

@@ -1,4 +1,4 @@
-"""Threshold quantization (Strom 2015; Dryden et al. 2016, section 3.2)."""
+"""Quantize by a threshold (Strom 2015; Dryden et al. 2016, section 3.2)."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class Threshold(Compressor):
 
     @property
     def fixed_size(self) -> bool:
-        """How many values are sent depends on them."""
+        """Whether the size follows from the shape: it does not, but from how many values are sent."""
         return False
 
     @property
     def typical_deviation(self) -> float:
-        """Such that 1 in 64 values is sent."""
+        """The standard deviation at which 1 in 64 values is sent."""
         return self.tau / _DEVIATIONS_OF_TAU
 
     @classmethod

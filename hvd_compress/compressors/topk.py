@@ -1,4 +1,4 @@
-"""Top-k sparsification with error feedback."""
+"""Keep the k largest values, with error feedback."""
 
 from __future__ import annotations
 

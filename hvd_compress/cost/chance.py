@@ -11,7 +11,7 @@ __all__ = ["is_slower"]
 
 _ONCE_MORE = 4.0  # how many times as long a single turn must take to be believed
 _CHANCE = 0.02
-# by how much the logarithm of a turn's ratio varies where nothing is known of it yet, and how many turns that counts as
+# how much the logarithm of a turn's ratio varies while nothing is known of it, and for how many turns that counts
 _USUAL, _USUAL_TURNS = 0.1, 2
 
 
@@ -32,7 +32,7 @@ def is_slower(ratios: Sequence[float]) -> bool:
         return bool(ratios) and ratios[0] > _ONCE_MORE
     logarithms = [math.log(ratio) for ratio in ratios]
     mean, freedom = fmean(logarithms), len(ratios) - 1 + _USUAL_TURNS
-    # two turns may agree by chance, so that turns usually differ counts, too
+    # two turns may agree by chance, so how much turns usually differ counts too
     squares = _USUAL_TURNS * _USUAL**2 + sum((x - mean) ** 2 for x in logarithms)
     return mean > _student(freedom) * math.sqrt(squares / freedom / len(ratios))
 

@@ -13,13 +13,13 @@ from hvd_compress.cost.step import Job, step_seconds
 __all__ = ["Configuration", "Corrector", "configurations", "pick"]
 
 _MARGIN = 0.05
-# a label that gains nowhere by prediction may gain in truth, if it is predicted to take at most this times dense
+# a label that gains nowhere by prediction may still gain, if it is predicted to take at most this times dense
 _DOUBT = 1.5
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One way to exchange all buckets of a step.
+    """Describes one way to exchange all buckets of a step.
 
     Args:
         name: unique; that of the one compressor that its buckets use, or "mixed".

@@ -14,8 +14,8 @@ from hvd_compress.cost.watch import Watch
 
 __all__ = ["Explorer"]
 
-_LONGEST_STEP = 3.0  # times the median
-_MOST_STEPS = 5  # times those that are measured at least
+_LONGEST_STEP = 3.0  # times the median: a longer step counts as so long
+_MOST_STEPS = 5  # times the least number of steps in a trial
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class _Settings:
 
 @dataclass
 class _Turn:
-    """The turn of a rival, and of the chosen one after it."""
+    """Holds the turn of a rival, and of the chosen one after it."""
 
     chosen: str
     rival: str
     changing: list[float] = field(default_factory=list)  # seconds of the steps that do not count
     seconds: float | None = None  # of a step of the rival, when its part has ended
-    steps: int = 0  # of it, those that count
+    steps: int = 0  # of the rival, those that count
 
 
 class Explorer:
@@ -212,7 +212,7 @@ class Explorer:
         if self._turn is None:
             self._go_on_searching(seconds, steps)
         elif self._turn.seconds is None:
-            # the chosen one has its turn after it, so that both come after a change
+            # the chosen one has its turn next, so that both come after a change
             self._turn.seconds, self._turn.steps = seconds, steps
             self._use(self._turn.chosen)
         else:
@@ -239,7 +239,7 @@ class Explorer:
         if drifted is not None:
             self._look_again(drifted)
             return
-        # not `seconds`: a pause is no reason to lose more
+        # not `seconds`: a pause must not be a reason to lose more
         rival = self._rivals.save(self.expected)
         if rival is not None:
             self._turn = _Turn(self.current.name, rival)
@@ -279,9 +279,9 @@ class Explorer:
         full = len(measured.keys() - {self._dense}) >= self._settings.most
         left = {}
         for c in self.configurations:
-            # dense may lose to a measured time, but is not to lose to a wrong prediction
+            # dense may lose to a measured time, but must not lose to a wrong prediction
             is_dense = c.name == self._dense
-            # the factor learnt from another one may be all its own: a prediction counts as it stands, too
+            # the factor may hold only for the way that it was learnt from: the prediction as it stands counts too
             worth = min(c.seconds, self._corrected(c)) <= limit or (is_dense and self._dense_is_due)
             if c.name not in measured and worth and (is_dense or not full):
                 left[c.name] = self._corrected(c)
@@ -300,11 +300,11 @@ class Explorer:
         self._search_seconds, self._search_steps = 0.0, 0
 
     def _look_again(self, seconds: float) -> None:
-        # on a faster link dense gains most, more than any factor of a compressed one tells
+        # on a faster link dense gains most, more than the factor of a compressed way tells
         self._dense_is_due = seconds < self.expected
         self._expected, self._race = None, self._settings.begin_race()
         self._race.add(self.current.name, seconds, lasted=0.0)
-        # what was learnt of the others was learnt on another link
+        # what is known of the others was measured on another link
         self.corrector = Corrector()
         self._learn(seconds)
         following = self._worth_a_trial()

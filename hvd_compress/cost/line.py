@@ -13,7 +13,7 @@ __all__ = ["Line", "fit_line"]
 
 @dataclass(frozen=True)
 class Line:
-    """`fixed + per_unit * size` seconds.
+    """Gives seconds by size: `fixed + per_unit * size`.
 
     Args:
         fixed: seconds, 0 or more.

@@ -174,7 +174,7 @@ class Network:
     def on_paper(
         cls, bandwidth: float, latency: float, ranks: int, ranks_per_host: int = 1, inside_bandwidth: float = 1e10
     ) -> Network:
-        """All links by data sheet; `inside_bandwidth` is that of one rank to its neighbour, bits per second.
+        """Make all links by data sheet; `inside_bandwidth` is from one rank to its neighbour, bits per second.
 
         Raises:
             ValueError: an argument out of its range.

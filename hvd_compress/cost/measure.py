@@ -25,7 +25,7 @@ __all__ = ["measure_link", "measure_network", "network_of", "sent_bytes", "slowe
 _SIZES = tuple(2**i for i in (13, 16, 18, 20, 22, 24, 26))
 _LEAST_SIZES = 3
 _REPEATS = 5
-_SLOW_SECONDS = 0.05  # from here on noise is small against the time itself: fewer repeats do
+_SLOW_SECONDS = 0.05  # noise is small against longer times: fewer repeats do
 _SLOW_REPEATS = 3
 _LONGEST_SECONDS = 0.4
 _LOADED_SECONDS = 0.05
@@ -114,7 +114,7 @@ def slowest_speeds(compressors: Iterable[Compressor], collectives: Collectives) 
     """Measure kernels on all ranks at once and return the slowest rank's speeds; a collective call."""
     speeds = {}
     for compressor in compressors:
-        speed_of(compressor)  # compiled once before all measure at the same time
+        speed_of(compressor)  # compiles, before all measure at the same time
         collectives.maximum([0.0])
         speeds[compressor] = Speed.from_numbers(collectives.maximum(measure_speed(compressor).numbers()))
     return speeds
@@ -182,7 +182,7 @@ def _computed_during(wait: Callable[[], object]) -> tuple[float, float]:
 
 
 def _buffer_bytes(collective: str, size: int, senders: int) -> int:
-    # what a rank sends is to be alike for all collectives, so that they take about as long
+    # a rank sends about as much in each collective, so that all of them take about as long
     nbytes = size // senders if collective == "allgather" else size
     return nbytes - nbytes % (8 * senders)
 
@@ -207,7 +207,7 @@ def _points(collectives: Collectives, collective: str, peers: Sequence[int] | No
 def _seconds(
     collectives: Collectives, collective: str, nbytes: int, repeats: int, peers: Sequence[int] | None = None
 ) -> list[float]:
-    # one more than counts: Horovod's cache does not know the name yet, and ranks come in at different times
+    # the first does not count: Horovod's cache does not know its name yet, and ranks come at different times
     taken = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()

@@ -11,7 +11,7 @@ from hvd_compress.cost.chance import is_slower
 __all__ = ["Rivals"]
 
 _MOST_TURNS = 25
-# a turn counts as a loss of so much of itself at least: equals would else be compared all the time
+# a turn counts as a loss of at least this share of itself: else equal ways would be compared all the time
 _LEAST_LOSS = 0.1
 _RECENT_TURNS = 5
 
@@ -53,7 +53,7 @@ class Rivals:
         self._ratios: dict[str, list[float]] = {}
         self._saved: dict[str, float] = {}
         self._recent: list[float] = []  # seconds of the chosen one
-        # of a turn and of what is saved; kept, since every step asks for them and only turns change them
+        # the price of a turn, and the weight of what is saved; kept, since every step asks and only turns change them
         self._prices: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
@@ -144,7 +144,7 @@ class Rivals:
 
     def _spent(self, name: str, steps: int, changing: Sequence[float]) -> float:
         """Compute the seconds that a turn has cost."""
-        # by what is known, not what it took: a pause in it must not keep it from its next ones for hours
+        # what is known, not what the turn took: a pause in it must not keep the rival from its next turns for hours
         usual = max(self._known[name], self._known[self._chosen])
         return steps * self._loss(self._known[name]) + sum(max(0.0, min(s, steps * usual) - usual) for s in changing)
 

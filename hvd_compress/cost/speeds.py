@@ -1,4 +1,4 @@
-"""How fast this machine encodes and decodes now: seconds as lines of the number of elements."""
+"""Measure how fast this machine encodes and decodes now: seconds as lines of the number of elements."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Speed", "copy_speed", "measure_speed", "speed_of"]
 Array = npt.NDArray[Any]
 
 _SMALL, _LARGE = 2**14, 2**21  # the larger one and its residual and result exceed most caches, as gradients do
-# means of some blocks, each longer than a turn that the system gives to a process: where ranks share cores, they share
-# them while they train, too; and their median, as other programs come and go
+# the median of the means of some blocks: each is longer than a time slice of the system, since ranks that share cores
+# share them in training too, and other programs come and go
 _BLOCKS, _BLOCK_SECONDS, _MOST_CALLS = 5, 4e-3, 100
 _COLUMNS, _SHORT_COLUMNS = 2048, 512
-_SPREAD = 0.8  # of the logarithm of a row's magnitude, as in fully connected layers that learn MNIST
+_SPREAD = 0.8  # deviation of the logarithm of rows' magnitudes, as in fully connected layers that learn MNIST
 _NOTHING = Line()
 _PAGE = 4096
-_MAPPED = 2**25  # bytes from which on the C library gives memory back at once, and asks for it anew each time
+_MAPPED = 2**25  # from so many bytes on, the C library gives memory back at once and asks for it anew each time
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a compressor's kernels by the number of elements, on one thread.
+    """Gives the seconds of a compressor's kernels by the number of elements, on one thread.
 
     Args:
         encode: with error feedback where the compressor has it.
@@ -51,40 +51,40 @@ class Speed:
     per_new_byte: float = 0.0
 
     def of_new_memory(self, nbytes: float) -> float:
-        """Seconds that a new result of so many bytes costs besides."""
+        """Return the seconds that a new result of so many bytes costs besides."""
         return self.per_new_byte * nbytes if nbytes >= _MAPPED else 0.0
 
     def encoding(self, numel: float, groups: float) -> float:
-        """Seconds to encode elements in groups."""
+        """Return the seconds to encode elements in groups."""
         return self.encode(numel) + self.per_group * groups
 
     def of_calls(self, calls: float) -> Speed:
-        """The speed where so many calls of a kernel share the elements."""
+        """Return the speed where so many calls of a kernel share the elements."""
         encode, decode, add = (Line(line.fixed * calls, line.per_unit) for line in (self.encode, self.decode, self.add))
         return replace(self, encode=encode, decode=decode, add=add)
 
     def numbers(self) -> list[float]:
-        """All numbers in a row, to be compared between ranks; `from_numbers` is the inverse."""
+        """Return all numbers in a row, to be compared between ranks; `from_numbers` is the inverse."""
         lines = (self.encode, self.decode, self.add)
         others = (self.bytes_per_element, self.per_group, self.per_new_byte)
         return [*(n for line in lines for n in (line.fixed, line.per_unit)), *others]
 
     @classmethod
     def from_numbers(cls, numbers: list[float]) -> Speed:
-        """The speed of `numbers`."""
+        """Make the speed of `numbers`."""
         a, b, c, d, e, f, *others = numbers
         return cls(Line(a, b), Line(c, d), Line(e, f), *others)
 
 
 @cache
 def speed_of(compressor: Compressor) -> Speed:
-    """`measure_speed`, once in a process."""
+    """Measure a compressor's speed, once in a process."""
     return measure_speed(compressor)
 
 
 @cache
 def copy_speed() -> Line:
-    """Seconds to copy float32 elements, once measured in a process: what no kernel can be faster than."""
+    """Measure the seconds to copy float32 elements, once in a process: no kernel can be faster."""
     return _line(lambda x: (lambda out: lambda: np.copyto(out, x))(np.zeros_like(x)))
 
 
@@ -98,7 +98,7 @@ def measure_speed(compressor: Compressor) -> Speed:
     if isinstance(compressor, FP16):
         return _cast_speed()
     deviation = compressor.typical_deviation
-    # a deviation is one for all rows: on equal rows it is known what lies beyond a multiple of it
+    # the deviation is one for all rows: with equal rows it is known how many values lie beyond a multiple of it
     values = _deviates() if deviation is None else np.float32(deviation) * _deviates(0.0)
     cases = [_Case(compressor, values[:n], columns) for n, columns in ((_SMALL, _COLUMNS), (_LARGE, _COLUMNS),
                                                                         (_LARGE, _SHORT_COLUMNS))]  # fmt: skip
@@ -114,7 +114,7 @@ def measure_speed(compressor: Compressor) -> Speed:
 
 
 class _Case:
-    """The buffers of one size."""
+    """Holds the buffers of one size."""
 
     def __init__(self, compressor: Compressor, gradient: Array, columns: int) -> None:
         self.compressor = compressor
@@ -179,7 +179,7 @@ def _through(small: float, large: float) -> Line:
 
 
 def _typical(times: Callable[[], tuple[float, ...]]) -> npt.NDArray[np.float64]:
-    """What calls take that say how long each of their parts took."""
+    """Call what returns the seconds of its parts, again and again; returns the typical seconds of each part."""
     blocks = []
     for _ in range(_BLOCKS):
         total, calls = np.array(times()), 1

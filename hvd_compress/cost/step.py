@@ -1,4 +1,4 @@
-"""A training step as a line of jobs on a core or two and on Horovod's one background thread."""
+"""Simulate a training step: jobs on one core or two, and Horovod's one background thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Job", "step_seconds"]
 # HOROVOD_FUSION_THRESHOLD: the most bytes of tensors that one allreduce joins
 _FUSION_BYTES = 128 * 2**20
 
-# of those that are ready at one moment: the hook of a gradient encodes it, moves on others whose first collective has
-# ended, and only then backward goes on; and all that is issued at that moment can be fused
+# the order of events at one moment: a gradient's hook encodes it and moves on others whose first collective has ended,
+# only then backward goes on, and all that is issued at that moment can be fused
 _HOOK, _MIDDLE, _BACKWARD, _ISSUE, _SEND = range(5)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One exchange of a step.
+    """Describes one exchange of a step.
 
     Args:
         stages: one after the other.
@@ -32,7 +32,7 @@ class Job:
 
 
 def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False) -> float:
-    """Seconds of a training step, exchanges overlapping with backward.
+    """Predict the seconds of a training step whose exchanges overlap with backward.
 
     The model: collectives run one after the other, in the order in which they are issued, and slow down what computes
     meanwhile; dense ones that wait are fused; first and middle kernels run as soon as they can, last ones when all
@@ -55,21 +55,21 @@ def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False
 
 
 def _gathering(stage: Stage) -> float:
-    """Seconds from the begin of a dense collective in which others may still join it."""
-    # what a collective costs besides its bytes is Horovod's wait for the next cycle, for the most part: half of it,
-    # on average, has passed when a tensor comes
+    """Return for how many seconds, once a dense collective has begun, others may still join it."""
+    # most of what a collective costs besides its bytes is Horovod's wait for its next cycle; on average, half of that
+    # has passed when a tensor comes
     return max(0.0, stage.seconds - stage.fusable_bytes * stage.per_byte) / 2
 
 
 class _Simulation:
-    """Events in the order of time; one whose core is busy comes again when that is free."""
+    """Runs events in the order of time; one whose core is busy comes again when that is free."""
 
     def __init__(self, jobs: Sequence[Job], worker: bool) -> None:
         self._jobs = jobs
         self._free = {"main": 0.0, "worker": 0.0, "network": 0.0}
         self._kernels = "worker" if worker else "main"
         self._events: list[tuple[float, int, int, int]] = []  # ready, kind, job, stage
-        self._waiting: dict[str, list[tuple[int, int]]] = {}  # dense ones of a collective that may be fused
+        self._waiting: dict[str, list[tuple[int, int]]] = {}  # dense exchanges that may be fused, by collective
         self._last: list[float] = []
         self._sending: list[tuple[float, float, float]] = []  # from, to, share of a core
 
@@ -143,7 +143,7 @@ class _Simulation:
         end = begin + seconds
         if resource == "network":
             if core:
-                # what computes already is held up, and what begins before the end will be
+                # this holds up what computes already, and what begins to compute before the collective ends
                 self._free["main"] += core * max(0.0, min(end, self._free["main"]) - begin)
                 self._sending.append((begin, end, core))
         else:

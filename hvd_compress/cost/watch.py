@@ -1,4 +1,4 @@
-"""When steps have become slower or faster for so long that to look for a better way is worth what looking takes."""
+"""Tell when steps have been slower or faster for so long that a search for a better way is worth its costs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Watch:
         self._expected, self._lost, self._differs = 0.0, 0.0, 0.0
 
     def begin(self, expected: float, lost: float) -> None:
-        """A search has ended.
+        """Note that a search has ended.
 
         Args:
             expected: seconds of a step from now on.
@@ -55,11 +55,11 @@ class Watch:
         self._windows, self._lost = 0, lost
 
     def expect(self, seconds: float) -> None:
-        """Steps take so long from now on, with another way, for which nothing was lost."""
+        """Expect steps to take so long from now on, with another way, for which nothing was lost."""
         self._seconds, self._expected, self._differs = [], seconds, 0.0
 
     def observe(self, seconds: float) -> float | None:
-        """Take the seconds of a step; those that steps take now where another search is due, else None."""
+        """Take the seconds of a step; returns the present seconds of steps if another search is due, or None."""
         self._seconds.append(seconds)
         if len(self._seconds) < self._window or sum(self._seconds) < self._least_seconds:
             return None

@@ -1,4 +1,4 @@
-"""What goes straight over MPI, beside Horovod or without it: messages that nobody has to wait for."""
+"""Send messages straight over MPI, beside Horovod or without it; nobody has to wait for them."""
 
 from __future__ import annotations
 

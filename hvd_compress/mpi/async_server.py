@@ -1,4 +1,4 @@
-"""An asynchronous parameter server among the ranks of an MPI communicator."""
+"""Run an asynchronous parameter server among the ranks of an MPI communicator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 
 
 class AsyncParameterServer:
-    """A parameter server that applies each worker's gradients as they come, on NumPy arrays, without Horovod.
+    """Applies each worker's gradients to the server's parameters as they come, on NumPy arrays, without Horovod.
 
     One rank, the server, holds the parameters and applies gradients; all others are workers. A worker sends a gradient,
     computes the next one with the parameters it has, and waits for the answer to the last one before it sends that. The
@@ -102,16 +102,16 @@ class AsyncParameterServer:
 
     @property
     def is_over(self) -> bool:
-        """On a worker: whether the others have finished while it was silent, so that its gradients count no more."""
+        """Whether, on a worker, the others finished while it was silent, so that its gradients count no more."""
         return self._member.is_over
 
     @property
     def version(self) -> int:
-        """Updates that the parameters of this rank contain."""
+        """The number of updates that the parameters of this rank contain."""
         return self._member.version
 
     def serve(self, on_update: Callable[[int], object] | None = None) -> None:
-        """On the server: apply gradients until all workers have finished, but for those that have been silent.
+        """Apply gradients, on the server, until all workers have finished, but for those that have been silent.
 
         Args:
             on_update: called with the number of updates after each of them.
@@ -123,7 +123,7 @@ class AsyncParameterServer:
         self._member.serve(on_update)
 
     def step(self, gradients: Mapping[str, Array]) -> None:
-        """On a worker: send gradients by name, once the last ones are answered; `parameters` may be newer afterwards.
+        """Send gradients by name, on a worker, once the last ones are answered; `parameters` may be newer then.
 
         Args:
             gradients: of the shapes of the parameters, not changed; a parameter that is left out has none. Where one is
@@ -142,7 +142,7 @@ class AsyncParameterServer:
         return self._member.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals of this rank, as `hvd_compress.feedback.write_state` saves them; they go back to the same rank."""
+        """Return this rank's residuals, as `hvd_compress.feedback.write_state` saves them, for the same rank."""
         return self._member.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class AsyncParameterServer:
         self._member.load_state_dict(state)
 
     def close(self) -> None:
-        """Say that this rank has finished; on the server, wait until all workers have. Done at exit at the latest."""
+        """Say that this rank has finished; on the server, wait until all workers have. At exit it is called too."""
         self._member.close()
 
     def __enter__(self) -> AsyncParameterServer:  # noqa: PYI034 (Self is of Python 3.11)
@@ -165,7 +165,7 @@ class AsyncParameterServer:
 
 
 class _Arrays:
-    """See `async_server.Values`."""
+    """Gives the parameters to the server as flat arrays, see `async_server.Values`."""
 
     def __init__(self, parameters: dict[str, Array], update: Callable[[dict[str, Array]], object] | None) -> None:
         self._parameters = parameters
@@ -174,11 +174,11 @@ class _Arrays:
         self.tensors = [_described(name, p) for name, p in parameters.items()]
 
     def arrays(self) -> Sequence[Array]:
-        """Flat, in the parameters' memory."""
+        """Return the parameters as flat arrays, in their own memory."""
         return [self._flat_parameter(t) for t in self.tensors]
 
     def take(self, arrays: Sequence[Array]) -> None:
-        """They are the parameters' memory."""
+        """Do nothing: the arrays are the parameters' memory."""
 
     def update(self, gradients: Sequence[Array | None]) -> None:
         """Call the user's function."""
@@ -187,7 +187,7 @@ class _Arrays:
         self._update({t.name: gradient.reshape(t.shape) for t, gradient in pairs if gradient is not None})
 
     def flat_gradients(self, gradients: Mapping[str, Array]) -> list[Array | None]:
-        """In the order and the dtypes of the parameters.
+        """Return the gradients as flat arrays, in the order and the dtypes of the parameters.
 
         Raises:
             ValueError: an unknown name, or another shape.
@@ -232,7 +232,7 @@ def _type_of(p: object) -> str:
 def join_server(
     tensors: Sequence[Tensor], settings: AsyncServerSettings, values: Values, mpi: Session, comm: Any
 ) -> Member:
-    """This rank's part of an asynchronous parameter server, which is closed at exit; a collective call.
+    """Make this rank's part of an asynchronous parameter server, which is closed at exit; a collective call.
 
     Args:
         tensors: of the parameters.
@@ -248,7 +248,7 @@ def join_server(
         MismatchError: the ranks disagree; raised on all of them.
     """
     size, position, server = int(comm.size), int(comm.rank), settings.server
-    # first of all, so that whatever is refused below is refused on all ranks
+    # ranks compare first: what is refused below is then refused on all of them
     agree(settings.description(tensors), "mpi", lambda data, name: b"".join(_gathered(mpi, comm, data)))
     for compression in (settings.compression, settings.answer):
         check_patterns(compression, [t.name for t in tensors])
@@ -278,7 +278,7 @@ def join_server(
 
 
 def _gathered(mpi: Session, comm: Any, value: Any) -> list[Any]:
-    """What each rank gives."""
+    """Return what each rank gives; a collective call."""
     mpi.meet(comm)
     with mpi:
         values: list[Any] = comm.allgather(value)
@@ -310,7 +310,7 @@ _leaving: list[tuple[Any, Any]] = []
 
 def _end_at_exit(member: _MpiMember, mpi: Session, comm: Any) -> None:
     if not _open and not _leaving:
-        # after Horovod has registered its own end, and so before it
+        # registered after Horovod's own end, and so called before it
         atexit.register(_end, mpi)
     member.mpi, member.comm = mpi, comm
     _open.append(member)
@@ -326,13 +326,13 @@ def _end(mpi: Session) -> None:
         return
     with ExitStack() as stack:
         stack.callback(_wait_for_others, mpi)
-        # the last one that is pushed comes first, and all come, whichever raises
+        # callbacks run in reverse order, and all of them run, whichever raises
         for member in _open:
             stack.callback(member.close)
 
 
 def _wait_for_others(mpi: Session) -> None:
-    # MPI may end meanwhile, by a rank that is in none of these
+    # a rank that is in none of these may end MPI meanwhile
     with suppress(HvdCompressError):
         while _leaving:
             comm, barrier = _leaving.pop()

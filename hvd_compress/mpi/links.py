@@ -1,4 +1,4 @@
-"""Messages between two ranks by MPI's non-blocking point-to-point operations."""
+"""Send messages between two ranks by MPI's non-blocking point-to-point operations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["MOST_BYTES", "WORD", "MpiLink"]
 Bytes = npt.NDArray[np.uint8]
 
 WORD = 8
-"""Bytes of what MPI is told to count."""
+"""MPI is told to count words of so many bytes."""
 MOST_BYTES = WORD * (2**31 - 1)
-"""Of a message: MPI counts with 32 bits, and here it counts words."""
+"""The most bytes of a message: MPI counts with 32 bits, and here it counts words."""
 _TAG = 0
 
 
 class MpiLink:
-    """See `async_server.Link`; messages are multiples of 8 bytes.
+    """Carries messages, whose bytes are multiples of 8, between this rank and another; see `async_server.Link`.
 
     A receive with room for the longest message is posted before that message comes, and MPI tells its real size. So no
     size goes ahead of a message, and none is asked for.
@@ -56,8 +56,8 @@ class MpiLink:
         self._sends.clear()
 
     def receive(self) -> Bytes | None:
-        """A message that has arrived, which lasts until the next call; None if there is none. Never waits."""
-        # callers ask where a message is to come, so that at the end no receive is left
+        """Return a message that has arrived, which lasts until the next call, or None; never waits."""
+        # callers ask only when a message is to come, so no receive is left at the end
         with self._session:
             if self._receive is None:
                 self._receive = self._comm.Irecv(self._words(self._room), self._peer, _TAG)

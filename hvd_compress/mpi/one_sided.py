@@ -1,4 +1,4 @@
-"""Messages that are put into the neighbours' memory: nobody ever waits for another rank's step.
+"""Put messages into the neighbours' memory: nobody ever waits for another rank's step.
 
 Each rank owns a window with a queue for each of its senders: bytes in a ring, and how many of them were ever written
 (the tail), which the sender puts there last. How many the receiver has used up (the head) it puts into a window of the
@@ -122,7 +122,7 @@ class OneSided:
             late[:] = False
 
     def answer(self) -> None:
-        """Nobody waits for an answer."""
+        """Do nothing: nobody waits for an answer."""
 
     def _put(self, i: int, receiver: int, message: Bytes) -> None:
         layout = self._layouts[receiver]
@@ -133,7 +133,7 @@ class OneSided:
             if part.size:
                 byte = self._mpi.BYTE
                 self._window.Put([part, byte], receiver, (layout.queue(slot) + at, part.size, byte))
-        # the bytes must be there before the tail that declares them to be
+        # the bytes must have arrived before the tail says so
         self._window.Flush(receiver)
         self._tails[i] += message.size
         self._put_word(receiver, layout.tail(slot), self._tails[i])
@@ -167,13 +167,13 @@ class OneSided:
                 self._node.read(slot, message)
                 at += message.size
             self._heads[slot] = tail
-            # the bytes are read before the sender may know that
+            # the bytes must be read before the sender learns that they were
             self._window.Sync()
             theirs = self._layouts[sender]
             self._put_word(sender, theirs.head(theirs.part.receivers.index(self._part.position)), tail)
 
     def _queued(self, queue: int, head: int, tail: int) -> Bytes:
-        """A copy of the bytes from head to tail, in one piece."""
+        """Copy the bytes from head to tail into one piece."""
         begin, count = head % self._room, tail - head
         ring = self._memory[queue : queue + self._room]
         arrived = aligned_empty(count, np.uint8)
@@ -185,7 +185,7 @@ class OneSided:
     # -- words that two ranks share ------------------------------------------------------------------------------------
 
     def _own_word(self, at: int) -> int:
-        # atomic, as a plain load of what another rank accumulates to would not be
+        # atomic: another rank accumulates to this word, and a plain load might see half of it
         ignored, value = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
         me, word = self._part.position, self._mpi.UINT64_T
         self._window.Fetch_and_op([ignored, word], [value, word], me, at, self._mpi.NO_OP)
@@ -209,7 +209,7 @@ class OneSided:
 
 
 class _Layout:
-    """Where things lie in the window of one rank: heads of its receivers, tails and queues of its senders."""
+    """Says where things lie in the window of one rank: heads of its receivers, tails and queues of its senders."""
 
     def __init__(self, part: Neighbours, room: int) -> None:
         self.part = part
@@ -218,15 +218,15 @@ class _Layout:
         self.nbytes = self._words * _WORD + len(part.senders) * room
 
     def head(self, receiver: int) -> int:
-        """Of what this receiver has used up; it writes that here."""
+        """Return where a receiver writes how much it has used up."""
         return receiver * _WORD
 
     def tail(self, sender: int) -> int:
-        """Of what this sender has written; it writes that here."""
+        """Return where a sender writes how much it has written."""
         return (len(self.part.receivers) + sender) * _WORD
 
     def queue(self, sender: int) -> int:
-        """The ring of this sender."""
+        """Return where the ring of a sender begins."""
         return self._words * _WORD + sender * self._room
 
 

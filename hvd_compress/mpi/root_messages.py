@@ -1,4 +1,4 @@
-"""Messages to the root of a bucket and back: point to point, non-blocking, of whatever size a payload has.
+"""Send messages to the root of a bucket and back: point to point, non-blocking, of whatever size a payload has.
 
 What MPI's `Igatherv` would do, without its order: non-blocking collectives must be started in the same order on all
 ranks, and gradients do not come in one. A message is told from others by the channel of its bucket. Receivers have room
@@ -33,21 +33,21 @@ _FEW = 64
 # the tag of a rank's last word; those of buckets are larger
 _GONE = 0
 _NOTHING: Bytes = np.empty(0, np.uint8)
-# what a rank that has failed leaves its messages to be taken, before it ends with them under way
+# how long a rank that has failed waits for its messages to be taken, before it ends all the same
 _PATIENCE_SECONDS = 5.0
 
 
 class _UnderWay:
-    """Messages that MPI may still read or write, whoever has lost interest in them meanwhile."""
+    """Keeps messages that MPI may still read or write, whoever has lost interest in them meanwhile."""
 
     def __init__(self) -> None:
         self._pending: set[Pending] = set()
         self._enough = _FEW
 
     def add(self, pending: Pending) -> None:
-        # each look is a call of MPI, which may give the core away: not at all messages for every new one
+        # each look is a call of MPI, which may give the core away: so not every new message looks at all others
         if len(self._pending) >= self._enough:
-            # a list: other threads may add to the set
+            # a copy, since other threads may add to the set
             self._pending.difference_update([kept for kept in list(self._pending) if kept.is_done()])
             self._enough = max(_FEW, 2 * len(self._pending))
         self._pending.add(pending)
@@ -56,12 +56,12 @@ class _UnderWay:
         self._pending.discard(pending)
 
     def has_left(self) -> bool:
-        """Whether all that this rank sends has gone, but for what goes to ranks that have ended."""
-        # a list that is made completely: each look moves MPI on
+        """Tell whether all that this rank sends has gone, but for what goes to ranks that have ended."""
+        # a list, so that all messages are looked at: each look moves MPI on
         return all([pending.has_left() for pending in list(self._pending) if pending.is_sent])  # noqa: C419
 
     def give_up(self) -> bool:
-        """Have nothing received any more; whether MPI has let go of the memory of all that was expected."""
+        """Have nothing received any more; returns whether MPI has let go of the memory of all that was expected."""
         expected = [pending for pending in list(self._pending) if not pending.is_sent]
         return all([pending.give_up() for pending in expected])  # noqa: C419
 
@@ -70,7 +70,7 @@ _under_way = _UnderWay()
 
 
 class _Wire:
-    """MPI and a communicator, and those of its ranks that have ended and say so.
+    """Holds MPI and a communicator, and knows which of its ranks have said that they end.
 
     Horovod tells nobody who waits for a message of MPI that its sender has ended; and it ends MPI, which would tell,
     only where it has begun it itself.
@@ -84,11 +84,11 @@ class _Wire:
         self.session, self.comm = session, comm
         self._gone: set[int] = set()
         self._told: list[Any] = []
-        # after Horovod has registered its own end, and so before it
+        # registered after Horovod's own end, and so called before it
         atexit.register(self._tell)
 
     def gone(self) -> set[int]:
-        """Ranks that send nothing any more; to be called within the session."""
+        """Return the ranks that send nothing any more; to be called within the session."""
         status = self.session.mpi.Status()
         while self.comm.Iprobe(tag=_GONE, status=status):
             self.comm.Recv(self.words(_NOTHING), status.source, _GONE)
@@ -96,29 +96,29 @@ class _Wire:
         return self._gone
 
     def words(self, message: Bytes) -> list[Any]:
-        """A message as MPI takes it; payloads, and so messages, are padded to whole words."""
+        """Describe a message as MPI takes it; payloads, and so messages, are padded to whole words."""
         return [message, message.size // WORD, self.session.mpi.INT64_T]
 
     def _tell(self) -> None:
-        # where MPI has ended, or does so meanwhile, all know
+        # where MPI has ended, or ends meanwhile, all ranks know
         with suppress(HvdCompressError):
             self._say_last_word()
 
     def _say_last_word(self) -> None:
-        # what is sent before the last word is there when that is; where this rank has failed, others may never take it
+        # what is sent before the last word arrives before it; if this rank has failed, others may never take it
         failed = getattr(sys, "last_value", None) is not None
         deadline = time.monotonic() + (_PATIENCE_SECONDS if failed else math.inf)
         self.session.wait_until(lambda: _under_way.has_left() or time.monotonic() > deadline)
         with self.session:
             others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
             self._told = [self.comm.Isend(self.words(_NOTHING), rank, _GONE) for rank in others]
-        # MPI may end after Python: what came until then it would write into memory that Python has given back
+        # MPI may end after Python, and would write what comes until then into memory that Python has given back
         deadline = time.monotonic() + _PATIENCE_SECONDS
         self.session.wait_until(lambda: _under_way.give_up() or time.monotonic() > deadline)
 
 
 class Pending:
-    """Messages under way, whose memory is kept until they are complete.
+    """Holds messages under way, and their memory until they are complete.
 
     Args:
         wire: that carries them.
@@ -141,29 +141,29 @@ class Pending:
         self._memory = memory
         self._slots, self._sizes = slots, sizes
         self.is_sent = None not in sizes
-        """Whether they are of this rank."""
+        """Whether this rank sends these messages; else it receives them."""
         self._is_given_up = False
         _under_way.add(self)
 
     def is_done(self) -> bool:
-        """Whether all have come and gone; never waits.
+        """Tell whether all have come and gone; never waits.
 
         Raises:
             HvdCompressError: MPI has ended.
         """
-        # each call moves MPI on, so none is left out; and a request stays what it is until `wait`
+        # every request is asked, since each call moves MPI on; a request stays valid until `wait`
         with self._wire.session:
             return all([request.Get_status() for request in self._requests])  # noqa: C419
 
     def has_left(self) -> bool:
-        """Whether all have gone, or the ranks that they go to have ended, which take nothing any more."""
+        """Tell whether all have gone, or the ranks that they go to have ended, which take nothing any more."""
         with self._wire.session:
             gone = self._wire.gone()
             ends = zip(self._peers, self._requests, strict=True)
             return all([request.Get_status() or peer in gone for peer, request in ends])  # noqa: C419
 
     def give_up(self) -> bool:
-        """Expect no messages any more; whether none comes into the memory from now on. To be called until it is so."""
+        """Expect no messages any more; returns whether none can come into the memory. Call it until that is so."""
         with self._wire.session:
             for request in [] if self._is_given_up else self._requests:
                 request.Cancel()
@@ -171,7 +171,7 @@ class Pending:
             return bool(self._wire.session.mpi.Request.Testall(self._requests))
 
     def wait(self) -> Bytes:
-        """What has come, in the order of the senders without gaps, or what was sent.
+        """Wait; returns what has come, in the order of the senders and without gaps, or what was sent.
 
         Raises:
             HvdCompressError: MPI has ended, or the rank at the other end.
@@ -180,7 +180,7 @@ class Pending:
         statuses = [mpi.Status() for _ in self._requests]
 
         def are_done() -> bool:
-            # in this order: what a rank has sent before its last word has come when that has
+            # in this order: when a rank's last word has come, so has all that it sent before
             gone = self._wire.gone()
             if mpi.Request.Testall(self._requests, statuses):
                 return True
@@ -224,12 +224,12 @@ class RootMessages:
         self._channels = count(1)
 
     def channel(self) -> Channel:
-        """That of a new bucket; all ranks make them in the same order."""
+        """Make the channel of a new bucket; all ranks make them in the same order."""
         return Channel(self._wire, next(self._channels))
 
 
 class Channel:
-    """The messages of one bucket, which no others are taken for.
+    """Carries the messages of one bucket, which are never taken for those of another.
 
     Args:
         wire: see `Pending`.

@@ -1,4 +1,4 @@
-"""MPI as long as there is one: Horovod ends it from a thread of its own, whatever other threads are doing with it.
+"""Call MPI only while there is one: Horovod ends it from its own thread, whatever other threads are doing with it.
 
 A rank that ends, by an error or at its last line, ends Horovod on all ranks; and Horovod's thread, where it has started
 MPI, then ends MPI too. A call of MPI that is under way at that moment, or comes later, is a segmentation fault. MPI has
@@ -59,12 +59,12 @@ class Session:
         self._lock.release()
 
     def before_end(self, call: Callable[[], object]) -> None:
-        """Let this be called before MPI ends, by whichever thread ends it."""
+        """Have this called before MPI ends, by whichever thread ends it."""
         with self:
             self._last.append(call)
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Ask MPI again and again.
+        """Ask MPI again and again until a condition holds.
 
         Args:
             holds: calls MPI, and does not wait.
@@ -81,7 +81,7 @@ class Session:
             time.sleep(0 if looks < _LOOKS else _NAP_SECONDS)
 
     def meet(self, comm: Any) -> None:
-        """Wait for all ranks; to be called before collectives of which MPI has none that can be asked about.
+        """Wait for all ranks; to be called before collectives that MPI has only in a form that blocks.
 
         Raises:
             HvdCompressError: MPI has ended, as it does when a rank ends before it has come here.
@@ -100,7 +100,7 @@ class Session:
 
 @cache
 def session() -> Session:
-    """That of this process; starts MPI if nobody has."""
+    """Return the session of this process; starts MPI if nobody has."""
     from mpi4py import MPI
 
     return Session(MPI)

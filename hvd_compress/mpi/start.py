@@ -1,4 +1,4 @@
-"""Whether this run can do without Horovod's collectives, and with which communicator."""
+"""Find out whether this run can do without Horovod's collectives, and with which communicator."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["communicator", "start_one_sided", "start_root_messages"]
 _NO_MPI4PY = -1
 
 _messages: dict[tuple[int, ...], RootMessages] = {}
-"""By the ranks, in the world, that they go between."""
+"""By the ranks, as MPI's world numbers them, that they go between."""
 
 
 def start_one_sided(
     hvd: Any, node: Node, parts: Sequence[Neighbours], gathered: Callable[[int], Sequence[int]]
 ) -> Transport:
-    """The transport "one_sided" among the ranks of a process set; a collective call.
+    """Make the transport "one_sided" among the ranks of a process set; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
@@ -41,7 +41,7 @@ def start_one_sided(
 
 
 def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> RootMessages:
-    """The transport "mpi" of `ParameterServer` among the ranks of a process set; a collective call.
+    """Make the transport "mpi" of `ParameterServer` among the ranks of a process set; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
@@ -62,7 +62,7 @@ def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> R
 def communicator(
     hvd: Any, gathered: Callable[[int], Sequence[int]], asked: str, lacking: str, instead: str
 ) -> tuple[Session, Any]:
-    """MPI, and a communicator of the ranks of a process set alone; a collective call.
+    """Return MPI's session, and a communicator of the ranks of a process set alone; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
@@ -83,8 +83,8 @@ def communicator(
         raise UnsupportedError(
             f"{asked} needs an MPI that several threads may call: Horovod calls it from its own thread. Use {instead}"
         )
-    # ranks of Horovod are those of MPI only if hvd.init() was given nothing else; all have a session before one of them
-    # comes further
+    # ranks of Horovod are those of MPI only if hvd.init() was given nothing else; every rank has a session before any
+    # goes on
     everyone = gathered(_rank_in_world())
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
@@ -101,7 +101,7 @@ def communicator(
 def _rank_in_world() -> int:
     try:
         mpi = session()
-    except (ImportError, RuntimeError):  # the latter where it finds no MPI
+    except (ImportError, RuntimeError):  # RuntimeError if it finds no MPI
         return _NO_MPI4PY
     with mpi:
         return int(mpi.mpi.COMM_WORLD.rank)

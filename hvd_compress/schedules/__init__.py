@@ -1,4 +1,4 @@
-"""Decide when to talk from a few numbers for each tensor. No tensors, no ranks."""
+"""Decide when to talk, from a few numbers for each tensor. Nothing here knows tensors or ranks."""
 
 from __future__ import annotations
 

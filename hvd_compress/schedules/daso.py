@@ -36,7 +36,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class DasoSchedule:
-    """When nodes synchronize: every B-th batch, S batches stale, and after every batch in warm-up and cool-down.
+    """Synchronizes nodes every B-th batch, S batches stale, and after every batch in warm-up and cool-down.
 
     An epoch ends with a blocking synchronization, so that all ranks evaluate and save the same parameters; where
     `steps_per_epoch` is known, nothing is sent that could not arrive before. The first epochs warm up and the last ones

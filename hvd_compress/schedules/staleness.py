@@ -33,7 +33,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundedStaleness:
-    """Workers may be `limit` gradients ahead of the slowest; a worker that is silent for too long does not count.
+    """Lets workers be `limit` gradients ahead of the slowest; a worker that is silent for too long does not count.
 
     The clock of a worker is how many gradients of it have come. The answer to a gradient, the present parameters, is
     held back while its worker is too far ahead; a worker sends its next gradient only when it has been answered.
@@ -71,7 +71,7 @@ class BoundedStaleness:
     @property
     def slack(self) -> int:
         """By how many gradients a worker may be ahead of the slowest and still be answered."""
-        # a worker that does not wait for its answer has sent one more when the answer is held back
+        # a worker that does not wait for its answer has sent one more gradient by the time the answer is held back
         return max(0, self.limit - 1)
 
     def most_staleness(self, workers: int) -> int:
@@ -109,7 +109,7 @@ class WorkerClocks:
     def __init__(self, rule: BoundedStaleness, workers: int, now: float) -> None:
         self.rule = rule
         self.version = 0
-        """Updates made so far."""
+        """The number of updates made so far."""
         self.clocks = [0] * workers
         self._states = [_State.LIVE] * workers
         self._is_unanswered = [False] * workers
@@ -128,12 +128,12 @@ class WorkerClocks:
         returns = self._states[worker] is _State.GIVEN_UP
         self.clocks[worker] += 1
         if returns:
-            # it would be the slowest for long, though it is as fast as the others again
+            # else it would be the slowest for long, though it is as fast as the others again
             self.clocks[worker] = max([self.clocks[worker], *self._slowest()])
             self._states[worker] = _State.LIVE
         self._is_unanswered[worker] = True
         self._heard_at[worker] = now
-        # not only the first one: the worker has computed another while this one is under way
+        # not only the first one may be too stale: the worker has computed another while this one was under way
         return Arrival(staleness, staleness <= self._most_staleness, returns)
 
     def count_update(self) -> None:
@@ -154,13 +154,13 @@ class WorkerClocks:
         return released
 
     def give_answers(self) -> list[int]:
-        """All workers that wait for an answer, however far they are ahead: the training has ended."""
+        """Return all workers that wait for an answer, however far they are ahead: the training has ended."""
         waiting = self._where(lambda w: self._is_unanswered[w])
         self._is_unanswered = [False] * len(self.clocks)
         return waiting
 
     def give_up(self, now: float) -> list[int]:
-        """The workers that do not count from now on, because others wait for them, and have waited for too long.
+        """Give up workers that others wait for, and have waited for too long; returns which.
 
         Somebody waits where an answer is held back because of them, or where a worker has finished and none of those
         that are left has been heard of. A single worker may take as long as it likes.
@@ -187,7 +187,7 @@ class WorkerClocks:
         return any(self.clocks[worker] - slowest > self.rule.slack for slowest in self._slowest())
 
     def _slowest(self) -> list[int]:
-        """The clock of the slowest live worker, if there is one."""
+        """Return the clock of the slowest live worker, in a list; an empty one if there is none."""
         return sorted(self.clocks[w] for w in self._where(lambda w: self._states[w] is _State.LIVE))[:1]
 
     def _where(self, holds: Callable[[int], bool]) -> list[int]:

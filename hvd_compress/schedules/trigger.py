@@ -1,4 +1,4 @@
-"""Event triggers: which tensors have changed so much that the neighbours must hear of it.
+"""Decide which tensors have changed so much that the neighbours must hear of it.
 
 A `Trigger` is a setting; the `Watch` that it starts remembers what was sent when, for all tensors of one rank.
 Source: Ghosh and Gupta, EventGraD (MLHPC 2020), section IV, equations 2 and 4.
@@ -27,7 +27,7 @@ MEASURES = ("norm", "change")
 
 
 class Watch(ABC):
-    """What was sent when, of each of `count` tensors of one rank, and how much must change until the next event.
+    """Remembers, for each of `count` tensors of a rank, what was sent when, and how much must change until the next.
 
     Args:
         trigger: the settings.
@@ -39,7 +39,7 @@ class Watch(ABC):
     def __init__(self, trigger: Trigger, count: int) -> None:
         self.trigger = trigger
         self.passes = 0
-        """How often `decide` was called."""
+        """The number of calls of `decide` so far."""
         self.norms: Floats = np.zeros(count)
         """Euclidean norms of the values sent last."""
         self.sent_at = np.zeros(count, np.int64)
@@ -64,7 +64,7 @@ class Watch(ABC):
         self.passes += 1
         self._begin_pass()
         self.compared = self.thresholds.copy()
-        # infinities may meet
+        # the difference of two infinities is no number
         with np.errstate(invalid="ignore"):
             moved = np.abs(norms - self.norms) if changes is None else changes
             due = (moved >= self.thresholds) & ((moved > 0) | self.trigger.sends_unchanged)
@@ -84,7 +84,7 @@ class Watch(ABC):
         self._forced = True
 
     def take_as_sent(self, norms: Floats) -> Flags:
-        """What the receivers have is replaced, without an event; which tensors are finite."""
+        """Note that what the receivers have was replaced, without an event; returns which tensors are finite."""
         self.norms[:] = norms
         return np.isfinite(norms)
 
@@ -96,12 +96,12 @@ class Watch(ABC):
         """Set the thresholds of what is sent; `norms` and `sent_at` are still those of the event before."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, as plain numbers and arrays."""
+        """Return everything that later decisions depend on, as plain numbers and arrays."""
         arrays = {key: getattr(self, key).copy() for key in self._SAVED}
         return {"trigger": self.trigger.get_config(), "passes": self.passes, **arrays}
 
     def check(self, state: Any) -> dict[str, Any]:
-        """What `load` takes over of a state of this trigger and as many tensors.
+        """Check a state of this trigger and as many tensors; returns what `load` takes over of it.
 
         Raises:
             StateError: it is another one, or damaged.
@@ -162,10 +162,10 @@ class Trigger(ABC):
 
     @abstractmethod
     def watch(self, count: int) -> Watch:
-        """The state of one rank that has `count` tensors, before its first pass."""
+        """Start the watch of one rank that has `count` tensors, before its first pass."""
 
     def get_config(self) -> dict[str, Any]:
-        """The settings as a JSON-able dict, which ranks compare."""
+        """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": self.id, **asdict(self)}  # type: ignore[call-overload]
 
     def _check_number(self, name: str, least: float, *, strict: bool) -> None:
@@ -215,7 +215,7 @@ class ConstantThreshold(Trigger):
         return self.delta == 0
 
     def watch(self, count: int) -> Watch:
-        """The state of one rank that has `count` tensors, before its first pass."""
+        """Start the watch of one rank that has `count` tensors, before its first pass."""
         return _ConstantWatch(self, count)
 
 
@@ -272,7 +272,7 @@ class SlopeThreshold(Trigger):
         check_int(self, "history", self.history, 1, 2**31 - 1)
 
     def watch(self, count: int) -> Watch:
-        """The state of one rank that has `count` tensors, before its first pass."""
+        """Start the watch of one rank that has `count` tensors, before its first pass."""
         return _SlopeWatch(self, count)
 
 
@@ -285,7 +285,7 @@ class _SlopeWatch(Watch):
         self.slopes: Floats = np.zeros((trigger.history, count))
         """The last slopes of each tensor, newest first."""
         self.known = np.zeros(count, np.int64)
-        """How many of them there are yet."""
+        """How many slopes of each tensor there are so far."""
 
     def _begin_pass(self) -> None:
         self.thresholds *= self.trigger.decay
