@@ -1,4 +1,4 @@
-"""All benchmarks, and the page of their results.
+"""Run all benchmarks, and write the page of their results.
 
     python benchmarks [--long] [--only allreduce scaling]
 

@@ -1,4 +1,4 @@
-"""Allreduce of square float32 matrices between virtual hosts: Dryden et al. 2016, figure 2, against Horovod.
+"""Time the allreduce of square float32 matrices between virtual hosts: Dryden et al. 2016, figure 2, against Horovod.
 
     python benchmarks/allreduce.py [--short] [--hosts 2 4 8] [--rates 100mbit 1gbit] [--sizes 64 4096] [--seconds 30]
 
@@ -28,12 +28,12 @@ LONG = [(2, RATES, 16384, NAMES), (4, RATES, 8192, NAMES), (8, RATES, 4096, NAME
 SHORT = [(4, ["100mbit"], 4096, FEW_BYTES), (4, ["1gbit"], 4096, [*FEW_BYTES, "torch, one-bit"])]
 SHORT_SIZES = [256, 4096]
 TURN = 0.25  # seconds of a candidate's turn in a round
-SPARE = 1000  # start positions of matrices that share their memory
-RANK_BYTES = 1.2e9  # of a process that has loaded all
+SPARE = 1000  # start positions in the memory that matrices share
+RANK_BYTES = 1.2e9  # memory of a process that has loaded everything
 
 
 def needed_bytes(size: int, hosts: int, candidates: int) -> float:
-    """Memory for one size on all ranks: matrix, its copy, what it is received into, and the candidates' residuals."""
+    """Return the memory for one size on all ranks: matrix, copy, what receives it, and the candidates' residuals."""
     return hosts * (RANK_BYTES + 4 * size**2 * (5 + candidates * (1 + 1 / hosts)))
 
 
@@ -77,7 +77,7 @@ def _action(name: str, size: int, matrix: Callable[[int], Any]) -> Callable[[int
 
 
 def gathered(method: Any, gradient: Any, name: str) -> Any:
-    """The average by Horovod's allgather of what a method of baselines.py sends, whose sizes do not vary."""
+    """Average, by Horovod's allgather, what a method of baselines.py sends; its sizes do not vary."""
     import horovod.torch as hvd
 
     tensors, ctx = method.compress(gradient, name)
@@ -191,7 +191,7 @@ def verdicts(result: dict[str, Any]) -> list[Verdict]:
 
 
 def speedups(rows: dict[str, Any], name: str, than: str) -> Spread:
-    """How many times faster than another candidate, in the rounds of one cell."""
+    """Return how many times faster one is than another candidate, in the rounds of one cell."""
     return Spread.of(ratios(rows[than]["seconds"], rows[name]["seconds"]))
 
 

@@ -1,4 +1,4 @@
-"""Does `Auto` find the fastest way, and does `advise` foresee what each way takes?
+"""Find out whether `Auto` finds the fastest way, and whether `advise` foresees what each way takes.
 
     python benchmarks/auto.py [--short] [--hosts 2 4] [--rates 100mbit unlimited] [--widths 256 4096] [--add]
 
@@ -46,9 +46,9 @@ MNIST_FEATURES = 784  # where MNIST is not to be had, digits of fewer pixels are
 RATES = ("100mbit", "1gbit", "10gbit", UNLIMITED)
 SHORT_RATES = ("1gbit",)
 WIDTHS = (256, 1024, 4096)
-MOST_LOSS = 1.05  # of Auto, times the fastest
-WITHIN = 0.25  # of what was measured, a prediction is to be
-MOST_STEPS, LOOKED_AT = 6000, 10  # until Auto has chosen; after so many of them it is asked
+MOST_LOSS = 1.05  # how many times as long as the fastest Auto may take
+WITHIN = 0.25  # share of what was measured by which a prediction may be off
+MOST_STEPS, LOOKED_AT = 6000, 10  # Auto chooses within so many steps; it is asked after each so many
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def ranks(task: dict[str, Any]) -> None:
 
 
 def _until_chosen(training: Any) -> int:
-    """Let Auto learn until it has tried what it wants to; how many steps that were."""
+    """Let Auto learn until it has tried what it wants to; returns how many steps that took."""
     for number in range(MOST_STEPS):
         training.step(number)
         # not after each step: the norms that are among it would make the ranks wait for each other
@@ -102,7 +102,7 @@ def _until_chosen(training: Any) -> int:
 
 
 class _Foreseen:
-    """What `advise` says under horovodrun, by the names of the benchmark."""
+    """Holds what `advise` says under horovodrun, by the names of the benchmark."""
 
     def __init__(self) -> None:
         from candidates import compression_of
@@ -118,12 +118,12 @@ class _Foreseen:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What the predictions were made from."""
+        """Return what the predictions were made from."""
         speeds = {name: self._speeds[c].numbers() for name, c in self._compressors.items() if c in self._speeds}
         return {"link": self._network.link.get_config(), "core": dict(self._network.core), "speeds": speeds}
 
     def seconds(self, shapes: Sequence[tuple[int, ...]], alone: float) -> dict[str, float]:
-        """Predicted seconds of a step that takes `alone` without communication."""
+        """Predict the seconds of a step that takes `alone` without communication."""
         from hvd_compress.cli.advise import tried
         from hvd_compress.cli.predict import predict
 
@@ -134,7 +134,7 @@ class _Foreseen:
         return {name: seconds[compressor] for name, compressor in self._compressors.items()}
 
     def _exchange_of(self, compressor: Any, shapes: Sequence[tuple[int, ...]]) -> str:
-        """What `DistributedOptimizer` takes by itself, for the largest bucket."""
+        """Return the exchange that `DistributedOptimizer` takes by itself, for the largest bucket."""
         from hvd_compress.cost import Speed
         from hvd_compress.engine import Routing, Tensor, bucket_work
 
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     cells = here.run(__file__, task, rate)
                     found += [{"hosts": hosts, "rate": rate, **cell, "made": made} for cell in cells]
                     result = {"cells": merged(before, found, ("hosts", "rate", "width", "features"))}
-                    # an hour's work is not to be lost with the last minutes
+                    # an hour's work must not be lost with the last minutes
                     write("auto", result)
     return result
 
@@ -237,12 +237,12 @@ def section(result: dict[str, Any]) -> str:
 
 
 def fastest(cell: dict[str, Any]) -> str:
-    """The fastest of all but Auto."""
+    """Return the fastest of all but Auto."""
     return min(FIXED, key=lambda name: median(cell["rows"][name]["seconds"]))
 
 
 def losses(cell: dict[str, Any]) -> list[float]:
-    """How many times as long a step takes with Auto as with the fastest of the others, in each round.
+    """Return how many times as long a step takes with Auto as with the fastest of the others, in each round.
 
     Which one is the fastest is told by the other half of the rounds: the luckiest of a round is not the fastest.
     """
@@ -255,35 +255,35 @@ def losses(cell: dict[str, Any]) -> list[float]:
 
 
 def loss(cell: dict[str, Any]) -> Spread:
-    """The median of `losses`, with its spread."""
+    """Return the median of `losses`, with its spread."""
     return Spread.of(losses(cell))
 
 
 def is_slower(cell: dict[str, Any]) -> bool:
-    """Whether Auto takes longer than it may, beyond chance."""
+    """Tell whether Auto takes longer than it may, beyond chance."""
     low, _ = median_interval(losses(cell))
     return low > MOST_LOSS
 
 
 def is_undecided(cell: dict[str, Any]) -> bool:
-    """Whether chance hides if Auto takes longer than it may."""
+    """Tell whether chance hides if Auto takes longer than it may."""
     low, high = median_interval(losses(cell))
     return low <= MOST_LOSS < high
 
 
 def chance(cell: dict[str, Any]) -> Spread:
-    """How many times as long one-bit takes as itself."""
+    """Return how many times as long one-bit takes as itself."""
     return Spread.of(ratios(cell["rows"][AGAIN]["seconds"], cell["rows"]["one-bit"]["seconds"]))
 
 
 def foresight(cell: dict[str, Any], name: str) -> float:
-    """Predicted over measured seconds of a step."""
+    """Return the predicted over the measured seconds of a step."""
     predicted: float = cell["predicted"][name]
     return predicted / median(cell["rows"][name]["seconds"])
 
 
 def is_wrong(cell: dict[str, Any], name: str) -> bool:
-    """Whether a prediction is further off than it may be, beyond the chance of what was measured."""
+    """Tell whether a prediction is further off than it may be, beyond the chance of what was measured."""
     low, high = median_interval(cell["rows"][name]["seconds"])
     predicted: float = cell["predicted"][name]
     return not (1 - WITHIN) * low <= predicted <= (1 + WITHIN) * high

@@ -1,4 +1,4 @@
-"""The arithmetic of the compressors in plain torch expressions, as GRACE and other libraries of the field write it.
+"""Do the arithmetic of the compressors in plain torch expressions, as GRACE and other libraries of the field write it.
 
 A method keeps the residuals; it sends one-dimensional tensors of torch's own types (a byte for a sign, int64 for an
 index), since no torch expression packs bits. Reconstruction values are those of the whole tensor, except for the
@@ -19,7 +19,7 @@ Tensors = list[torch.Tensor]
 
 
 class Method(ABC):
-    """Residual memory around what a subclass sends."""
+    """Keeps residuals around what a subclass sends."""
 
     feedback = True
 
@@ -27,7 +27,7 @@ class Method(ABC):
         self.memory: dict[str, torch.Tensor] = {}
 
     def compress(self, tensor: torch.Tensor, name: str) -> tuple[Tensors, torch.Size]:
-        """What to send of `tensor` and what was not sent before, and the shape to return to."""
+        """Return what to send of `tensor` and of what was not sent before, and the shape to return to."""
         if self.feedback and name in self.memory:
             tensor = tensor + self.memory[name]
         tensors = self._send(tensor.flatten())
@@ -36,7 +36,7 @@ class Method(ABC):
         return tensors, tensor.shape
 
     def decompress(self, tensors: Tensors, ctx: torch.Size) -> torch.Tensor:
-        """The tensor of shape `ctx` that `tensors` stand for."""
+        """Return the tensor of shape `ctx` that `tensors` stand for."""
         return self._receive(tensors, ctx.numel()).view(ctx)
 
     @abstractmethod
@@ -47,7 +47,7 @@ class Method(ABC):
 
 
 class OneBit(Method):
-    """Signs, and the means of the non-negative and of the negative values."""
+    """Sends signs, and the means of the non-negative and of the negative values."""
 
     def _send(self, x: torch.Tensor) -> Tensors:
         positive = x >= 0
@@ -71,7 +71,7 @@ class _Sparse(Method):
 
 
 class Threshold(_Sparse):
-    """Plus or minus `tau` for the values beyond it."""
+    """Sends plus or minus `tau` for the values beyond it."""
 
     def __init__(self, tau: float) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Threshold(_Sparse):
 
 
 class Adaptive(_Sparse):
-    """The largest 1 / `pi` of the non-negative values and of the negative ones, as their means."""
+    """Sends the largest 1 / `pi` of the non-negative values and of the negative ones, as their means."""
 
     def __init__(self, pi: int = 64) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Adaptive(_Sparse):
 
 
 class TopK(_Sparse):
-    """The largest magnitudes with their values."""
+    """Sends the largest magnitudes with their values."""
 
     def __init__(self, ratio: float = 0.01) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class TopK(_Sparse):
 
 
 class Percentile(TopK):
-    """The largest tenth; what is dropped is not owed."""
+    """Sends the largest tenth; what is dropped is not owed."""
 
     feedback = False
 
@@ -121,7 +121,7 @@ class Percentile(TopK):
 
 
 class QSGD(Method):
-    """Randomly rounded levels of the norm of each bucket; unbiased, so nothing is owed."""
+    """Sends randomly rounded levels of the norm of each bucket; unbiased, so nothing is owed."""
 
     feedback = False
 

@@ -1,4 +1,4 @@
-"""What is compared: names in tables and plots, and the `compression=` that they stand for."""
+"""Name what is compared, in tables and plots, and give the `compression=` that a name stands for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPRESSORS: dict[str, Compressor] = {
 
 
 def compression_of(name: str) -> Any:
-    """The `compression=` that a name stands for; needs Horovod for torch."""
+    """Return the `compression=` that a name stands for; needs Horovod for torch."""
     import horovod.torch as horovod
 
     others = {FP32: horovod.Compression.none, FP16: horovod.Compression.fp16, AUTO: Auto()}
@@ -40,7 +40,7 @@ def compression_of(name: str) -> Any:
 
 
 def style(name: str) -> dict[str, Any]:
-    """How a plot draws a candidate: a colour for each method, other dashes for its variants."""
+    """Say how a plot draws a candidate: a colour for each method, other dashes for its variants."""
     method, _, variant = name.partition(",")
     methods = (ALONE, *DENSE, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits", "threshold", "torch", "percentile")
     hues = ("blue", "red", "green", "purple", "brown", "orange", "cyan")

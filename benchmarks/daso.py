@@ -1,4 +1,4 @@
-"""DASO after its paper (Coquelin et al. 2021): accuracy and time against B and S, and its whole schedule.
+"""Try DASO as in its paper (Coquelin et al. 2021): accuracy and time against B and S, and its whole schedule.
 
     python benchmarks/daso.py [--short] [--only grid times schedule] [--seeds 0 1 2]
 
@@ -114,7 +114,7 @@ def _accuracy(network: Any, x: Any, y: Any) -> float:
 
 
 def _learn_fixed(skips: int, wait: int, task: dict[str, Any], data: Any) -> dict[str, Any]:
-    """Accuracy of the mean of all parameters, after a training without phases."""
+    """Train without phases; returns the accuracy of the mean of all parameters."""
     import torch
 
     import hvd_compress.torch as hvd
@@ -147,7 +147,7 @@ def _learn_fixed(skips: int, wait: int, task: dict[str, Any], data: Any) -> dict
 
 
 def _timed(task: dict[str, Any]) -> dict[str, Any]:
-    """As many steps as the longest cycle has, of each candidate."""
+    """Time as many steps of each candidate as the longest cycle has."""
     import networks
     import torch
 
@@ -188,7 +188,7 @@ def _timed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _learn_by_schedule(name: str, task: dict[str, Any], data: Any) -> dict[str, Any]:
-    """Accuracies after every epoch, and the seconds of the slowest rank until then."""
+    """Train; returns the accuracies after every epoch, and the seconds of the slowest rank until then."""
     import networks
     import torch
 
@@ -264,7 +264,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                         "rows": here.run(__file__, task, rate),
                     }  # fmt: skip
                     result["schedule"] = _sorted(result.get("schedule", []), found, ("rate", "seed"))
-                    # minutes of work are not to be lost with the last ones
+                    # minutes of work must not be lost with the last ones
                     write("daso", result)
     return result
 
@@ -363,7 +363,7 @@ def _mean_loss(rows: list[dict[str, Any]], nodes: int, skips: int, wait: int) ->
 
 
 def _trends(rows: list[dict[str, Any]], nodes: list[int]) -> list[str]:
-    """The paper's three trends, in its figures and in ours."""
+    """Write the paper's three trends, in its figures and in ours."""
     said = []
     pairs = {(row["skips"], row["wait"]) for row in rows}
     for count in nodes:
@@ -454,7 +454,7 @@ def _times(result: dict[str, Any]) -> list[str]:
 
 
 def _seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
-    """When the accuracy was reached, between two tests by a straight line."""
+    """Return when the accuracy was reached, by a straight line between two tests."""
     before = (0.0, 10.0)
     for seconds, reached in zip(run["seconds"], run["accuracies"], strict=True):
         if reached >= accuracy:
@@ -465,7 +465,7 @@ def _seconds_to(run: dict[str, Any], accuracy: float) -> float | None:
 
 
 def _aimed_at(case: dict[str, Any]) -> float:
-    """The accuracy that all candidates of a case reach."""
+    """Return the accuracy that all candidates of a case reach."""
     return min(max(run["accuracies"]) for run in case["rows"].values())
 
 

@@ -1,4 +1,4 @@
-"""EventGraD on MNIST as in its paper (Ghosh and Gupta 2020, section VI), and what a step takes on slow links.
+"""Try EventGraD on MNIST as in its paper (Ghosh and Gupta 2020, section VI), and time its steps on slow links.
 
     python benchmarks/eventgrad.py [--short] [--models CNN-1 CNN-2] [--seeds 0 1 2] [--only learning times]
 
@@ -34,7 +34,7 @@ TIMED = (D_PSGD, ADAPTIVE, TOPK, ONEBIT)
 
 
 class Run(NamedTuple):
-    """One training: which network, how ranks talk, from which seed."""
+    """Describes one training: which network, how ranks talk, from which seed."""
 
     model: str
     label: str
@@ -85,7 +85,7 @@ def _wrapped(optimizer: Any, named: list[Any], label: str, **settings: Any) -> A
 
 
 def _network(model: str) -> Any:
-    """The network of Table I or II, as in the authors' program: pooling before ReLU, dropout of whole channels."""
+    """Make the network of Table I or II, as in the authors' program: pooling before ReLU, dropout of whole channels."""
     import torch
     from torch import nn
 
@@ -161,7 +161,7 @@ def _learn(run: Run, epochs: int, data: Any) -> dict[str, Any]:
 
 
 def _successive(norms: Any) -> list[float]:
-    """Of each tensor, how the changes of its norm in one step and in the next correlate."""
+    """Correlate, for each tensor, the changes of its norm in one step and in the next."""
     import numpy as np
 
     changes = np.diff(norms, axis=0)
@@ -176,7 +176,7 @@ def _sum_over_ranks(value: float) -> float:
 
 
 def _timed(task: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a network of its own for each candidate."""
+    """Time steps of each candidate, with a network of its own."""
     import networks
     import torch
 
@@ -187,7 +187,7 @@ def _timed(task: dict[str, Any]) -> dict[str, Any]:
     }
     actions = {name: training.step for name, training in trainings.items()}
     for name in TIMED:
-        # Training makes it plain; then it is wrapped
+        # `Training` makes a plain optimizer, which is then wrapped
         training = networks.Training(ALONE, networks.network_of("mlp", task["width"], features), batch)
         training.optimizer = _wrapped(
             torch.optim.SGD(training.network.parameters(), lr=0.01), list(training.network.named_parameters()), name
@@ -200,7 +200,7 @@ def _timed(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def runs(model: str, seed: int, options: argparse.Namespace) -> list[Run]:
-    """The trainings of a network from a seed that are asked for."""
+    """List the trainings of a network from a seed that are asked for."""
     return [
         run for run in _all_runs(model, seed, options.short) if options.labels is None or run.label in options.labels
     ]
@@ -235,7 +235,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for some in planned:
                 found = local(RANKS, progress).run(__file__, {"runs": some, "epochs": options.epochs})
                 result["learning"] = merged(result["learning"], found, RUN_KEYS)
-                # an hour's work is not to be lost with the last minute's
+                # an hour's work must not be lost with the last minute's
                 write("eventgrad", result)
     if "times" in options.only:
         result |= {"width": options.width, "times": _times(options)}

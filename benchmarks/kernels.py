@@ -1,4 +1,4 @@
-"""Speed of every compressor's encode and decode against a memcpy of the gradient in the same run.
+"""Time every compressor's encode and decode against a memcpy of the gradient in the same run.
 
     python benchmarks/kernels.py [--numel 1000 1000000] [--threads 1 2] [--repeats 7] [--short] [--out DIR]
 
@@ -65,9 +65,9 @@ CASES: dict[str, Compressor] = {
     "fp16": FP16(),
     "none": NoCompression(),
 }
-# of gradients that are mostly zeros, as those of embeddings and sums of few sparse payloads are
+# for gradients that are mostly zeros, as those of embeddings and sums of few sparse payloads are
 SPARSE: dict[str, Compressor] = {"adaptive, sparse": Adaptive(pi=64), "top-k, sparse": TopK(ratio=0.01)}
-SPARSE_SHARE = 0.005  # is not
+SPARSE_SHARE = 0.005  # share of the elements that are not zero
 CASES |= SPARSE
 BASELINES: dict[str, Callable[[], baselines.Method]] = {
     "one-bit": baselines.OneBit,
@@ -83,13 +83,13 @@ SQUARE = 4096 * 4096
 SIZES = [10**3, 10**4, 10**5, 10**6, 10**7, SQUARE, 10**8]
 SHORT_SIZES = [10**5, SQUARE]
 CACHE_LINE = 16  # float32
-TRIES = 3  # the best of so many counts in a repeat: other programs interrupt
+TRIES = 3  # the best of so many counts in a repeat, since other programs interrupt
 
 Times = dict[str, float]
 
 
 def seconds(function: Callable[[], object], prepare: Callable[[], object], calls: int) -> float:
-    """Mean seconds of a call, what prepares it left out."""
+    """Return the mean seconds of a call, without what prepares it."""
     total = 0.0
     for _ in range(calls):
         prepare()
@@ -100,7 +100,7 @@ def seconds(function: Callable[[], object], prepare: Callable[[], object], calls
 
 
 class Case:
-    """One thread's buffers and calls."""
+    """Holds one thread's buffers and calls."""
 
     def __init__(self, compressor: Compressor, gradient: np.ndarray, columns: int) -> None:
         self.compressor = compressor
@@ -150,7 +150,7 @@ class Case:
 
 
 class Baseline:
-    """The same in torch."""
+    """Holds the same in torch."""
 
     def __init__(self, method: baselines.Method, gradient: np.ndarray) -> None:
         self.method = method
@@ -179,7 +179,7 @@ class Baseline:
 
 
 def together(cases: list[Case], cores: list[int]) -> Times:
-    """Times with one thread per case; the slowest one counts."""
+    """Time one thread for each case; the slowest one counts."""
     results: list[Times] = [{}] * len(cases)
     start = threading.Barrier(len(cases))
 
@@ -197,7 +197,7 @@ def together(cases: list[Case], cores: list[int]) -> Times:
 
 
 def measure(name: str, gradient: np.ndarray, threads: int, options: argparse.Namespace) -> dict[str, object]:
-    """All repeats of one compressor, size and number of threads."""
+    """Make all repeats of one compressor, size and number of threads."""
     cores = sorted(os.sched_getaffinity(0))
     columns = max(1, round(gradient.size**0.5))
     cases = [Case(CASES[name], part, columns) for part in np.array_split(gradient, threads)]
@@ -230,12 +230,12 @@ def measure(name: str, gradient: np.ndarray, threads: int, options: argparse.Nam
 
 
 def spread(values: list[float]) -> str:
-    """Median and extremes, three digits of each."""
+    """Write median and extremes, with three digits each."""
     return "{} ({}-{})".format(*(f"{v:#.3g}".rstrip(".") for v in (median(values), min(values), max(values))))
 
 
 def show(rows: list[dict]) -> None:
-    """A table per size and number of threads; the rows are those of one."""
+    """Print a table for each size and number of threads; the rows are those of one."""
     first = rows[0]
     print(f"\n{first['numel']} float32, threads: {first['threads']}; memcpy ", end="")
     print(f"{spread([v for row in rows for v in row['memcpy_gb_per_s']])} GB/s of gradient")
@@ -255,7 +255,7 @@ def show(rows: list[dict]) -> None:
 
 
 def machine() -> dict[str, object]:
-    """Where and with what this ran."""
+    """Describe where and with what this ran."""
     names = [
         line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "name" in line
     ]
@@ -271,7 +271,7 @@ def machine() -> dict[str, object]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """GB/s over the number of elements, a panel for each call and number of threads."""
+    """Draw GB/s over the number of elements, a panel for each call and number of threads."""
     threads = sorted({row["threads"] for row in rows})
     shown = dict.fromkeys(row["case"] for row in rows)
     figure, panels = plt.subplots(len(threads), 2, figsize=(12, 4.5 * len(threads)), squeeze=False, sharex=True)

@@ -1,4 +1,4 @@
-"""How far do Horovod's collectives fill a link, over Open MPI with and without its put protocol, and over Gloo?
+"""Measure how far Horovod's collectives fill a link, over Open MPI with and without its put protocol, and over Gloo.
 
     python benchmarks/links.py [--short] [--hosts 2 4] [--rates 100mbit 1gbit 10gbit]
 
@@ -23,7 +23,7 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = {
     "Gloo": ("gloo", {}),
 }
 RATES = ("100mbit", "1gbit", "10gbit")
-LINK_SECONDS = 0.5  # that a tensor takes on the link at least, if it is not the largest
+LINK_SECONDS = 0.5  # a tensor takes the link at least so long, unless it is the largest
 MOST_NUMEL = 2**24
 
 
@@ -45,7 +45,7 @@ def ranks(task: dict[str, Any]) -> None:
         "allgather": lambda _: hvd.allgather(part, name="allgather"),
     }
     samples = r.rounds(actions, task["seconds"], task["least"])
-    # what a rank must send at least
+    # a rank must send at least so many bytes
     one = whole.nbytes * (size - 1) / size
     least = {"allreduce": 2 * one, "alltoall": one, "allgather": one}
     r.done(task["label"])
@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bits(rate: str) -> int:
-    """Per second."""
+    """Return the bits per second."""
     bits = parse_rate(rate)
     if bits is None:
         raise ValueError(f"rate {rate}: there is nothing to fill; give one such as 1gbit")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: spreads, ratios within rounds, the record of a machine, and result files."""
+"""Share what the benchmarks need: spreads, ratios within rounds, the record of a machine, and result files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ OWN_DENSE = tuple(f"{name}, by hvd_compress" for name in DENSE)
 RESULTS = Path(__file__).parent / "results"
 LOAD_BEFORE = os.getloadavg()[0]
 PACKAGES = ("hvd_compress", "horovod", "torch", "numpy", "numba", "mpi4py")
-FEW = 8  # repeats, with which quartiles would hide what varies
-DIGITS = 6  # significant ones in result files; more is noise and size
+FEW = 8  # quartiles of fewer repeats would hide what varies
+DIGITS = 6  # significant digits in result files; more would be noise and size
 
 
 class Spread(NamedTuple):
-    """The median of repeats, and their quartiles; the extremes where there are fewer than eight.
+    """Holds the median of repeats and their quartiles, or the extremes where there are fewer than eight.
 
     Example:
         >>> str(Spread.of([3.0, 1.0, 2.0]))
@@ -68,7 +68,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of at least one value."""
+        """Make the spread of at least one value."""
         values = list(values)
         if len(values) < FEW:
             return cls(median(values), min(values), max(values))
@@ -86,7 +86,7 @@ def _short(value: float) -> str:
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
-    """The quotient of each round; the two were measured one after the other, so a drift of the machine cancels.
+    """Divide round by round; both were measured one after the other, so a drift of the machine cancels.
 
     Example:
         >>> ratios([4.0, 9.0], [2.0, 3.0])
@@ -96,7 +96,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 
 
 def median_interval(values: Sequence[float], chance: float = 0.05) -> tuple[float, float]:
-    """Within which the true median lies, but for `chance` in all: two of the values, by the binomial distribution.
+    """Find two of the values between which the true median lies, but for `chance`, by the binomial distribution.
 
     Of fewer than six values, the extremes, which leave it out more often.
 
@@ -116,7 +116,7 @@ def median_interval(values: Sequence[float], chance: float = 0.05) -> tuple[floa
 
 
 class Aim(NamedTuple):
-    """A figure that the project wants to reach.
+    """Describes a figure that the project wants to reach.
 
     Args:
         what: it is about.
@@ -132,13 +132,13 @@ class Aim(NamedTuple):
 
     @property
     def is_reached(self) -> bool:
-        """Whether the median is on the right side."""
+        """Tell whether the median is on the right side."""
         compare = {"≥": operator.ge, "≤": operator.le, ">": operator.gt}[self.relation]
         return compare(self.measured.median, self.bound)
 
 
 class Verdict(NamedTuple):
-    """The fastest compressor of a case, against the faster of Horovod's own two ways.
+    """Compares the fastest compressor of a case with the faster of Horovod's own two ways.
 
     Args:
         where: the case.
@@ -159,14 +159,14 @@ class Verdict(NamedTuple):
 
 
 def verdict(where: str, rows: Mapping[str, Any]) -> Verdict:
-    """The verdict on what was measured in one case: {candidate: {"seconds": of each round}}."""
+    """Make the verdict on what was measured in one case: {candidate: {"seconds": of each round}}."""
     ours = [name for name in rows if name not in (*DENSE, ALONE) and not name.startswith("torch")]
     best, rival = (min(names, key=lambda name: median(rows[name]["seconds"])) for names in (ours, DENSE))
     return Verdict(where, best, rival, Spread.of(ratios(rows[rival]["seconds"], rows[best]["seconds"])))
 
 
 def machine() -> dict[str, Any]:
-    """Where, when and with what this runs."""
+    """Describe where, when and with what this runs."""
     processor = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -191,7 +191,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Of the program that runs, and whether its code was changed since; "unknown" outside of a repository."""
+    """Return the commit of the program, and whether its code was changed since; "unknown" outside of a repository."""
     root = RESULTS.parents[1]
     code = ["hvd_compress", "ci", "benchmarks", ":!benchmarks/results"]
     head = _said("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
@@ -221,7 +221,7 @@ def write(name: str, content: Mapping[str, Any]) -> Path:
 
 
 def rounded(value: Any) -> Any:
-    """The same with as many digits as are worth keeping in a file."""
+    """Return the same with as many digits as are worth keeping in a file."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
@@ -232,7 +232,7 @@ def rounded(value: Any) -> Any:
 
 
 def read(name: str) -> dict[str, Any] | None:
-    """What `write` has written, or None."""
+    """Return what `write` has written, or None."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
@@ -240,7 +240,7 @@ def read(name: str) -> dict[str, Any] | None:
 def merged(
     before: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]], keys: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """All cases of a record, those found anew in the place of what they repeat.
+    """Return all cases of a record; those found anew replace what they repeat.
 
     Example:
         >>> merged([{"n": 1, "s": 5.0}, {"n": 2, "s": 6.0}], [{"n": 1, "s": 4.0}], ["n"])
@@ -250,7 +250,7 @@ def merged(
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; the first column is the name of a row.
+    """Write a Markdown table; the first column is the name of a row.
 
     Example:
         >>> print(table(["", "x"], [["a", 1]]))
@@ -264,7 +264,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def picture(figure: Any, name: str) -> str:
-    """Save a figure of Matplotlib among the results; the Markdown that shows it."""
+    """Save a figure of Matplotlib among the results; returns the Markdown that shows it."""
     if figure.get_layout_engine() is None:
         figure.set_layout_engine("tight")
     figure.savefig(RESULTS / f"{name}.png", dpi=100)

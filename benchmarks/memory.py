@@ -1,4 +1,4 @@
-"""Memory beside Horovod's, and the cost of a step against the number of elements and of tensors.
+"""Measure memory beside Horovod's, and the cost of a step against the number of elements and of tensors.
 
     python benchmarks/memory.py [--short] [--ranks 2] [--layers 6] [--seconds 20]
 
@@ -41,7 +41,7 @@ def ranks(task: dict[str, Any]) -> None:
 
 
 def _peak(task: dict[str, Any]) -> None:
-    # nothing of hvd_compress may be loaded where plain Horovod is measured
+    # nothing of hvd_compress may be loaded while plain Horovod is measured
     import horovod.torch as horovod
     import torch
 
@@ -71,7 +71,7 @@ def _peak(task: dict[str, Any]) -> None:
 
 
 def _residual_bytes(optimizer: Any) -> int:
-    """Bytes of what this rank owes, in both hops."""
+    """Return the bytes of what this rank owes, in both hops."""
     if not hasattr(optimizer, "compression_state_dict"):
         return 0
     state = optimizer.compression_state_dict()
@@ -154,7 +154,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def beyond_residuals(result: dict[str, Any], name: str, fixed: bool) -> Spread:
-    """Bytes per element over plain Horovod's peak and the residuals, with or without what does not grow."""
+    """Return the bytes per element over plain Horovod's peak and the residuals, with or without what does not grow."""
     peaks = result["peaks"]
     values = []
     for i, large in enumerate(peaks[name]["large"]):
@@ -166,7 +166,7 @@ def beyond_residuals(result: dict[str, Any], name: str, fixed: bool) -> Spread:
 
 
 def added_seconds(point: dict[str, Any], name: str) -> Spread:
-    """What communication adds to a step."""
+    """Return what communication adds to a step."""
     rows = point["rows"]
     return Spread.of([s - a for s, a in zip(rows[name]["seconds"], rows[ALONE]["seconds"], strict=True)])
 

@@ -1,4 +1,4 @@
-"""Bytes and time of every mini-batch of a real training: Dryden et al. 2016, figures 3 and 4, against Horovod.
+"""Measure bytes and time of each mini-batch of a real training: Dryden et al. 2016, figures 3 and 4, against Horovod.
 
     python benchmarks/minibatch.py [--short] [--hosts 4] [--rate 1gbit] [--width 1024] [--steps 200]
 
@@ -137,12 +137,12 @@ def section(result: dict[str, Any]) -> str:
 
 
 def added_milliseconds(rows: dict[str, Any], name: str) -> list[float]:
-    """What communication adds to each step."""
+    """Return what communication adds to each step."""
     return [1e3 * (s - alone) for s, alone in zip(rows[name]["seconds"], rows[ALONE]["seconds"], strict=True)]
 
 
 def layer_bytes(result: dict[str, Any], name: str, layer: str) -> list[float]:
-    """Bytes that a rank sends for a layer in each step; for Horovod's own allreduce, what a ring takes."""
+    """Return the bytes that a rank sends for a layer in each step; for Horovod's own allreduce, what a ring takes."""
     row = result["rows"][name]
     if "layers" in row:
         return row["layers"][layer]["bytes_sent"]

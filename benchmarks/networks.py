@@ -1,4 +1,4 @@
-"""The networks that are trained, and one step of one candidate."""
+"""Make the networks that are trained, and one step of one candidate."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CLASSES = 10
 
 
 def mlp(width: int, features: int, hidden: int = 3) -> nn.Module:
-    """The paper's network: fully connected, ReLU."""
+    """Make the paper's network: fully connected, ReLU."""
     sizes = [features, *[width] * hidden]
     layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, CLASSES))
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut (He et al. 2016, figure 5)."""
+    """Has 1x1, 3x3 and 1x1 convolutions beside a shortcut (He et al. 2016, figure 5)."""
 
     def __init__(self, inputs: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet(width: int = 44, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
-    """ResNet-50 with `width` channels in place of 64, and one convolution with stride 4 that suits images of 32x32."""
+    """Make ResNet-50 with `width` channels in place of 64, and a convolution of stride 4 that suits images of 32x32."""
     stem = [nn.Conv2d(3, width, 4, 4, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     blocks: list[nn.Module] = []
     channels = width
@@ -69,7 +69,7 @@ def resnet(width: int = 44, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module
 
 
 def batches(kind: str, batch_size: int, images: int = 6000) -> tuple[Callable[[int], tuple[Any, Any]], int]:
-    """This rank's batch of each round, the same for all candidates, and the number of features of an image."""
+    """Return this rank's batch of each round, the same for all candidates, and the number of features of an image."""
     if kind == "resnet":
         generator = torch.Generator().manual_seed(hvd.rank())
         x = torch.randn(batch_size, 3, 32, 32, generator=generator)
@@ -86,13 +86,13 @@ def batches(kind: str, batch_size: int, images: int = 6000) -> tuple[Callable[[i
 
 
 def network_of(kind: str, width: int, features: int) -> nn.Module:
-    """A network with the same weights on every rank and for every candidate."""
+    """Make a network with the same weights on every rank and for every candidate."""
     torch.manual_seed(0)
     return resnet(width) if kind == "resnet" else mlp(width, features)
 
 
 class Training:
-    """One candidate's network and optimizer.
+    """Holds one candidate's network and optimizer.
 
     Args:
         name: of a candidate, or ALONE.
@@ -118,9 +118,7 @@ class Training:
         self.optimizer.step()
 
     def stats(self) -> dict[str, Any]:
-        """What `compression_stats()` says of every tensor so far, by the parameter's name; nothing for Horovod's "
-        "own.
-        """
+        """Return what `compression_stats()` says of each tensor so far, by its parameter; {} for Horovod's own."""
         if not hasattr(self.optimizer, "compression_stats"):
             return {}
         tensors = self.optimizer.compression_stats()["tensors"]

@@ -1,4 +1,4 @@
-"""What an exchange adds to a training step in each framework: the same network, batch and compressor, in one run.
+"""Measure what an exchange adds to a step in each framework: same network, batch and compressor, in one run.
 
     python benchmarks/overhead.py [--ranks 2] [--width 1024] [--batch-size 64] [--rounds 3] [--steps 20]
 

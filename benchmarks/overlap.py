@@ -1,4 +1,4 @@
-"""What a thread of its own for the kernels is worth while backward runs elsewhere, as on an accelerator.
+"""Measure what a thread for the kernels is worth while backward runs elsewhere, as on an accelerator.
 
     python benchmarks/overlap.py [--short] [--layers 12] [--width 2048] [--layer-ms 4]
 
@@ -45,7 +45,7 @@ def ranks(task: dict[str, Any]) -> None:
 
 
 def _training(name: str | None, layers: int, width: int, seconds: float) -> Any:
-    """A step of a network whose backward pass waits in each layer."""
+    """Make a step of a network whose backward pass waits in each layer."""
     import torch
     from candidates import compression_of
 
@@ -128,7 +128,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def gain(result: dict[str, Any], name: str) -> Spread:
-    """How many times as fast a step is where kernels have a thread of their own."""
+    """Return how many times as fast a step is where kernels have a thread of their own."""
     hooks, thread = (result["rows"][f"{name}, {where}"]["seconds"] for where in WHERE)
     return Spread.of(ratios(hooks, thread))
 

@@ -1,4 +1,4 @@
-"""The page of results, made of the files that the benchmarks have written; no figure is typed by hand.
+"""Write the page of results from the files that the benchmarks have written; no figure is typed by hand.
 
 python benchmarks/page.py
 """
@@ -33,7 +33,7 @@ MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horov
 
 
 def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | None) -> str:
-    """The Markdown of all results; saves their plots."""
+    """Return the Markdown of all results; saves their plots."""
     aims: list[Aim] = [*_of_all(results, "aims"), *(_kernel_aims(kernels) if kernels else ())]
     verdicts: list[Verdict] = list(_of_all(results, "verdicts"))
     parts = [
@@ -97,7 +97,7 @@ def _extremes(verdicts: list[Verdict]) -> str:
 
 
 def _of_one_thread(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the size at which the arithmetic in torch expressions ran too, or of the largest."""
+    """Return the rows of the size at which the arithmetic in torch ran too, or of the largest size."""
     rows = [row for row in result["rows"] if row["threads"] == 1]
     compared = [row["numel"] for row in rows if row["encode"]["torch_of_ours"]]
     size = max(compared or [row["numel"] for row in rows])

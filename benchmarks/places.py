@@ -1,4 +1,4 @@
-"""Where ranks run: on the virtual cluster, or on this machine alone where that cannot be had."""
+"""Start ranks on the virtual cluster, or on this machine alone where that cannot be had."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DONE = "unit done:"  # what a rank writes when a unit of the progress bar is com
 Rank = Callable[[dict[str, Any]], None]
 Measure = Callable[[argparse.Namespace], dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE_SECONDS = 1800.0  # until another user of the cluster gives it up
+PATIENCE_SECONDS = 1800.0  # how long to wait until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
-STALL_SECONDS = "120"  # after which ranks that wait for each other end the run
+STALL_SECONDS = "120"  # ranks that wait for each other for so long end the run
 
 
 def parser_of(description: str | None, short: str, each: str | None = None) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks with ranks have: `--short`, and `--task` for the ranks that they start.
+    """Declare the arguments that all benchmarks with ranks have: `--short`, and `--task` for the ranks that they start.
 
     Args:
         description: of the benchmark.
@@ -62,7 +62,7 @@ def parser_of(description: str | None, short: str, each: str | None = None) -> a
 def parsed(
     parser: argparse.ArgumentParser, given: Sequence[str] | None, **defaults: tuple[Any, Any]
 ) -> argparse.Namespace:
-    """The options; those that are not given are taken from (short form, long form)."""
+    """Return the options; those that are not given are taken from (short form, long form)."""
     options = parser.parse_args(given)
     for name, (short, long) in defaults.items():
         if getattr(options, name) is None:
@@ -71,7 +71,7 @@ def parsed(
 
 
 def start(script: str, options: argparse.Namespace, ranks: Rank, measure: Measure) -> None:
-    """What a benchmark is started for: its ranks' part, or all of it, whose result is written down."""
+    """Run what a benchmark was started for: its ranks' part, or all of it, whose result is written down."""
     if options.task:
         ranks(json.loads(options.task))
     else:
@@ -79,7 +79,7 @@ def start(script: str, options: argparse.Namespace, ranks: Rank, measure: Measur
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """A bar over units of work, moved by what the first rank writes; other lines are kept for a failure."""
+    """Draws a bar over units of work, moved by what the first rank writes; keeps other lines for a failure."""
 
     def __init__(self, title: str, units: int) -> None:
         self._bar = tqdm(total=units, desc=title, unit="case", dynamic_ncols=True, smoothing=0.1)
@@ -98,24 +98,24 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return len(text)
 
     def advance(self, what: str) -> None:
-        """A unit is complete."""
+        """Count a unit as complete."""
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update()
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no line is held back."""
 
     def say(self, text: str) -> None:
         """Write a line above the bar."""
         self._bar.write(text, file=sys.stderr)
 
     def tail(self) -> str:
-        """What the ranks wrote last."""
+        """Return what the ranks wrote last."""
         return "\n".join(self._lines)
 
 
 class Place:
-    """A number of hosts.
+    """Starts ranks on a number of hosts.
 
     Args:
         hosts: their number.
@@ -138,7 +138,7 @@ class Place:
         env: Mapping[str, str] | None = None,
         launcher: str = "mpi",
     ) -> Any:
-        """What the ranks of `script --task JSON` deliver; without a cluster, MPI starts them in any case."""
+        """Return what the ranks of `script --task JSON` deliver; without a cluster, MPI starts them in any case."""
         env = {**_environment(), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
@@ -160,7 +160,7 @@ class Place:
 
 @contextlib.contextmanager
 def place(hosts: int, progress: Progress, ranks_per_host: int = 1) -> Iterator[Place]:
-    """Virtual hosts, or this machine in their place; waits while another process has the cluster."""
+    """Make virtual hosts, or take this machine in their place; waits while another process has the cluster."""
     if unavailable() is not None:
         yield Place(hosts, ranks_per_host, None, progress)
         return
@@ -184,12 +184,12 @@ def _entered(stack: contextlib.ExitStack, hosts: int, progress: Progress) -> Clu
 
 
 def local(ranks: int, progress: Progress) -> Place:
-    """Ranks on this machine, without a cluster."""
+    """Start ranks on this machine, without a cluster."""
     return Place(ranks, 1, None, progress)
 
 
 def rates_to_be_had(rates: Sequence[str]) -> list[str]:
-    """Those of the rates that this machine can give links; says why the others are left out."""
+    """Return the rates that this machine can give links; says why the others are left out."""
     reason = unavailable()
     if reason is None:
         return list(rates)
@@ -210,10 +210,10 @@ def _environment() -> dict[str, str]:
 
 def _run_here(ranks: int, command: Sequence[str], env: Mapping[str, str], progress: Progress) -> None:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # both processors are shared by more ranks than there are, and a spinning one would starve the others
+    # there are more ranks than processors, and one that spins would starve the others
     options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    # ended with this process, ranks of an interrupted run would go on alone
+    # else ranks of an interrupted run would go on alone
     with (
         terminated_as_exit(),
         subprocess.Popen(

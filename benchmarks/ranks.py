@@ -1,4 +1,4 @@
-"""Inside the ranks: candidates that take turns in the same processes, timed from a barrier to their slowest rank."""
+"""Let candidates take turns in the same processes of ranks, timed from a barrier to their slowest rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["WARM_UP", "Samples", "counted_operations", "deliver", "done", "round
 Samples = dict[str, dict[str, list[float]]]
 
 WARM_UP = 2
-TRIALS = 5  # runs, to know how many make a turn
+TRIALS = 5  # runs that tell how many make a turn
 MOST_REPEATS = 100
-LONG = 2.0  # seconds, to which what caches hold makes no difference
-LOOK = 6  # rounds from one look at what is measured to the next
+LONG = 2.0  # seconds of a run to which it makes no difference what caches hold
+LOOK = 6  # rounds between two looks at what was measured
 
 
 def rounds(
@@ -68,7 +68,7 @@ def rounds(
             return True
         if undecided is None or not _all_go_on(spent < seconds + more_seconds):
             return False
-        # looking more often would sooner find what chance has made look decided
+        # whoever looks more often takes more chance results for decided ones
         return number % LOOK != 0 or undecided(_samples(names, mine))
 
     while go_on():
@@ -83,7 +83,7 @@ def rounds(
 
 
 def _repeats(action: Callable[[int], object], turn: float | None) -> int:
-    """Try an action; how often it is to run in a turn, the same on all ranks: twice at least, unless it takes long."""
+    """Try an action; returns its runs in a turn, the same on all ranks: two at least, unless it takes long."""
     if turn is None:
         sample(action, 0)
         return 1
@@ -95,14 +95,14 @@ def _repeats(action: Callable[[int], object], turn: float | None) -> int:
 
 
 def _samples(names: list[str], mine: list[list[list[float]]]) -> Samples:
-    """Of all ranks, from (seconds, bytes) of this one by rounds and actions; the same on every rank."""
+    """Gather all ranks' (seconds, bytes) by rounds and actions; the same on every rank."""
     everyone = hvd.allgather(torch.tensor([mine], dtype=torch.float64), name="benchmarks.samples")
     slowest, sent = everyone[..., 0].amax(0), everyone[..., 1].mean(0)
     return {name: {"seconds": slowest[:, i].tolist(), "bytes": sent[:, i].tolist()} for i, name in enumerate(names)}
 
 
 def sample(action: Callable[[int], object], number: int, repeats: int = 1) -> list[float]:
-    """(seconds of this rank, bytes it sent) for a run of an action that all ranks start together, the mean of some."""
+    """Run an action that all ranks start together; returns the mean (seconds of this rank, bytes it sent) of some."""
     for _ in range(WARM_UP if repeats > 1 else 0):
         action(number)
     hvd.barrier()
@@ -116,7 +116,7 @@ def sample(action: Callable[[int], object], number: int, repeats: int = 1) -> li
 
 
 def slowest(seconds: float) -> float:
-    """The largest of all ranks' numbers."""
+    """Return the largest of all ranks' numbers."""
     everyone = hvd.allgather(torch.tensor([seconds], dtype=torch.float64), name="benchmarks.slowest")
     return float(everyone.max())
 
@@ -127,7 +127,7 @@ def _all_go_on(go_on: bool) -> bool:
 
 
 def _sent_bytes() -> int:
-    """Bytes that have left this rank's virtual host."""
+    """Return the bytes that have left this rank's virtual host."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == "eth0":
@@ -136,7 +136,7 @@ def _sent_bytes() -> int:
 
 
 class _Counted:
-    """Horovod's library, with a count of the operations that it is given."""
+    """Stands for Horovod's library, and counts the operations that it is given."""
 
     def __init__(self, library: Any, counts: Counter[str]) -> None:
         self._library = library
@@ -155,7 +155,7 @@ class _Counted:
 
 @contextmanager
 def counted_operations() -> Iterator[Counter[str]]:
-    """Number of operations by kind that this rank hands to Horovod inside the block; Horovod may fuse allreduces."""
+    """Count the operations by kind that this rank hands to Horovod inside the block, which may fuse allreduces."""
     counts: Counter[str] = Counter()
     library = mpi_ops.mpi_lib
     mpi_ops.mpi_lib = _Counted(library, counts)

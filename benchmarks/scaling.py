@@ -1,4 +1,4 @@
-"""Time of a training step against hosts, layer width and network: Dryden et al. 2016, figures 5 and 6, against Horovod.
+"""Time a step against hosts, layer width and network: Dryden et al. 2016, figures 5 and 6, against Horovod.
 
     python benchmarks/scaling.py [--short] [--rate 1gbit] [--seconds 60]
 
@@ -22,7 +22,7 @@ MNIST_IMAGES = 60_000
 BATCH = 10
 RESNET = ("resnet", 44, 4)
 TIMES = ("encode_seconds", "exchange_seconds", "decode_seconds")
-# (kind, width, batch): what runs with each number of hosts
+# what runs with each number of hosts: (kind, width, batch)
 LONG = {
     2: [("mlp", 256, BATCH), ("mlp", 512, BATCH), ("mlp", 1024, BATCH), ("mlp", 2048, BATCH), ("mlp", 4096, BATCH),
         RESNET],
@@ -153,7 +153,7 @@ def title(run: dict[str, Any], cell: dict[str, Any]) -> str:
 
 
 def slowdown(rows: dict[str, Any], name: str, than: str = ALONE) -> Spread:
-    """How many times as long a step takes as with another candidate, in the rounds of one cell."""
+    """Return how many times as long a step takes as with another candidate, in the rounds of one cell."""
     return Spread.of(ratios(rows[name]["seconds"], rows[than]["seconds"]))
 
 
@@ -188,7 +188,7 @@ def _table(rows: dict[str, Any]) -> str:
 
 
 def epoch_seconds(rows: dict[str, Any], name: str, batch: int, hosts: int) -> Spread:
-    """Seconds for all of MNIST at the measured time of a step."""
+    """Return the seconds for all of MNIST at the measured time of a step."""
     return Spread.of([MNIST_IMAGES / batch / hosts * seconds for seconds in rows[name]["seconds"]])
 
 
@@ -220,7 +220,7 @@ def _plot(result: dict[str, Any]) -> str:
 
 
 def _common_width(result: dict[str, Any]) -> int | None:
-    """The width that ran on the most numbers of hosts."""
+    """Return the width that ran on the most numbers of hosts."""
     widths = [cell["width"] for run in result["runs"] for cell in run["cells"] if cell["network"] == "mlp"]
     return max(widths, key=widths.count, default=None)
 

@@ -1,4 +1,4 @@
-"""Bytes that one gradient costs on the network, counted by the kernel, against Horovod's own ring allreduce.
+"""Count in the kernel the bytes that one gradient costs on the network, against Horovod's own ring allreduce.
 
     python benchmarks/transport.py [--ranks 4] [--rows 4096] [--cols 4096] [--steps 5] [--launcher gloo|mpi]
 
@@ -30,7 +30,7 @@ CASES = {
 
 
 def loopback_bytes() -> int:
-    """Bytes sent so far over `lo` of this network namespace."""
+    """Return the bytes sent so far over `lo` of this network namespace."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == "lo":
@@ -68,7 +68,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def isolated(command: list[str]) -> list[str]:
-    """The command in a network namespace of its own, where that is possible."""
+    """Return the command in a network namespace of its own, where that is possible."""
     if shutil.which("unshare") and shutil.which("ip"):
         for flags in (["--net"], ["--net", "--map-root-user"]):
             probe = ["unshare", *flags, "ip", "link", "set", "lo", "up"]

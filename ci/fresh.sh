@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does the README's first command work for a newcomer? Makes a clean Debian in a temporary folder, with a compiler, make,
+# Tries the README's first command as a newcomer would: makes a clean Debian in a temporary folder, with a compiler, make,
 # git, Python and certificates and no more (no ssh, no MPI, no package cache or settings of this machine), puts a clone
 # of the last commit in, and runs `make demo` there. Prints a table; its exit code is 1 if a run failed.
 #

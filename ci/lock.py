@@ -24,11 +24,11 @@ PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;#]+)\s*(?P<marke
 
 
 class LockError(RuntimeError):
-    """A pin that cannot be locked; the message says which and why."""
+    """Raised for a pin that cannot be locked; the message says which and why."""
 
 
 def fits(wheel: str) -> bool:
-    """Whether an environment that set-up can make might install this wheel."""
+    """Tell whether an environment that set-up can make might install this wheel."""
     python, abi, platform = wheel.removesuffix(".whl").split("-")[-3:]
     if platform != "any" and not re.search(r"manylinux\w*_(?:x86_64|aarch64)", platform):
         return False
@@ -39,7 +39,7 @@ def fits(wheel: str) -> bool:
 
 
 def pins(requirements: Path) -> Iterator[tuple[str, str, str]]:
-    """Name, version and marker of each line; LockError for one that pins nothing."""
+    """Return name, version and marker of each line; raises LockError for one that pins nothing."""
     for line in requirements.read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             pin = PIN.match(line)
@@ -53,7 +53,7 @@ def canonical(name: str) -> str:
 
 
 def hashes(requirements: Path) -> dict[str, list[str]]:
-    """What the index says of each package: the hashes of the wheels that fit."""
+    """Ask the index for the hashes of each package's wheels that fit."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "pylock.toml"
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-deps", "--universal"]
@@ -83,7 +83,7 @@ def lock(requirements: Path) -> None:
 
 def main() -> int:
     for requirements in sorted(CI.glob("requirements*.txt")):
-        # torch has no lock, see there
+        # torch has no lock, see requirements-torch.txt
         if requirements.name != "requirements-torch.txt":
             lock(requirements)
     return 0

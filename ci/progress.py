@@ -1,4 +1,4 @@
-"""What ci/setup.sh shows of its log: `now` for the step that is under way, `failure` for the reasons of a failed one.
+"""Show what matters of ci/setup.sh's log: `now` for the step under way, `failure` for the reasons of a failed one.
 
     python progress.py now|failure LOG FIRST_LINE [SITE_PACKAGES STARTED]
 
@@ -14,7 +14,7 @@ WIDTH = 300
 
 
 def now(lines, site, started):
-    """One short line: what pip fetches, or how many packages it has installed since `started` (seconds)."""
+    """Return a short line: what pip fetches, or how many packages it has installed since `started` (seconds)."""
     for line in reversed(lines):
         if line.startswith("Installing collected packages:"):
             total = line.count(",") + 1
@@ -29,7 +29,7 @@ def now(lines, site, started):
 
 
 def failure(lines):
-    """Reasons, each once, and the last lines."""
+    """Return the reasons of a failure, each once, and the last lines."""
     reasons = list(dict.fromkeys(line.strip() for line in lines if REASON.search(line)))[:5]
     last = [line for line in lines[-12:] if line.strip() and line.strip() not in reasons]
     return "\n".join(line[:WIDTH] for line in [*reasons, "...", *last])

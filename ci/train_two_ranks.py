@@ -1,4 +1,4 @@
-"""Trains on CPU tensors, compressed and dense, with a Horovod that must have NCCL: a part of test_cuda_build.sh."""
+"""Train on CPU tensors, compressed and dense, with a Horovod that must have NCCL: a part of test_cuda_build.sh."""
 
 import horovod.torch as stock
 import torch
@@ -8,7 +8,7 @@ from hvd_compress import OneBit
 
 
 def losses(compression: object) -> list[float]:
-    """Losses of 30 steps; raises RuntimeError if the ranks end with different parameters."""
+    """Return the losses of 30 steps; raises RuntimeError if the ranks end with different parameters."""
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     inputs = torch.randn(256, 32)

@@ -1,4 +1,4 @@
-"""What compression costs in test accuracy: the same training, dense and with each compressor, same seed.
+"""Show what compression costs in test accuracy: the same training, dense and with each compressor, same seed.
 
 Full MNIST, 784-1024-1024-1024-10, 4 ranks, 5 epochs; about an hour on 2 cores.
 """

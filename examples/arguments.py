@@ -1,4 +1,4 @@
-"""Reads a compressor, and what the Keras and TensorFlow examples share, from the command line."""
+"""Read a compressor, and what the Keras and TensorFlow examples share, from the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hvd_compress
 
 
 def compressor(text: str) -> Any:
-    """The compressor that `text` writes down, such as "OneBit()" or "TopK(ratio=0.01)"; "none", "fp16": no expression.
+    """Make the compressor that `text` writes down, such as "OneBit()" or "TopK(ratio=0.01)"; "none" and "fp16" too.
 
     Raises:
         argparse.ArgumentTypeError: something else.
@@ -34,7 +34,7 @@ def compressor(text: str) -> Any:
 
 
 def mnist_arguments(description: str | None, nodes: bool = False) -> argparse.Namespace:
-    """The options of a short training on MNIST; with `nodes` also how many ranks each has."""
+    """Declare the options of a short training on MNIST; with `nodes` also how many ranks each has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
     parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")

@@ -1,4 +1,4 @@
-"""`make demo`: one training with compressed gradients, the same one with Horovod's own, and a table of both."""
+"""Run `make demo`: one training with compressed gradients, the same one with Horovod's own, and a table of both."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import hvd_compress.keras as hvd
 
 
 class Shards(keras.utils.PyDataset):
-    """This rank's batches: in each epoch all ranks deal out the same shuffled deck."""
+    """Gives this rank's batches: in each epoch all ranks deal out the same shuffled deck."""
 
     def __init__(self, data: mnist_data.Digits, options: argparse.Namespace) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs one of the MNIST examples on several ranks, passes rank 0's lines on, and returns its results."""
+"""Run one of the MNIST examples on several ranks, pass rank 0's lines on, and return its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAR_SECONDS_WITHOUT_TERMINAL = 15
 
 
 class RunError(RuntimeError):
-    """The training failed or took too long; the message holds the end of its output."""
+    """Raised when the training failed or took too long; the message holds the end of its output."""
 
 
 def train(
@@ -29,7 +29,7 @@ def train(
     launch: tuple[str, ...] = ("--gloo",),
     script: str = "pytorch_mnist.py",
 ) -> dict[str, Any]:
-    """What rank 0 of `script *arguments` reports.
+    """Return what rank 0 of `script *arguments` reports.
 
     Raises:
         RunError: the ranks failed, or were ended after `limit_seconds`.
@@ -55,7 +55,7 @@ def train(
 
 
 def _pass_on(process: subprocess.Popen[bytes], deadline: float) -> str:
-    """Show the progress bar of rank 0 until the process closes its output; everything that came is returned."""
+    """Show the progress bar of rank 0 until the process closes its output; returns all that came."""
     if process.stdout is None:
         raise ValueError("the process was started without a pipe")
     show = _Bar()

@@ -1,4 +1,4 @@
-"""Handwritten digits for the examples, read with NumPy alone: MNIST where it can be had, else scikit-learn's."""
+"""Load handwritten digits for the examples, with NumPy alone: MNIST where it can be had, else scikit-learn's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTENT = {
 
 
 class Digits(NamedTuple):
-    """Images as rows of standardized pixels, their labels, and where they came from."""
+    """Holds images as rows of standardized pixels, their labels, and where they came from."""
 
     train_x: np.ndarray  # shape=(n, features), dtype=float32
     train_y: np.ndarray  # shape=(n,), dtype=int64, values 0..9
@@ -42,7 +42,7 @@ class Digits(NamedTuple):
 
 
 def load(data_dir: str | None = None, download: bool = True) -> Digits:
-    """Digits from the first place that has them, see `places`; `download=False` skips the network.
+    """Load digits from the first place that has them, see `places`; `download=False` skips the network.
 
     Raises:
         FileNotFoundError: `data_dir` was given and holds no MNIST.
@@ -61,7 +61,7 @@ def load(data_dir: str | None = None, download: bool = True) -> Digits:
 def load_on_all_ranks(
     rank: int, wait_for_all: Callable[[], Any], data_dir: str | None, limit_train: int | None
 ) -> Digits:
-    """The same digits on every rank; rank 0 goes first and downloads, if that is needed, for all."""
+    """Load the same digits on every rank; rank 0 goes first and downloads, if need be, for all."""
     data = load(data_dir) if rank == 0 else None
     wait_for_all()
     data = data or load(data_dir, download=False)
@@ -70,14 +70,14 @@ def load_on_all_ranks(
 
 
 def deal(count: int, batch_size: int, rank: int, size: int, seed: int, epoch: int) -> np.ndarray:
-    """Indices of a rank's batches in an epoch, shape (steps, batch): all ranks deal out the same shuffled deck."""
+    """Return the indices of a rank's batches in an epoch, (steps, batch): all ranks deal out the same shuffled deck."""
     order = np.random.default_rng([seed, epoch]).permutation(count)
     steps = count // (batch_size * size)
     return order[: steps * batch_size * size].reshape(steps, size, batch_size)[:, rank]
 
 
 def places(data_dir: str | None) -> list[Path]:
-    """Folders that may hold MNIST: `data_dir` alone if given; else $HVD_COMPRESS_DATA, ../shared/data, the cache."""
+    """Return folders that may hold MNIST: `data_dir` if given; else $HVD_COMPRESS_DATA, ../shared/data, the cache."""
     if data_dir:
         roots = [Path(data_dir)]
     else:
@@ -99,7 +99,7 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """One idx file: two zero bytes, type 8 (uint8), number of dimensions, big-endian sizes, then the bytes."""
+    """Read one idx file: two zero bytes, type 8 (uint8), number of dimensions, big-endian sizes, then the bytes."""
     with gzip.open(path) as file:
         content = file.read()
     begin = 4 + 4 * dimensions
@@ -110,7 +110,7 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _download(folder: Path) -> bool:
-    """Fetch what is missing; False, with a line that says why, where there is no network."""
+    """Fetch what is missing; where there is no network, say why and return False."""
     print(f"MNIST is in none of the usual places; trying to download it to {folder}", flush=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -133,14 +133,14 @@ def _download(folder: Path) -> bool:
 
 
 def _check(file: Path, name: str) -> None:
-    """OSError unless the file holds what MNIST's file of that name does."""
+    """Raise OSError unless the file holds what MNIST's file of that name does."""
     found = hashlib.sha256(gzip.decompress(file.read_bytes())).hexdigest()
     if found != CONTENT[name]:
         raise OSError(f"what came as {name} is not MNIST's: its content has sha256 {found}, not {CONTENT[name]}")
 
 
 def _bundled() -> Digits:
-    """The 1,797 digits of 8x8 pixels that scikit-learn ships; every fifth one is for the test."""
+    """Return the 1,797 digits of 8x8 pixels that scikit-learn ships; every fifth one is for the test."""
     from sklearn.datasets import load_digits
 
     print(

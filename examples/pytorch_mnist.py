@@ -50,14 +50,14 @@ def network(features: int, width: int) -> nn.Sequential:
 
 
 def shards(count: int, options: argparse.Namespace, epoch: int) -> torch.Tensor:
-    """Indices of this rank's batches in `epoch`, shape (steps, batch): all ranks deal out the same shuffled deck."""
+    """Return the indices of this rank's batches, (steps, batch): all ranks deal out the same shuffled deck."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * options.seed + epoch))
     steps = count // (options.batch_size * hvd.size())
     return order[: steps * options.batch_size * hvd.size()].view(steps, hvd.size(), options.batch_size)[:, hvd.rank()]
 
 
 def train(model: nn.Module, optimizer: Any, data: mnist_data.Digits, options: argparse.Namespace) -> list[float]:
-    """Train; the seconds of every step."""
+    """Train; returns the seconds of every step."""
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
     total = options.epochs * len(shards(len(y), options, 0))
     if total == 0:

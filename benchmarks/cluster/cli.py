@@ -1,4 +1,4 @@
-"""The command line: up, run, status, down."""
+"""Run the command line: up, run, status, down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["main", "parse"]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed command line; all after `--` is the ranks' command."""
+    """Parse the command line; all after `--` is the ranks' command."""
     import cluster
 
     parser = argparse.ArgumentParser(

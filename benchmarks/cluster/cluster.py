@@ -1,4 +1,4 @@
-"""The cluster itself: built, shaped, used and taken down."""
+"""Build, shape, use and take down the cluster."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from .topology import (
 
 __all__ = ["STAYS", "Cluster", "build", "remove_leftovers", "take_down"]
 
-# exists while the cluster is one of `up`, which has no process that could take it down
+# exists while the cluster was made by `up`, which has no process that could take it down
 STAYS = FOLDER / "stays"
 
 
 @final
 class Cluster:
-    """Virtual hosts that exist inside a `with` block, whatever ends it; one at a time on a machine.
+    """Has virtual hosts that exist inside a `with` block, whatever ends it; one at a time on a machine.
 
     Args:
         hosts: 1 to 64.
@@ -70,7 +70,7 @@ class Cluster:
     @classmethod
     @contextlib.contextmanager
     def attached(cls) -> Iterator[Cluster]:
-        """The cluster that is up, which stays up afterwards.
+        """Return the cluster that is up, which stays up afterwards.
 
         Raises:
             UnavailableError: as the class.
@@ -96,12 +96,12 @@ class Cluster:
             call(command)
 
     def counters(self) -> list[tuple[int, int]]:
-        """Bytes (sent, received) of each host's link so far."""
+        """Return the bytes (sent, received) of each host's link so far."""
         hosts = map(host_name, range(1, self.hosts + 1))
         return [link_bytes(call(["ip", "-json", "-s", "-n", host, "link", "show", DATA])) for host in hosts]
 
     def pids(self) -> list[int]:
-        """Processes that run in the cluster."""
+        """Return the processes that run in the cluster."""
         return pids_in(namespaces())
 
     def run(

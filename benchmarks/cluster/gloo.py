@@ -1,4 +1,4 @@
-"""Starts the ranks of a run without MPI, as `horovodrun --gloo` does over ssh; runs on the head.
+"""Start the ranks of a run without MPI, as `horovodrun --gloo` does over ssh; runs on the head.
 
 FOLDER ADDRESS INTERFACE HOST:RANKS,HOST:RANKS... COMMAND...
 """

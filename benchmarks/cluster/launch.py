@@ -1,4 +1,4 @@
-"""One run: what starts the ranks, and what watches, ends and reads them."""
+"""Make one run: start the ranks, watch, end and read them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _POLL_SECONDS = 0.05
 
 
 class Writer(Protocol):
-    """What takes lines, such as a text file."""
+    """Takes lines, as a text file does."""
 
     def write(self, text: str, /) -> object:
-        """Take some."""
+        """Take some lines."""
 
     def flush(self) -> object:
         """Hold nothing back."""
@@ -46,7 +46,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """How a run went.
+    """Says how a run went.
 
     Args:
         seconds: from the start of the launcher to its end.
@@ -64,7 +64,7 @@ class Run:
 
 
 def environment_of(base: Mapping[str, str], extra: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of launcher and ranks.
+    """Make the environment of launcher and ranks.
 
     One thread each, stacks on a fatal signal, both directions of a link at once, this Python's tools on PATH.
 
@@ -89,7 +89,7 @@ def environment_of(base: Mapping[str, str], extra: Mapping[str, str] | None) -> 
 def launcher_command(
     launcher: str, slots: Sequence[tuple[str, int]], folder: Path, command: Sequence[str]
 ) -> list[str]:
-    """What the head runs to start the command on all ranks; each writes to `<rank>.out` and `.err` in the folder.
+    """Return what the head runs to start all ranks; each writes to `<rank>.out` and `.err` in the folder.
 
     Raises:
         ValueError: no such launcher, or no command.
@@ -158,7 +158,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
+            start_new_session=True,  # this process handles a Ctrl-C in the terminal
         )
     problem = None
     try:

@@ -1,4 +1,4 @@
-"""Rates of links, and the token buckets that make a virtual Ethernet as slow as them."""
+"""Turn rates of links into token buckets that make a virtual Ethernet as slow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOWEST, _FASTEST = 10**6, 10**11
 _BURST_SECONDS = 0.5e-3
 _SMALLEST_BURST = 8 * 1024  # bytes; two segmented packets and their headers
 _LARGEST_BURST = 256 * 1024  # bytes; above, a link of 10 Gbit/s has no rate for messages of half a megabyte
-_LARGEST_PACKET = 65536  # bytes; the kernel's own limit for a packet that is cut into segments late
+_LARGEST_PACKET = 65536  # bytes; the kernel's limit for a packet that is cut into segments late
 
 # A sender's own queue stays short (TCP small queues); the switch's fills where several hosts send to one. With less
 # than some 10 ms of it, three senders lose packets and wait for timeouts of 200 ms.
@@ -25,7 +25,7 @@ _SMALLEST_QUEUE = 512 * 1024  # bytes
 
 @dataclass(frozen=True)
 class Shape:
-    """What `tc` is told about one direction of a link.
+    """Holds what `tc` is told about one direction of a link.
 
     Args:
         rate: bits per second, headers included.
@@ -41,7 +41,7 @@ class Shape:
 
 
 def shape_of(rate: int | None) -> Shape | None:
-    """The token bucket of a link of `rate` bits per second; None for an unlimited one.
+    """Compute the token bucket of a link of `rate` bits per second; None for an unlimited one.
 
     One TCP stream through it carries 95 % of the rate, which is what Ethernet's and TCP's headers leave of a real one.
     Packets are kept at half of the bucket: larger ones are cut in software or dropped.
@@ -58,7 +58,7 @@ def shape_of(rate: int | None) -> Shape | None:
 
 
 def parse_rate(text: str | None) -> int | None:
-    """Bits per second of a rate as `tc` writes it; None for "unlimited" and None.
+    """Read the bits per second of a rate as `tc` writes it; None for "unlimited" and None.
 
     Raises:
         ValueError: it is no rate, or not between 1 Mbit/s and 100 Gbit/s.
@@ -77,7 +77,7 @@ def parse_rate(text: str | None) -> int | None:
 
 
 def format_rate(rate: int | None) -> str:
-    """The text that `parse_rate` reads.
+    """Write the text that `parse_rate` reads.
 
     Example:
         >>> format_rate(2_500_000_000), format_rate(100_000_000), format_rate(None)

@@ -1,4 +1,4 @@
-"""What the cluster asks of this machine: commands, processes in namespaces, a lock, signals."""
+"""Ask this machine for what the cluster needs: commands, processes in namespaces, a lock, signals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SECONDS_TO_DIE = 10.0
 
 
 def unavailable() -> str | None:
-    """Why this process cannot have a virtual cluster; None if it can."""
+    """Say why this process cannot have a virtual cluster; None if it can."""
     if os.geteuid() != 0:
         return "a virtual cluster needs root, to make network namespaces; run this with sudo or in a container as root"
     packages = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux"}
@@ -59,7 +59,7 @@ def unavailable() -> str | None:
 
 
 def call(command: Sequence[str]) -> str:
-    """What the command prints.
+    """Run a command; returns what it prints.
 
     Raises:
         ClusterError: it failed.
@@ -71,13 +71,13 @@ def call(command: Sequence[str]) -> str:
 
 
 def namespaces() -> list[str]:
-    """Named network namespaces of ours on this machine."""
+    """Return the named network namespaces of ours on this machine."""
     names = (line.split()[0] for line in call(["ip", "netns", "list"]).splitlines() if line)
     return [name for name in names if name.startswith(PREFIX)]
 
 
 def pids_in(names: Iterable[str]) -> list[int]:
-    """Processes in the namespaces."""
+    """Return the processes in the namespaces."""
     return [int(pid) for name in names for pid in call(["ip", "netns", "pids", name]).split()]
 
 

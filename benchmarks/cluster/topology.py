@@ -1,4 +1,4 @@
-"""Names, addresses, and the `ip` and `tc` commands that lay a cluster out; nothing here runs them.
+"""Make the names, addresses, and `ip` and `tc` commands that lay a cluster out; nothing here runs them.
 
        eth0 ── port1                          ctl0 ── ctl1
 hvdc-1                hvdc-switch (bridge data)              hvdc-switch (bridge control) ── ctl0  hvdc-head
@@ -43,18 +43,18 @@ _NO_IPV6 = "for f in /proc/sys/net/ipv6/conf/*/disable_ipv6; do [ ! -e $f ] || e
 
 
 def host_name(number: int) -> str:
-    """The namespace and host name of a host; the first is 1."""
+    """Return the namespace and host name of a host; the first is 1."""
     return f"{PREFIX}{number}"
 
 
 def host_names(hosts: int) -> str:
-    """What `/etc/hosts` says on every host: names stand for addresses on the links that are counted."""
+    """Write `/etc/hosts` of every host: names stand for addresses on the links that are counted."""
     lines = [f"10.77.0.{i} {host_name(i)}" for i in range(1, hosts + 1)]
     return "\n".join(["127.0.0.1 localhost", f"{HEAD_ADDRESS} {HEAD}", *lines, ""])
 
 
 def hosts_among(namespaces: Iterable[str]) -> int:
-    """How many of the namespaces are hosts of ours.
+    """Count the namespaces that are hosts of ours.
 
     Example:
         >>> hosts_among(["hvdc-switch", "hvdc-1", "hvdc-2", "hvdc-head", "other"])
@@ -64,7 +64,7 @@ def hosts_among(namespaces: Iterable[str]) -> int:
 
 
 def host_slots(hosts: int, ranks: int, ranks_per_host: int) -> list[tuple[str, int]]:
-    """(host, ranks) of the hosts that a run takes: the first are filled up, the last may get fewer.
+    """Return (host, ranks) of the hosts that a run takes: the first are filled up, the last may get fewer.
 
     Raises:
         ValueError: the ranks do not fit the hosts.
@@ -88,7 +88,7 @@ def host_slots(hosts: int, ranks: int, ranks_per_host: int) -> list[tuple[str, i
 
 
 def build_commands(hosts: int) -> list[list[str]]:
-    """Commands that make namespaces, bridges and links, still without a rate.
+    """Return the commands that make namespaces, bridges and links, still without a rate.
 
     Raises:
         ValueError: not between 1 and 64 hosts.
@@ -121,7 +121,7 @@ def _link(host: str, interface: str, port: str, bridge: str, address: str) -> li
 
 
 def shape_commands(hosts: int, shape: Shape | None) -> list[list[str]]:
-    """Commands that give both directions of every host's link a rate, or take it away.
+    """Return the commands that give both directions of every host's link a rate, or take it away.
 
     Example:
         >>> [" ".join(c) for c in shape_commands(1, None)][1]
@@ -138,7 +138,7 @@ def shape_commands(hosts: int, shape: Shape | None) -> list[list[str]]:
 
 
 def link_bytes(text: str) -> tuple[int, int]:
-    """Bytes sent and received by an interface, from what `ip -json -s link show` prints.
+    """Return the bytes sent and received by an interface, from what `ip -json -s link show` prints.
 
     The kernel counts packets as they reach the interface: one header for all segments that it cuts from one packet.
 
@@ -151,7 +151,7 @@ def link_bytes(text: str) -> tuple[int, int]:
 
 
 def qdisc_rate(text: str) -> int | None:
-    """Bits per second of an interface's token bucket, from what `tc -json qdisc show` prints; None without one.
+    """Return the bits per second of an interface's token bucket, from `tc -json qdisc show`; None without one.
 
     Example:
         >>> qdisc_rate('[{"kind": "tbf", "options": {"rate": 125000000}}]')

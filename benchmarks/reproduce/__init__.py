@@ -1,4 +1,4 @@
-"""The experiments of the papers, repeated: one command each, one record for each training, one page of all.
+"""Repeat the experiments of the papers: one command each, one record for each training, one page of all.
 
     python -m benchmarks.reproduce [methods dryden lam sievert qsgd] [--full] [--seeds N]
 

@@ -1,4 +1,4 @@
-"""What a rank needs to go on after the last complete epoch of an interrupted unit."""
+"""Keep what a rank needs to go on after the last complete epoch of an interrupted unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 
 class Checkpoint:
-    """Files of one unit, one for each rank: residuals differ from rank to rank.
+    """Keeps the files of one unit, one for each rank: residuals differ from rank to rank.
 
     Args:
         folder: of this unit alone; who started the ranks removes it when the unit is complete.
@@ -29,9 +29,9 @@ class Checkpoint:
         self._last = time.monotonic()
 
     def load(self) -> State | None:
-        """What `save` was given last on all ranks; None where there is nothing."""
+        """Return what `save` was given last on all ranks; None where there is nothing."""
         mine = max((int(file.stem.partition("-")[2]) for file in self._files()), default=-1)
-        # a rank that was ended before it had written has the one before: nobody removes that until all have written
+        # a rank that was ended before it had written has the file before: nobody removes that until all have written
         epoch = int(hvd.allreduce(torch.tensor([mine]), op=hvd.Min, name="reproduce.checkpoint.epoch"))
         return None if epoch < 0 else torch.load(self._path(epoch), weights_only=True)
 

@@ -1,4 +1,4 @@
-"""The command line: which experiments, in which form, and where records and page lie."""
+"""Run the command line: which experiments, in which form, and where records and page lie."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reproductions.md"
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Make what is missing, then the page; 1 if a start has failed."""
+    """Make what is missing, then the page; returns 1 if a start has failed."""
     options = _parsed(given)
     if options.task:
         work(json.loads(options.task))

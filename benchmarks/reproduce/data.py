@@ -1,4 +1,4 @@
-"""What is learned from: MNIST, and the first batch of CIFAR-10, as tensors on every rank."""
+"""Load what is learned from: MNIST, and the first batch of CIFAR-10, as tensors on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MNIST_IMAGES = 60000
 
 
 class Data(NamedTuple):
-    """Images and labels, and what they are, without where they lie."""
+    """Holds images and labels, and what they are, without where they lie."""
 
     train_x: torch.Tensor
     train_y: torch.Tensor
@@ -30,7 +30,7 @@ class Data(NamedTuple):
 
 
 def mnist(train: int, test: int) -> Data:
-    """The first so many handwritten digits, as rows of standardized pixels.
+    """Load the first so many handwritten digits, as rows of standardized pixels.
 
     Raises:
         SystemExit: all are wanted, and there is something smaller than MNIST only.
@@ -43,7 +43,7 @@ def mnist(train: int, test: int) -> Data:
 
 
 def cifar(train: int, test: int) -> Data:
-    """The first so many images of CIFAR-10's first batch, each standardized alone, shape=(n, 3, 32, 32).
+    """Load the first so many images of CIFAR-10's first batch, each standardized alone, shape=(n, 3, 32, 32).
 
     Raises:
         SystemExit: there is none.
@@ -61,7 +61,7 @@ def cifar(train: int, test: int) -> Data:
 
 
 def cifar_folders() -> list[Path]:
-    """Where CIFAR-10 is looked for: beside MNIST."""
+    """Return where CIFAR-10 is looked for: beside MNIST."""
     return [folder.with_name("cifar10") for folder in mnist_data.places(None) if folder.name == "mnist"]
 
 

@@ -1,4 +1,4 @@
-"""Table 1 and figure 3 of Dryden et al. 2016: MNIST, three wide layers, AdaGrad, four replicas."""
+"""Repeat table 1 and figure 3 of Dryden et al. 2016: MNIST, three wide layers, AdaGrad, four replicas."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 RATE, EPSILON = 0.005, 1e-8  # the learning rate is the paper's; epsilon is not in it
 TAU, PI, SAMPLE = 0.001, 64, 128  # the paper's, but for the size of one-bit's sample, which it does not tell
-LAYER = "4.weight"  # the third of the fully connected ones, as in the figure
+LAYER = "4.weight"  # the third fully connected layer, as in the figure
 OF_ALL = "mean of all ranks"
 # mini-batches whose bytes are kept: stretches, which show what differs from one to the next, and some between them
 _STRETCH, _PERIOD, _EVERY = 200, 2500, 50
 
 
 def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
-    """All trainings; those of one seed come before those of the next."""
+    """List all trainings; those of one seed come before those of the next."""
     own = {key: value for key, value in settings.items() if key != "ranks"}
     return [
         Unit(NAME, VERSION, method, {**own, "method": method, "seed": seed}, settings["ranks"], settings["epochs"])
@@ -51,7 +51,7 @@ def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
 
 
 def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """One training."""
+    """Make one training."""
     import networks
     from torch.optim import SGD, Adagrad
 
@@ -69,7 +69,7 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     if method == ALONE:
         return learn(settings, network, adagrad, data, checkpoint)
     if method == ONE_BIT:
-        # of the paper's methods the only one with AdaGrad inside of its allreduce
+        # the only one of the paper's methods with AdaGrad inside its allreduce
         sgd = SGD(network.parameters(), RATE)
         optimizer = wrapped(sgd, network, OneBit(sample=SAMPLE), adagrad=AdaGrad(EPSILON))
     else:
@@ -81,7 +81,7 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 class Volume:
-    """Bytes that are sent for the layer of the figure, in single mini-batches."""
+    """Counts the bytes that are sent for the layer of the figure, in single mini-batches."""
 
     def __init__(self, optimizer: Any) -> None:
         self.found: dict[str, Any] = {"step": [], "bytes": []}
@@ -100,7 +100,7 @@ class Volume:
             self.found["bytes"].append(self._sent() - self._before)
 
     def of_all_ranks(self) -> dict[str, Any]:
-        """The mean of all ranks, of whom one may own most of the layer and answer the others; a collective call."""
+        """Return the mean of all ranks, as one may own most of the layer and answer the others; a collective call."""
         import horovod.torch as horovod
         import torch
 
@@ -119,7 +119,7 @@ def _is_kept(step: int) -> bool:
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """What the page shows of the records: "accuracy" and "volume"."""
+    """Write what the page shows of the records: "accuracy" and "volume"."""
     accuracy, volume = [], []
     for settings, rows in all_groups(records, "width"):
         title = f"### {said_settings(settings, ('width', 'epochs', 'train', 'batch', 'ranks'))}"
@@ -162,7 +162,7 @@ def _accuracy(rows: Mapping[str, list[Record]]) -> str:
 
 
 def best_of_ranks(record: Record) -> float:
-    """Test accuracy at the end; of ranks that learned alone, the best one's, as in the paper."""
+    """Return the test accuracy at the end; of ranks that learned alone, the best one's, as in the paper."""
     return max(record["result"]["test"][-1])
 
 
@@ -198,8 +198,8 @@ def _volume(rows: Mapping[str, list[Record]]) -> str:
 
 
 def volume_figures(watched: Mapping[str, Sequence[float]]) -> list[str]:
-    """The first, most, median (of those at equal distances), least and last; and by how much the volume changes from a
-    mini-batch to the next, in the median of the first stretch and of the last.
+    """Return the first, most, median (of those at equal distances), least and last; and by how much the volume changes
+    from one mini-batch to the next, in the median of the first stretch and of the last.
     """
     import numpy as np
 

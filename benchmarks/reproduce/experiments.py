@@ -1,4 +1,4 @@
-"""All experiments, and how large each form of them is."""
+"""List all experiments, and how large each form of them is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EXPERIMENTS", "SEEDS", "Experiment", "settings_of"]
 
 
 class Experiment(NamedTuple):
-    """A paper's experiment.
+    """Describes a paper's experiment.
 
     Args:
         version: of its records.
@@ -43,7 +43,7 @@ SEEDS = {"tiny": 1, "short": 1, "full": 3}
 
 
 def settings_of(experiment: str, form: str, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings of a form of an experiment, some of them changed.
+    """Return the settings of a form of an experiment, some of them changed.
 
     Args:
         experiment: its name.

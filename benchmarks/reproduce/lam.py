@@ -1,4 +1,4 @@
-"""Figures 3 and 4 of Lam et al. 2017: training accuracy against passes and time, and gradients' magnitudes."""
+"""Repeat figures 3 and 4 of Lam et al. 2017: accuracy against passes and time, and gradients' magnitudes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ PIPELINED = {
     "coll_tuned_bcast_algorithm": 3,
     "coll_tuned_bcast_algorithm_segmentsize": 131072,
 }
-RATE = 0.05  # of learning; the paper does not tell its own
-AT_PASSES = (0, 1, 5, 10)  # whose gradients are drawn as histograms
-BINS, WIDEST = 60, 6.0  # of a histogram, in root mean squares of the layer
+RATE = 0.05  # learning rate; the paper does not tell its own
+AT_PASSES = (0, 1, 5, 10)  # passes whose gradients are drawn as histograms
+BINS, WIDEST = 60, 6.0  # number and range of a histogram's bins, in root mean squares of the layer
 _SIZES = {"batch": 8, "test": 2000, "parts": 4, "target": 99.5}
 FORMS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -48,7 +48,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
-    """The steps that are timed, once, then all trainings; those of one seed come before those of the next."""
+    """List the steps that are timed, once, then all trainings; those of one seed come before those of the next."""
     timed = {
         "methods": [*TIMED],
         "mpi": PIPELINED,
@@ -74,7 +74,7 @@ def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
 
 
 def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """One training, or the times of all methods' steps."""
+    """Make one training, or time all methods' steps."""
     return _learning(settings, checkpoint) if settings["kind"] == LEARNING else _times(settings)
 
 
@@ -117,7 +117,7 @@ def _optimizer(network: Any, method: str, prefix: str = "") -> Any:
 
 
 class Magnitudes:
-    """Histograms of the gradient's magnitudes in each weight, of the first rank's batch before some steps."""
+    """Makes histograms of the gradient's magnitudes in each weight, of the first rank's batch before some steps."""
 
     def __init__(self, network: Any, steps: Sequence[int]) -> None:
         self.found: dict[str, Any] = {"step": [], "layers": {}}
@@ -125,7 +125,7 @@ class Magnitudes:
         self._steps = steps
 
     def begin(self, step: int, x: Any, y: Any) -> None:
-        """Before a step: gradients of their own, since an exchange uses up those of the step."""
+        """Compute gradients of their own before a step, since an exchange uses up those of the step."""
         import torch
 
         if step not in self._steps:
@@ -137,11 +137,11 @@ class Magnitudes:
             self.found["layers"].setdefault(name, []).append(histogram(gradient.numpy().ravel()))
 
     def end(self, step: int) -> None:
-        """After it: nothing."""
+        """Do nothing after a step."""
 
 
 def histogram(gradient: Any) -> dict[str, Any]:
-    """Shares of magnitudes in bins up to some root mean squares, and the largest tenth's share of the squares."""
+    """Return the shares of magnitudes in bins up to some root mean squares, and the largest tenth's of the squares."""
     import numpy as np
 
     magnitudes = np.abs(gradient.astype(np.float64))
@@ -154,7 +154,7 @@ def histogram(gradient: Any) -> dict[str, Any]:
 
 
 def _times(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps of all methods in turns, each with a network of its own."""
+    """Time steps of all methods in turns, each with a network of its own."""
     import horovod.torch as horovod
     import ranks as r
     import torch

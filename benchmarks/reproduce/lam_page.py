@@ -1,4 +1,4 @@
-"""What the page shows of the repetition of Lam et al. 2017."""
+"""Write what the page shows of the repetition of Lam et al. 2017."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .lam import BINS, DENSE, DENSE_SERVER, LEARNING, METHODS, NAME, TIMED, TIME
 from .papers import LAM_SPEEDUP, LAM_TARGET
 from .show import MISSING, Record, all_groups, figure_of, of_seeds, plot_of, said_settings, shown
 
-_TARGETS = (90.0, 95.0, 98.0, LAM_TARGET.value)  # of training accuracy, percent
+_TARGETS = (90.0, 95.0, 98.0, LAM_TARGET.value)  # training accuracy, percent
 _LAST = 5
 LEARNED = [method for method in TIMED if method in (*METHODS, DENSE_SERVER)]  # the baseline's sums are those of dense
 
@@ -22,7 +22,7 @@ __all__ = ["equal_accuracy", "parts", "passes_to"]
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """What the page shows of the records: "learning", "speed", "steps" and "magnitudes"."""
+    """Write what the page shows of the records: "learning", "speed", "steps" and "magnitudes"."""
     learning, timed = ([r for r in records if r["settings"]["kind"] == kind] for kind in (LEARNING, TIMES))
     learned, speed, magnitudes = [], [], []
     for settings, rows in all_groups(learning, "ranks"):
@@ -39,7 +39,7 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
 
 
 def _steps_of(settings: Mapping[str, Any], timed: Sequence[Record]) -> Record | None:
-    """The steps of as many workers, on limited links rather than not, of as many rounds as possible."""
+    """Return the steps of as many workers, if possible on limited links, of as many rounds as possible."""
     fitting = [r for r in timed if (r["ranks"], r["settings"]["batch"]) == (settings["ranks"], settings["batch"])]
     return max(
         fitting,
@@ -49,14 +49,14 @@ def _steps_of(settings: Mapping[str, Any], timed: Sequence[Record]) -> Record | 
 
 
 def passes_to(target: float, record: Record) -> float | None:
-    """Passes over the data until a part of one is learned with that training accuracy; None if it never is."""
+    """Return the passes over the data until a part of one has that training accuracy; None if it never has."""
     train = record["result"]["train"]
     of_part = 1 / record["settings"]["parts"]
     return next(((i + 1) * of_part for i, accuracy in enumerate(train) if accuracy >= target), None)
 
 
 def equal_accuracy(rows: Mapping[str, Sequence[Record]]) -> float:
-    """The paper's training accuracy, or the highest that all trainings have reached, whichever is lower."""
+    """Return the paper's training accuracy, or the highest that all trainings have reached if that is lower."""
     best = [max(record["result"]["train"]) for records in rows.values() for record in records]
     return min([LAM_TARGET.value, *best])
 
@@ -119,7 +119,7 @@ def _times_as_fast(
 
 
 def _steps(record: Record) -> str:
-    """Table of the steps that were timed in turns."""
+    """Write the table of the steps that were timed in turns."""
     result = record["result"]
     timed = {method: result["rows"][method]["seconds"] for method in TIMED if method in result["rows"]}
 

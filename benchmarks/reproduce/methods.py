@@ -1,4 +1,4 @@
-"""The methods of all papers on the same two networks: what a choice is made of. No paper compares them all."""
+"""Train the methods of all papers on the same two networks, to choose between them: no paper compares them all."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ METHODS = (
     FP32, "Horovod fp16", "QSGD, 4 bits, Elias coded", "Percentile(90)", "Percentile(90), error feedback", "top-k 1 %",
     "one-bit", "adaptive(64)", "adaptive(64), Golomb coded",
 )  # fmt: skip
-_LAST = 3  # epochs after which the accuracy counts, since a single one is a matter of chance
+_LAST = 3  # the last epochs, whose mean accuracy counts, since that of a single one is a matter of chance
 
 
 def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
-    """All trainings; those of one seed come before those of the next."""
+    """List all trainings; those of one seed come before those of the next."""
     return [
         Unit(
             NAME, VERSION, f"{data}, {method}",
@@ -46,7 +46,7 @@ def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
 
 
 def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """One training, over the exchange that `DistributedOptimizer` takes by itself."""
+    """Make one training, over the exchange that `DistributedOptimizer` takes by itself."""
     from hvd_compress import FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, TopK
 
     from .training import learn, wrapped
@@ -70,7 +70,7 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """What the page shows of the records: "results"."""
+    """Write what the page shows of the records: "results"."""
     found = []
     for settings, rows in all_groups(records, "train"):
         data = settings["data"]
@@ -104,7 +104,7 @@ def _accuracy(record: Record) -> float:
 
 
 def _kilobytes(records: Sequence[Record]) -> float:
-    """Of a rank in a step, the mean of steps, ranks and seeds; 0 without records."""
+    """Return the kilobytes of a rank in a step, the mean of steps, ranks and seeds; 0 without records."""
     sent = [mean(record["result"]["bytes_sent"]) / record["result"]["steps"] / 1e3 for record in records]
     return mean(sent) if sent else 0.0
 

@@ -1,4 +1,4 @@
-"""The networks of the papers that the other benchmarks do not have."""
+"""Make the networks of the papers that the other benchmarks do not have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CLASSES = 10
 
 
 def cuda_convnet() -> nn.Module:
-    """TensorFlow's cuda-convnet of 2017 for images of 32x32, which Lam et al. trained, without response normalization.
+    """Make TensorFlow's cuda-convnet of 2017 for images of 32x32, which Lam et al. trained, without normalization.
 
     Two convolutions of 64 channels, layers of 384 and 192, 1.76 million parameters. In the authors' program there is
     local response normalization behind each convolution; PyTorch's takes a third of the step on a CPU.
@@ -27,7 +27,7 @@ def cuda_convnet() -> nn.Module:
 
 
 def quick() -> nn.Module:
-    """The quick network for CIFAR-10 of cuda-convnet and Caffe: three convolutions, 0.15 million parameters."""
+    """Make the quick network for CIFAR-10 of cuda-convnet and Caffe: three convolutions, 0.15 million parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 5, padding=2), nn.MaxPool2d(3, 2, ceil_mode=True), nn.ReLU(),
         nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(), nn.AvgPool2d(3, 2, ceil_mode=True),
@@ -37,6 +37,6 @@ def quick() -> nn.Module:
 
 
 def from_seed(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """What `make()` returns, with parameters that follow from the seed: the same on all ranks."""
+    """Return what `make()` returns, with parameters that follow from the seed: the same on all ranks."""
     torch.manual_seed(seed)
     return make()

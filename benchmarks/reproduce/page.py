@@ -1,4 +1,4 @@
-"""`docs/reproductions.md`, made of the records and of the prose in `page.md`; no figure is typed by hand."""
+"""Write `docs/reproductions.md` from the records and the prose in `page.md`; no figure is typed by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(path: Path, store: Store, prose: str | None = None) -> None:
 
 
 def filled(prose: str, texts: Mapping[str, str]) -> str:
-    """The prose with a text in each of its places.
+    """Fill each place of the prose with a text.
 
     Raises:
         ValueError: a place without a text, or a text without a place: nothing that was measured is to be left out.
@@ -68,7 +68,7 @@ def filled(prose: str, texts: Mapping[str, str]) -> str:
 
 
 def status(name: str, store: Store) -> str:
-    """How much of an experiment is recorded, in words."""
+    """Say in words how much of an experiment is recorded."""
     said = []
     for form in ("short", "full"):
         units = EXPERIMENTS[name].plan(settings_of(name, form), range(SEEDS[form]))
@@ -123,7 +123,7 @@ def _conditions(everything: Mapping[str, Sequence[Record]]) -> str:
 
 
 def _seconds(record: Record) -> float:
-    """Of a start; a resumed one counts what it had learned before, too."""
+    """Return the seconds of a start; a resumed one counts what it had learned before, too."""
     learning: list[float] = record["result"].get("seconds", [])
     return float(max([record["seconds"], *learning]))
 

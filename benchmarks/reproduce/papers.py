@@ -1,4 +1,4 @@
-"""What the papers report: the figures that ours are put beside, each with its place. Nothing else holds them."""
+"""Hold the figures that the papers report, each with its place, beside which ours are put; nothing else holds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DRYDEN", "DRYDEN_ALONE", "LAM_SPEEDUP", "LAM_TARGET", "Figure"]
 
 
 class Figure(NamedTuple):
-    """A figure of a paper.
+    """Holds a figure of a paper.
 
     Args:
         value: in the unit that `what` says.

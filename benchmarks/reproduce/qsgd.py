@@ -1,4 +1,4 @@
-"""Accuracy against bits of QSGD, on MNIST and on CIFAR-10, and what Elias coding makes of the bytes."""
+"""Train with QSGD on MNIST and on CIFAR-10: accuracy against bits, and what Elias coding makes of the bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
-    """All trainings; those of one seed come before those of the next."""
+    """List all trainings; those of one seed come before those of the next."""
     return [
         _unit(data, bits, coding, seed, settings)
         for seed in seeds
@@ -47,7 +47,7 @@ def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
 
 
 def own_settings(data: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings that are of a data set."""
+    """Return those of the settings that belong to a data set."""
     prefix = {MNIST: "mnist_", CIFAR: "cifar_"}[data]
     return {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
 
@@ -60,7 +60,7 @@ def _unit(data: str, bits: int, coding: str | None, seed: int, settings: Mapping
 
 
 def label_of(data: str, bits: int, coding: str | None) -> str:
-    """How a training is called.
+    """Say how a training is called.
 
     Example:
         >>> label_of("MNIST", 4, "elias")
@@ -73,7 +73,7 @@ def label_of(data: str, bits: int, coding: str | None) -> str:
 
 
 def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """One training."""
+    """Make one training."""
     from hvd_compress import QSGD, NoCompression
 
     from .training import learn, wrapped
@@ -89,7 +89,7 @@ def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def prepared(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Data, network and plain optimizer of a training."""
+    """Return data, network and plain optimizer of a training."""
     import networks
     import torch
 
@@ -110,7 +110,7 @@ def prepared(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """What the page shows of the records: "results"."""
+    """Write what the page shows of the records: "results"."""
     found = []
     for settings, rows in all_groups(records, "train"):
         data = settings["data"]
@@ -157,7 +157,7 @@ def _accuracy(record: Record) -> float:
 
 
 def _bytes(records: Sequence[Record], bits: int) -> float:
-    """Kilobytes of one rank's encoded gradient, the mean of steps, ranks and seeds; 0 without records."""
+    """Return the kilobytes of one rank's encoded gradient, the mean of steps, ranks and seeds; 0 without records."""
     if not records:
         return 0.0
     if bits == DENSE:

@@ -1,4 +1,4 @@
-"""Starts the ranks of units, and what a rank does for one."""
+"""Start the ranks of units, and do what a rank does for one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(name: str, units: Sequence[Unit], store: Store, command: Sequence[str], 
 
 
 def started(unit: Unit, progress: Progress) -> Any:
-    """What the ranks of a unit deliver.
+    """Return what the ranks of a unit deliver.
 
     Raises:
         RunError: a rank failed.
@@ -74,7 +74,7 @@ def started(unit: Unit, progress: Progress) -> Any:
 
 
 def work(task: dict[str, Any]) -> None:
-    """A rank's part of a unit."""
+    """Do a rank's part of a unit."""
     import ranks
 
     import hvd_compress.torch as hvd
@@ -87,13 +87,13 @@ def work(task: dict[str, Any]) -> None:
 
 
 def _possible(unit: Unit) -> Unit:
-    """The unit as this machine can run it, whose links may be unlimited only."""
+    """Return the unit as this machine can run it, whose links may be unlimited only."""
     if unit.rate is None or rates_to_be_had([unit.rate]):
         return unit
     return unit.with_rate(UNLIMITED)
 
 
 def _scratch(unit: Unit) -> Path:
-    """Where the ranks of a unit keep what they need to go on after an interruption."""
+    """Return where the ranks of a unit keep what they need to go on after an interruption."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "hvd_compress" / "reproduce" / unit.key

@@ -1,4 +1,4 @@
-"""What the sections of the page share: groups of records, figures of several seeds, plots."""
+"""Share what the sections of the page need: groups of records, figures of several seeds, plots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAID = {
 
 
 def all_groups(records: Sequence[Record], largest: str) -> list[Group]:
-    """Records that differ in method and seed only, by label; the groups of the largest setting come first."""
+    """Group records that differ in method and seed only, by label; groups of the largest setting come first."""
     groups: dict[str, Group] = {}
     for record in records:
         shared = {key: value for key, value in record["settings"].items() if key not in _OF_A_UNIT}
@@ -52,13 +52,13 @@ def all_groups(records: Sequence[Record], largest: str) -> list[Group]:
 
 
 def complete(rows: Mapping[str, list[Record]], labels: Sequence[str]) -> Iterator[tuple[str, list[Record]]]:
-    """All labels that should be there, and what there is of each."""
+    """Return all labels that should be there, and what there is of each."""
     for label in labels:
         yield label, rows.get(label, [])
 
 
 def of_seeds(values: Sequence[float], digits: int, sign: bool = False) -> str:
-    """The mean of seeds, with the extremes where there is more than one.
+    """Return the mean of seeds, with the extremes where there is more than one.
 
     Example:
         >>> of_seeds([1.0, 2.0], 1), of_seeds([1.0], 1), of_seeds([], 1)
@@ -73,7 +73,7 @@ def of_seeds(values: Sequence[float], digits: int, sign: bool = False) -> str:
 
 
 def said_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """Some settings in words.
+    """Say some settings in words.
 
     Example:
         >>> said_settings({"width": 1024, "epochs": 8}, ("width", "epochs"))
@@ -83,13 +83,13 @@ def said_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
 
 
 def plot_of(experiment: str, settings: Mapping[str, Any], kind: str) -> str:
-    """The name of a group's plot, which no other group has."""
+    """Return the name of a group's plot, which no other group has."""
     return f"{experiment}-{kind}-{key_of(experiment, 0, settings)[:6]}"
 
 
 @contextmanager
 def figure_of(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterator[Any]:
-    """A figure to draw into, one panel or an array of them, that is saved at the end."""
+    """Make a figure to draw into, one panel or an array of them, that is saved at the end."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(rows, panels, figsize=(max(7, 4.2 * panels), 3.8 * rows), layout="constrained")
@@ -104,5 +104,5 @@ def figure_of(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterat
 
 
 def shown(name: str) -> str:
-    """The Markdown that shows a figure; `page` knows the way to its folder."""
+    """Return the Markdown that shows a figure; `page` knows the way to its folder."""
     return f"![{name}](<plots>/{name}.png)"

@@ -1,4 +1,4 @@
-"""Figure 1 of Sievert 2017: where the time of a step goes, QSGD of 1 bit over a parameter server."""
+"""Repeat figure 1 of Sievert 2017: where the time of a step goes, QSGD of 1 bit over a parameter server."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SHARES = (COMPUTE, ENCODE, SEND, WAIT, DECODE, STEP)
 _STATS = {
     ENCODE: "encode_seconds", SEND: "start_seconds", WAIT: "exchange_seconds", DECODE: "decode_seconds",
 }  # fmt: skip
-_WARM_UP = 5  # steps: kernels are compiled, caches filled
+_WARM_UP = 5  # steps in which kernels are compiled and caches filled
 _IMAGES = 4000
-_WHOLE = 2**30  # elements of a bucket: one norm for a tensor, as in the paper
+_WHOLE = 2**30  # elements of a bucket, so that a tensor has one norm, as in the paper
 FORMS: dict[str, dict[str, Any]] = {
     "tiny": {"workers": [2], "width": 4, "blocks": [1, 1, 1, 1], "batch": 2, "steps": 3, "rate": "unlimited"},
     "short": {"workers": [2, 4, 8], "width": 16, "blocks": [1, 1, 1, 1], "batch": 8, "steps": 40, "rate": "1gbit"},
@@ -35,7 +35,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
-    """One start for each number of workers and seed."""
+    """List one start for each number of workers and seed."""
     own = {key: value for key, value in settings.items() if key != "workers"}
     return [
         Unit(NAME, VERSION, f"{workers} workers", {**own, "seed": seed}, workers, 1)
@@ -48,7 +48,7 @@ def plan(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Unit]:
 
 
 def work(settings: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Steps of a residual network, whose parts are timed on every rank."""
+    """Make steps of a residual network, whose parts are timed on every rank."""
     import networks
     import ranks as r
     import torch
@@ -99,7 +99,7 @@ def _timed_step(network: Any, optimizer: Any, data: Any, rows: Any, clocks: dict
     exchanged = time.perf_counter()
     with optimizer.skip_synchronize():
         optimizer.step()
-    clocks[COMPUTE] += exchanged - begin  # the exchange too, which is taken out afterwards
+    clocks[COMPUTE] += exchanged - begin  # with the exchange, which is taken out afterwards
     clocks[STEP] += time.perf_counter() - exchanged
 
 
@@ -107,14 +107,14 @@ def _timed_step(network: Any, optimizer: Any, data: Any, rows: Any, clocks: dict
 
 
 def shares(of_rank: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of a rank in each part; they add up to all."""
+    """Return the seconds of a rank in each part; they add up to all."""
     seconds = {part: of_rank[key] for part, key in _STATS.items()}
     compute = of_rank[COMPUTE] - sum(seconds.values())
     return {COMPUTE: compute, **seconds, STEP: of_rank[STEP]}
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
-    """What the page shows of the records: "shares"."""
+    """Write what the page shows of the records: "shares"."""
     groups: dict[str, list[Record]] = {}
     for settings, rows in all_groups(records, "width"):
         title = (
@@ -131,7 +131,7 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
 
 
 def _by_workers(records: Sequence[Record]) -> dict[int, dict[str, dict[str, float]]]:
-    """Mean seconds of a step: {workers: {"server" or "others": {part: seconds}}}."""
+    """Return the mean seconds of a step: {workers: {"server" or "others": {part: seconds}}}."""
     grouped: dict[int, list[Record]] = {}
     for record in records:
         grouped.setdefault(record["ranks"], []).append(record)

@@ -1,4 +1,4 @@
-"""Records of units: one file of JSON each, written as a whole or not at all."""
+"""Keep records of units: one file of JSON each, written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 class Store:
-    """A folder of records.
+    """Keeps records in a folder.
 
     Args:
         folder: made when the first record is written.
@@ -28,15 +28,15 @@ class Store:
         self.folder = folder
 
     def path_of(self, unit: Unit) -> Path:
-        """Where its record is, or will be."""
+        """Return where a unit's record is, or will be."""
         return self.folder / f"{unit.name}.json"
 
     def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """Those without a record of the same settings and version."""
+        """Return the units without a record of the same settings and version."""
         return [unit for unit in units if self.read(unit) is None]
 
     def read(self, unit: Unit) -> Record | None:
-        """Its record, or None; a file that is damaged, or of another unit, is as good as none."""
+        """Return a unit's record, or None; a file that is damaged, or of another unit, is as good as none."""
         try:
             record = json.loads(self.path_of(unit).read_text())
         except (OSError, ValueError):
@@ -66,11 +66,11 @@ class Store:
         return path
 
     def forget(self, unit: Unit) -> None:
-        """Remove its record."""
+        """Remove a unit's record."""
         self.path_of(unit).unlink(missing_ok=True)
 
     def records(self, experiment: str, version: int) -> list[Record]:
-        """All of an experiment, of any settings but this version, in a fixed order."""
+        """Return all records of an experiment, of any settings but this version, in a fixed order."""
         found = []
         for path in sorted(self.folder.glob(f"{experiment}-*.json")):
             record = json.loads(path.read_text())

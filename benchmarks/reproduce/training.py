@@ -1,4 +1,4 @@
-"""Inside the ranks: a training that is tested after each epoch, and goes on where it was interrupted."""
+"""Train inside the ranks: a training is tested after each epoch, and goes on where it was interrupted."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Observer(Protocol):
     """JSON-able; kept in checkpoints."""
 
     def begin(self, step: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Before a step on a batch."""
+        """Look at a batch before its step."""
 
     def end(self, step: int) -> None:
-        """After it."""
+        """Look at what a step has done."""
 
 
 def wrapped(
     optimizer: torch.optim.Optimizer, network: nn.Module, compression: Any, prefix: str = "", **settings: Any
 ) -> Any:
-    """An optimizer that compresses all gradients, small ones too, as the papers do.
+    """Wrap an optimizer so that it compresses all gradients, small ones too, as the papers do.
 
     Args:
         optimizer: plain.
@@ -112,7 +112,7 @@ def learn(
 
 
 def all_ranks(value: float) -> list[float]:
-    """The value of each rank."""
+    """Return the value of each rank."""
     return hvd.allgather(torch.tensor([value], dtype=torch.float64), name="reproduce.all_ranks").tolist()
 
 
@@ -150,7 +150,7 @@ def _learn_part(
 
 
 def _tested(network: nn.Module, data: Data, are_replicas: bool) -> list[float]:
-    """Test accuracy of each rank; of one where all have the same network, and share the work."""
+    """Return the test accuracy of each rank; where all have the same network, they share the work."""
     if not are_replicas:
         return [100 * right / len(data.test_y) for right in all_ranks(_right(network, data.test_x, data.test_y))]
     mine = slice(hvd.rank(), None, hvd.size())
@@ -184,7 +184,7 @@ def _state(epoch: int, network: nn.Module, optimizer: Any, history: dict[str, An
 def _restored(
     checkpoint: Checkpoint, network: nn.Module, optimizer: Any, history: dict[str, Any], observer: Observer | None
 ) -> int:
-    """The epoch to begin with."""
+    """Restore the last checkpoint; returns the epoch to begin with."""
     state = checkpoint.load()
     if state is None:
         return 0

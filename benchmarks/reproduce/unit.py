@@ -1,4 +1,4 @@
-"""A unit of work, one start of real ranks, and the key that its record is found by."""
+"""Describe a unit of work, one start of real ranks, and the key that its record is found by."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY_DIGITS = 12
 
 @dataclass(frozen=True)
 class Unit:
-    """One start of ranks.
+    """Describes one start of ranks.
 
     Args:
         experiment: that it belongs to.
@@ -42,21 +42,21 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Of the file of its record."""
+        """The name of its record's file."""
         return f"{self.experiment}-{re.sub(r'[^a-z0-9]+', '-', self.label.lower()).strip('-')}-{self.key}"
 
     @property
     def rate(self) -> str | None:
-        """Of the links between virtual hosts; None for ranks on this machine alone."""
+        """The rate of the links between virtual hosts; None for ranks on this machine alone."""
         return self.settings.get("rate")
 
     def with_rate(self, rate: str) -> Unit:
-        """The same on links of another rate."""
+        """Return the same unit on links of another rate."""
         return replace(self, settings={**self.settings, "rate": rate})
 
 
 def key_of(experiment: str, version: int, settings: Settings) -> str:
-    """A short hash of settings that does not depend on their order.
+    """Make a short hash of settings that does not depend on their order.
 
     Example:
         >>> key_of("qsgd", 1, {"bits": 4, "seed": 0}) == key_of("qsgd", 1, {"seed": 0, "bits": 4})
