@@ -184,7 +184,7 @@ def _entered(stack: contextlib.ExitStack, hosts: int, progress: Progress) -> Clu
 
 
 def local(ranks: int, progress: Progress) -> Place:
-    """Start ranks on this machine, without a cluster."""
+    """Return a place on this machine, without a cluster."""
     return Place(ranks, 1, None, progress)
 
 

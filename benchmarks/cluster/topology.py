@@ -48,7 +48,7 @@ def host_name(number: int) -> str:
 
 
 def host_names(hosts: int) -> str:
-    """Write `/etc/hosts` of every host: names stand for addresses on the links that are counted."""
+    """Return the text of every host's `/etc/hosts`: names stand for addresses on the links that are counted."""
     lines = [f"10.77.0.{i} {host_name(i)}" for i in range(1, hosts + 1)]
     return "\n".join(["127.0.0.1 localhost", f"{HEAD_ADDRESS} {HEAD}", *lines, ""])
 

@@ -116,13 +116,16 @@ class GradientEncoder:
         mine = {t.name: (t, r) for t, r in zip(self._tensors, self._residuals, strict=True) if r is not None}
         if different := sorted(mine.keys() ^ residuals.keys()):
             raise StateError(
-                f"residuals of {sorted(residuals)}, here {sorted(mine)} have some: {different[0]!r} differs"
+                f"the state has residuals of {sorted(residuals)}, and here {sorted(mine)} keep one: {different[0]!r} "
+                "differs. Load it with the parameters and the compression that it was saved with"
             )
         fitted = {}
         for name, (tensor, residual) in mine.items():
             shape = tuple(residuals[name]["shape"])
             if shape != tensor.shape:
-                raise StateError(f"residual of {name!r} has shape {shape}, must be {tensor.shape}")
+                raise StateError(
+                    f"residual of {name!r} has shape {shape}: it must have the parameter's, {tensor.shape}"
+                )
             fitted[name] = saved.floats(
                 f"residual of {name!r}", residuals[name]["values"], residual.shape, residual.dtype
             )

@@ -338,7 +338,8 @@ def ask_torch() -> tuple[str | None, list[int]]:
     """Return the CUDA that torch was built with, and the compute capabilities of the cards that it sees."""
     done = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True)
     if done.returncode:
-        raise BuildError(f"torch cannot be imported: {done.stderr.strip().splitlines()[-1:]}")
+        reason = (done.stderr.strip().splitlines() or [f"its process ends with {done.returncode}"])[-1]
+        raise BuildError(f"torch cannot be imported ({reason}): install it again.")
     answer = json.loads(done.stdout.splitlines()[-1])
     return answer["cuda"], answer["capabilities"]
 
@@ -593,7 +594,10 @@ def capabilities(cuda: Cuda, nvcc: Path) -> list[int]:
     # a card that is newer than the compiler runs the newest code that it has
     chosen = {max((have for have in known if have <= want), default=0) for want in wanted} - {0}
     if not chosen:
-        raise BuildError(f"{nvcc} builds for compute capabilities {sorted(known)}, none of them of use for {wanted}.")
+        raise BuildError(
+            f"{nvcc} builds for compute capabilities {sorted(known)}, none of them of use for {wanted}: set CUDA_HOME "
+            "to a toolkit that knows these, or give --gpu none."
+        )
     return sorted(chosen)
 
 

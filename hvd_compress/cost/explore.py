@@ -110,7 +110,7 @@ class Explorer:
     ) -> None:
         names = [c.name for c in configurations]
         if dense not in names or len(set(names)) < len(names):
-            raise ValueError(f"configurations {names}: names must differ, and {dense!r} be one of them")
+            raise ValueError(f"configurations {names}: names must differ, and dense={dense!r} must be one of them")
         if most < 1 or steps < 1 or skip < 0 or within < 1 or drift <= 0 or seconds < 0:
             raise ValueError(
                 f"most={most!r}, steps={steps!r}, skip={skip!r}, within={within!r}, drift={drift!r}, "

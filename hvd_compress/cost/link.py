@@ -105,7 +105,7 @@ class Link:
             ValueError: an argument out of its range.
         """
         if not bandwidth > 0 or not latency >= 0:
-            raise ValueError(f"bandwidth={bandwidth!r}, latency={latency!r}: must be above 0, and 0 or more")
+            raise ValueError(f"bandwidth={bandwidth!r}, latency={latency!r}: must be above 0, and at least 0")
         if ranks < 1 or ranks_per_host < 1 or ranks % ranks_per_host:
             raise ValueError(
                 f"ranks={ranks!r}: must be a multiple of ranks_per_host={ranks_per_host!r}, both 1 or more"
@@ -152,7 +152,8 @@ class Network:
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_host < 1 or self.ranks % self.ranks_per_host:
             raise ValueError(
-                f"Network(ranks={self.ranks!r}, ranks_per_host={self.ranks_per_host!r}): ranks must be a multiple"
+                f"Network(ranks={self.ranks!r}, ranks_per_host={self.ranks_per_host!r}): ranks must be a multiple of "
+                "ranks_per_host, and both 1 or more"
             )
 
     @property

@@ -40,7 +40,9 @@ class Race:
 
     def __init__(self, trials: int, most_trials: int, seconds: float) -> None:
         if not 1 <= trials <= most_trials:
-            raise ValueError(f"trials={trials!r}, most_trials={most_trials!r}: give 1 or more, and not less at most")
+            raise ValueError(
+                f"trials={trials!r}, most_trials={most_trials!r}: give 1 or more, and most_trials not below trials"
+            )
         self._least, self._most, self._seconds = trials, most_trials, seconds
         self._trials: dict[str, list[float]] = {}
         self._lost: set[str] = set()

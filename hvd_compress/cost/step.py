@@ -62,7 +62,7 @@ def _gathering(stage: Stage) -> float:
 
 
 class _Simulation:
-    """Runs events in the order of time; one whose core is busy comes again when that is free."""
+    """Runs events in the order of time; one whose core is busy comes again when the core is free."""
 
     def __init__(self, jobs: Sequence[Job], worker: bool) -> None:
         self._jobs = jobs

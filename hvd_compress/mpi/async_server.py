@@ -221,7 +221,9 @@ def _described(name: str, p: Any) -> Tensor:
     if not isinstance(p, np.ndarray) or p.dtype not in (np.float32, np.float64):
         raise TypeError(f"parameter {name!r}: must be a NumPy array of float32 or float64, got {_type_of(p)}")
     if not p.flags.c_contiguous or not p.flags.writeable:
-        raise ValueError(f"parameter {name!r} changes in place: it must be C-contiguous and writeable")
+        raise ValueError(
+            f"parameter {name!r} changes in place: it must be C-contiguous and writeable, as a copy of it would be"
+        )
     return Tensor(name, p.shape, p.dtype.name)
 
 
@@ -262,7 +264,9 @@ def join_server(
     if not tensors:
         raise ValueError("no parameters: give those that are trained")
     if not _gathered(mpi, comm, values.has_update)[server]:
-        raise TypeError(f"rank {server} is the server and was given update=None: it must know what an update is")
+        raise TypeError(
+            f"rank {server} is the server and was given update=None: give it the function that applies gradients"
+        )
     to_server, to_worker = settings.gradient_bytes(tensors), settings.answer_bytes(tensors)
     if max(to_server, to_worker) > MOST_BYTES:
         raise UnsupportedError(

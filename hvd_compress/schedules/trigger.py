@@ -108,7 +108,9 @@ class Watch(ABC):
         """
         given = saved.record("watch of an event state", state, ["trigger", "passes", *self._SAVED])
         if not saved.equal(given["trigger"], self.trigger.get_config()):
-            raise StateError(f"event state of the trigger {given['trigger']}, given to {self.trigger!r}")
+            raise StateError(
+                f"event state of the trigger {given['trigger']} given to {self.trigger!r}: it takes its own only"
+            )
         passes = saved.integer("passes of an event state", given["passes"])
         checked: dict[str, Any] = {}
         for key in self._SAVED:
@@ -119,7 +121,7 @@ class Watch(ABC):
             # what was sent last may have had no finite norm, and thresholds may grow without bound
             values = saved.floats(what, given[key], mine.shape, mine.dtype, finite=False)
             if key != "norms" and not (values >= 0).all():
-                raise StateError(f"{what} are negative, or no numbers")
+                raise StateError(f"{what} are negative, or no numbers: they must be 0 or more")
             checked[key] = values
         most = {"sent_at": passes, "known": len(checked.get("slopes", ()))}
         for key in most.keys() & checked.keys():
