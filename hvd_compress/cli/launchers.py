@@ -78,7 +78,7 @@ def attempt(command: Sequence[str], seconds: float, changes: Mapping[str, str] |
         seconds: after which it is ended.
         changes: of the environment.
     """
-    # a file: whoever holds a pipe open could keep us waiting
+    # a file, since whoever holds a pipe open could keep us waiting
     with tempfile.TemporaryFile() as printed:
         try:
             process = subprocess.Popen(
@@ -205,7 +205,7 @@ class _Mpirun:
 
     def _start(self, ranks: int, program: str, changes: Mapping[str, str]) -> Outcome:
         flags = ["--allow-run-as-root"] if self._needs_leave() else []
-        # hosts with one core start two ranks, too
+        # so that hosts with one core start two ranks too
         flags += ["--oversubscribe"] if self._is_open_mpi else []
         command = [self._path, *flags, "-np", str(ranks), sys.executable, "-c", program]
         return attempt(command, _RANKS_SECONDS if program else _START_SECONDS, changes)

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["parse_shapes", "read_shapes", "shapes_of_model"]
 
-# more of them are a slip of the keyboard, and predictions for them would take minutes
+# more would be a slip of the keyboard, and predictions for them would take minutes
 _MOST_TENSORS, _MOST_NUMEL = 10**4, 10**12
 
 Shape = tuple[int, ...]
@@ -58,7 +58,7 @@ def read_shapes(path: str) -> list[Shape]:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"shapes file {path!r}: {error.strerror or error}") from None
-    except ValueError as error:  # bytes that are no text, or a name that no file has
+    except ValueError as error:  # bytes that are no text, or a name that no file can have
         raise ValueError(f"shapes file {path!r}: not a text of shapes ({error})") from None
     try:
         return parse_shapes("\n".join(line.partition("#")[0] for line in text.splitlines()))
@@ -88,7 +88,7 @@ def _made(place: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:  # scripts do anything when they are imported
+    except (Exception, SystemExit) as error:  # scripts may do anything when they are imported
         raise ValueError(f"--model {place!r}: {_why_not_imported(module_name, error)}") from error
     if not isinstance(function, type) and _is_model(function):
         return function
@@ -118,7 +118,7 @@ def _trainable(model: Any, place: str) -> list[Shape]:
             return [tuple(map(int, variable.shape)) for variable in model.trainable_variables]
         if hasattr(model, "named_parameters"):
             return [tuple(map(int, p.shape)) for _, p in model.named_parameters() if p.requires_grad]
-    except Exception as error:  # parameters and variables that get their shape with the first batch
+    except Exception as error:  # some parameters and variables get their shape with the first batch
         raise ValueError(
             f"--model {place!r}: a tensor has no shape yet ({_kind(error)}); show the model a batch in that function"
         ) from error

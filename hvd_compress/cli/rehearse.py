@@ -25,14 +25,14 @@ from hvd_compress.kernels.checksum import checksum
 
 __all__ = ["Rehearsal"]
 
-_WARM_UP, _LONG_WARM_UP = 3, 2  # steps: kernels are compiled, Horovod's caches filled
+_WARM_UP, _LONG_WARM_UP = 3, 2  # steps in which kernels are compiled and Horovod's caches filled
 _LONG_SECONDS = 0.5
 _TURN_UP = 2  # short steps after those of another optimizer, which have filled the processor's caches
 # ranks that share processors sometimes take tens of milliseconds: short blocks would mostly leave that out
 _MOST_STEPS, _BLOCK_SECONDS = 100, 0.5
 _LEAST_BLOCKS, _MOST_BLOCKS, _TRIAL_SECONDS = 2, 5, 1.5
-_CERTAIN = 0.05  # of a step: the standard error of some trials' mean
-_SPARE, _SHIFT = 2**16, 4099  # deviates, and how far gradients move through them from step to step
+_CERTAIN = 0.05  # share of a step below which the standard error of the trials' mean is small enough
+_SPARE, _SHIFT = 2**16, 4099  # spare deviates, and how far gradients move through them from step to step
 _WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 _RATE_SECONDS = 0.05
 
@@ -43,8 +43,9 @@ class Rehearsal:
     """Makes steps of a network that is known by its shapes; all methods are collective calls.
 
     Forward and backward compute something that takes as long as the network's on all ranks at once, and leaves normal
-    deviates as gradients, others in each step: of equal ones residuals grow until many lie close below the threshold,
-    and sparse compressors search far longer than in training. Exchanges and optimizer are real, on the CPU.
+    deviates as gradients, others in each step: with equal ones, residuals would grow until many lie close below the
+    threshold, and sparse compressors would search far longer than in training. Exchanges and optimizer are real, on
+    the CPU.
 
     Args:
         ranks: all of them, on PyTorch.
@@ -60,7 +61,7 @@ class Rehearsal:
         self._computed = step
         self._added: dict[tuple[Compressor, str], list[list[float]]] = {}  # by trials and blocks
         self._alone = self._steps(None)
-        # copying gradients and the optimizer's step are a part of what is to be made up
+        # copying gradients and the optimizer's step are a part of the step that is simulated
         steps = _steps_of_a_block(self._warmed_up(self._alone))
         alone = median(self._block(self._alone, steps) for _ in range(_MOST_BLOCKS))
         self._computed = max(2 * step - alone, 0.0)
@@ -78,13 +79,13 @@ class Rehearsal:
         one = self._warmed_up(communicating)
         steps = _steps_of_a_block(one)
         blocks = math.ceil(_TRIAL_SECONDS / (steps * (one + self._step)))
-        # in turns, as what else runs on the machines slows down both
+        # in turns, since what else runs on the machines slows down both
         added = [
             self._block(communicating, steps) - self._block(self._alone, steps)
             for _ in range(min(max(blocks, _LEAST_BLOCKS), _MOST_BLOCKS))
         ]
         del communicating
-        gc.collect()  # optimizers are part of cycles, and the next one may be as large
+        gc.collect()  # optimizers belong to cycles, and the next one may be as large
         trials = self._added.setdefault((compressor, exchange), [])
         trials.append(added)
         return self._so_far(trials)
@@ -172,7 +173,7 @@ class _Computing:
 
     def __init__(self, ranks: Ranks) -> None:
         self._words = np.zeros(_WORDS, np.uint64)
-        checksum(self._words, 0)  # compiled before it is timed
+        checksum(self._words, 0)  # compiles, before it is timed
         ranks.maximum([0.0])
         begin = time.perf_counter()
         calls = 0
@@ -199,5 +200,5 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *of_outputs: torch.Tensor) -> Any:
         gradient, compute, seconds = ctx.gradient_and_work
         compute(seconds)
-        # the exchange spoils what it is given
+        # a clone: the exchange writes its result over the gradient
         return of_outputs[0], gradient.clone(), None, None, None

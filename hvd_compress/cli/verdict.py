@@ -17,7 +17,7 @@ __all__ = ["ONE_RANK", "advice", "as_fields", "report"]
 
 ONE_RANK = "Don't compress: one rank exchanges nothing."
 
-# what differs by less is as fast, given what predictions and trials are worth
+# predictions and trials are not exact enough to tell smaller differences
 _LEAST_GAIN = 1.05
 
 Shape = tuple[int, ...]

@@ -27,8 +27,8 @@ class OneBit(Compressor):
     """Sends the sign of each element, decoded to the mean of the non-negative or of the negative values of its group.
 
     Payload: 1 bit per element and 8 bytes per group. Values >= 0 are sent as 1. Source: Dryden et al. 2016, section
-    3.1. Difference: rows shorter than 512 elements share a group. The AdaGrad step inside the allreduce is
-    `hvd_compress.AdaGrad`, for any compressor.
+    3.1. Difference: rows shorter than 512 elements share a group. The paper's AdaGrad inside the exchange is
+    `hvd_compress.AdaGrad`, a setting of optimizers for any compressor.
 
     Args:
         group: "row" (the paper's columns), "tensor", or elements per group.

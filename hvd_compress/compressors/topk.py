@@ -22,9 +22,9 @@ class TopK(Compressor):
     """Sends the k values of largest magnitude of a tensor with their indices, exactly selected.
 
     Payload: 6 bytes per sent value (16-bit index, float32 value) and 4 bytes per 65536 elements; with coding="golomb"
-    the index takes about 1 byte at a ratio of 0.01. Where a tensor is
-    exchanged in parts, each part sends its share of k. Among equal magnitudes the lower index is sent; zeros are not.
-    Source: Aji and Heafield 2017; Stich et al. 2018 for the error feedback.
+    the index takes about 1 byte at a ratio of 0.01. Where a tensor is exchanged in parts, each part sends its share of
+    k. Among equal magnitudes the lower index is sent; zeros are not. Source: Aji and Heafield 2017; Stich et al. 2018
+    for the error feedback.
 
     Args:
         ratio: share of the elements to send, in (0, 1]; at least one is sent. From 2/3 on, an optimizer sends the
