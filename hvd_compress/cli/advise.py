@@ -178,8 +178,8 @@ def tried(
 ) -> list[Prediction]:
     """Try the ways of some rows where ranks run PyTorch; returns the rows with measured seconds. A collective call.
 
-    They are tried the fastest first, three times, in turns; then those again whose trials differ, since machines may be
-    slow for a minute. What takes long by prediction is not tried.
+    Ways are tried three times, in turns, the fastest first. Then those are tried again whose trials differ, since a
+    machine may be slow for a minute. A way that is predicted to take long is not tried.
 
     Args:
         rows: of `predict`.

@@ -122,8 +122,8 @@ class _Lines:
     """Prints findings as they come: all on rank 0, elsewhere those of what is missing.
 
     Args:
-        rank: that prints.
-        as_json: rank 0 is to keep them for JSON instead.
+        rank: the rank that prints.
+        as_json: whether rank 0 keeps them for JSON instead.
     """
 
     def __init__(self, rank: int, as_json: bool) -> None:
@@ -293,7 +293,7 @@ def _verdict(collective: str, right: bool) -> Finding:
 def _probe(framework: str) -> dict[str, Any] | str:
     """Find out what horovod.<framework> was built with, or why it cannot be imported.
 
-    A dict with "broken" says why the framework itself cannot.
+    A dict with "broken" says why the framework itself cannot be imported.
     """
     # in a process of its own: a Horovod that was built for another version of the framework may crash
     program = _PROBE.format(framework, _BUILT_FOR[framework])

@@ -37,9 +37,9 @@ class Prediction:
     Args:
         compressor: of the tensors that are large enough.
         exchange: "dense" for Horovod's allreduce.
-        sent_bytes: by each rank, in each step; of a hierarchical exchange to other hosts only.
+        sent_bytes: what each rank sends in each step; in a hierarchical exchange, what goes to other hosts.
         seconds: of a step.
-        break_even: bandwidth below which it is faster than dense float32, bits per second; always predicted.
+        break_even: the bandwidth below which it is faster than dense float32, bits per second; always predicted.
         tried: whether `seconds` come from a trial.
         compresses: whether any tensor is large enough for the compressor; without one it sends float32.
     """

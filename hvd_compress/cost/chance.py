@@ -18,7 +18,7 @@ _USUAL, _USUAL_TURNS = 0.1, 2
 def is_slower(ratios: Sequence[float]) -> bool:
     """Tell whether ratios of seconds lie above 1 by more than chance explains in 2 % of cases.
 
-    It is Student's t of their logarithms, one-sided. A single ratio, which may have been disturbed, tells from 4 on.
+    The test is Student's t of their logarithms, one-sided. A single ratio may have been disturbed: it counts from 4 on.
 
     Args:
         ratios: one for each turn of both, above 0.

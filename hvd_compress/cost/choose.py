@@ -111,9 +111,9 @@ def configurations(
 class Corrector:
     """Learns by what factor a prediction is wrong: the median of measured / predicted, by name.
 
-    Names that were never measured get the least of the others' factors: most of an error is common, such as another
-    program on the machine or a shared link, and what is not is found out only if it looks worth a trial. The same
-    observations give the same factors.
+    A name that was never measured gets the least of the others' factors. Most of an error has a common cause, such as
+    another program on the machine or a shared link; what has not is found out only if the name looks worth a trial. The
+    same observations give the same factors.
 
     Example:
         >>> from hvd_compress.cost import Corrector

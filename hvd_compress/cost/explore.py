@@ -59,21 +59,22 @@ class Explorer:
     equal first: `Auto` takes the mean of all ranks.
 
     Args:
-        configurations: of `hvd_compress.cost.configurations`, the best prediction first.
-        dense: name of the one that loses nothing.
-        most: how many are tried at most, not counting `dense`.
-        within: those are tried whose prediction, corrected or not, is at most this times the best known seconds.
-        skip: steps after a change that do not count: kernels are compiled, Horovod's caches filled.
-        steps: that are measured of each, at least; their mean counts, where none counts as more than 3 times the
-            median: slow steps may belong to a way, but pauses do not.
-        seconds: that these take together, unless that would be more than 5 times `steps`: short steps vary more.
-        drift: relative change of three quarters of a window of 4 * `steps` steps and 4 * `seconds` after which all are
-            tried again, when it has lasted long enough to be worth that: see `Watch`.
-        margin: what another one must gain over `dense`.
-        trials: of each, at least, unless it is slower beyond chance before: see `Race`.
-        most_trials: of each, at most.
-        race: seconds that all trials last together; after that, there are no more than `trials`.
-        share: of all steps' seconds that may be lost by comparing the chosen one with others again: see `Rivals`.
+        configurations: what `hvd_compress.cost.configurations` returns, the best prediction first.
+        dense: the name of the configuration that loses nothing.
+        most: the most configurations that a search tries, `dense` not counted.
+        within: a configuration is tried if its prediction, corrected or not, is at most so many times the best known
+            seconds.
+        skip: steps after a change that do not count, since kernels are compiled and Horovod's caches filled.
+        steps: the least number of steps in a trial. Their mean counts, in which no step is taken for longer than 3
+            times the median: slow steps may belong to a way, but pauses do not.
+        seconds: the least seconds of a trial, unless that takes more than 5 * `steps` steps: short steps vary more.
+        drift: the relative change of step times that begins a new search, once it has lasted long enough to be worth
+            one: see `Watch`. Three quarters of 4 * `steps` steps that last 4 * `seconds` or longer must show it.
+        margin: the share by which another configuration must be faster than `dense`.
+        trials: the least trials of each, unless it is slower beyond chance before: see `Race`.
+        most_trials: the most trials of each.
+        race: seconds of all trials together, after which none has more than `trials`.
+        share: the share of all steps' seconds that comparing the chosen one with others again may lose: see `Rivals`.
 
     Raises:
         ValueError: `dense` is not among the configurations, names repeat, or a setting is out of its range.

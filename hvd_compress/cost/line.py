@@ -48,9 +48,9 @@ class Line:
 def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     """Fit the line of least squared *relative* errors to (size, seconds), with neither part negative.
 
-    Repeats of a size count by the mean of those that took at most twice their median, so that a few disturbed ones do
-    not matter, but those of a link that is now faster, now slower do; relative errors, so that the smallest and the
-    largest size matter alike.
+    A size counts by the mean of those repeats that took at most twice their median: a few disturbed ones do not matter,
+    but those of a link that is now faster, now slower do. Errors are relative, so that the smallest and the largest
+    size matter alike.
 
     Raises:
         ValueError: fewer than two different sizes, or seconds that are not above 0.

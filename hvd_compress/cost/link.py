@@ -129,13 +129,13 @@ class Network:
     """Holds all links that an exchange can use.
 
     Args:
-        ranks: in all.
-        link: of all ranks.
-        ranks_per_host: how many share a host.
-        between: of one rank from each host; None if `link` is that, or if it is not known.
-        inside: of the ranks of one host; None if there is one only, or if it is not known.
-        core: the share of each collective's time that is lost to what computes meanwhile; none where it is not known.
-        copying: seconds to copy a byte in memory; the same on all ranks, who predict alike.
+        ranks: how many there are.
+        link: between all ranks.
+        ranks_per_host: how many ranks share a host.
+        between: the link of one rank from each host; None if `link` is that, or if it is not known.
+        inside: the link of the ranks of one host; None if each host has one rank, or if it is not known.
+        core: the share of each collective's time that what computes meanwhile loses; empty if it is not known.
+        copying: seconds to copy a byte in memory; the same on all ranks, so that they predict alike.
 
     Raises:
         ValueError: `ranks` is not a multiple of `ranks_per_host`.

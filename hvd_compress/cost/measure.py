@@ -48,7 +48,7 @@ def measure_hosts(collectives: Collectives, hosts: Hosts, position: int, link: L
         collectives: of all ranks.
         hosts: of the ranks.
         position: of this rank.
-        link: of all ranks, of which the other collectives are taken.
+        link: between all ranks, from which the other collectives are taken.
 
     Returns:
         The links inside hosts, by the bytes that a rank sends, and between them, by those of all ranks of a host.

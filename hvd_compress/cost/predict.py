@@ -26,8 +26,8 @@ class Work:
         hop_bytes: what a rank sends in each collective; in those between the hosts of a hierarchical exchange, what all
             ranks of its host send.
         pieces: payloads that hold all elements once; kernels are called for each.
-        groups: of elements, that compressors take together.
-        sharing: the ranks of a host, in a hierarchical exchange.
+        groups: how many groups of elements compressors take together.
+        sharing: how many ranks a host has, in a hierarchical exchange.
     """
 
     exchange: str
@@ -51,12 +51,12 @@ class Stage:
     """Describes a piece of an exchange that occupies one resource.
 
     Args:
-        seconds: alone.
-        collective: of Horovod; "" for kernels, which occupy a core.
-        fusable_bytes: what Horovod would join with others of the same collective, else 0.
+        seconds: how long it takes alone.
+        collective: the collective of Horovod that it is; "" for kernels, which occupy a core.
+        fusable_bytes: the bytes that Horovod may join with others of the same collective; 0 for none.
         per_byte: seconds that each of these bytes adds to such a joint collective.
-        joined_per_byte: seconds that each of all its bytes costs besides, to be copied together and apart.
-        core: share of the seconds that is lost to what computes meanwhile, see `Network`.
+        joined_per_byte: seconds that each byte of a joint collective costs besides, to be copied together and apart.
+        core: the share of the seconds that what computes meanwhile loses, see `Network`.
     """
 
     seconds: float

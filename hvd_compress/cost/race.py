@@ -13,16 +13,16 @@ __all__ = ["Race"]
 class Race:
     """Says what is to be tried next, from the seconds of what was tried before.
 
-    All are tried in turns. One leaves when it was slower than the fastest by so much, in their common turns, that
-    chance would make it so in at most 2 % of cases: Student's t of the logarithms of their ratios, one-sided. So what
-    is far slower leaves after two turns where turns agree, and stays for more where the machine disturbs them. What
-    disturbs all of a turn alike does not count. After a single turn, which may have been disturbed, only what took more
-    than four times as long leaves.
+    All ways are tried in turns. A way leaves when, in the turns that it shared with the fastest, it was slower by more
+    than chance explains in 2 % of cases: Student's t of the logarithms of their ratios, one-sided. So a way that is far
+    slower leaves after two turns where turns agree, and stays for more where other programs disturb the machine. What
+    disturbs both ways of a turn alike does not count. A single turn may have been disturbed: after it, a way leaves
+    only if it took more than four times as long.
 
     Args:
-        trials: of each that has not left, at least.
-        most_trials: of each, at most.
-        seconds: that all trials last together; after that, there are `trials` of each and no more.
+        trials: the least trials of each way that has not left.
+        most_trials: the most trials of each way.
+        seconds: of all trials together, after which no way has more than `trials`.
 
     Raises:
         ValueError: fewer than one trial, or fewer at most than at least.

@@ -19,10 +19,11 @@ _RECENT_TURNS = 5
 class Rivals:
     """Says which other way is worth a turn beside the chosen one, and when it has proved to be faster.
 
-    A search takes what chance or a busy machine shows it, and a wrong choice that costs less than a drift would stay.
-    So turns go on, for as much as may be lost by them: a share of all steps' seconds is saved up, for each rival in
-    inverse proportion to the square root of what a turn of it loses. What is nearly as fast has many turns, and what is
-    far slower has few, which cannot keep the others waiting. The last 25 turns count, those of the search among them.
+    A search believes what chance or a busy machine shows it, and a wrong choice that costs less than a drift would
+    stay. So turns go on, for as much as may be lost by them: a share of all steps' seconds is saved up for the rivals,
+    for each in inverse proportion to the square root of what its turn loses. A way that is nearly as fast has many
+    turns. One that is far slower has few, and cannot keep the others waiting. The last 25 turns count, those of the
+    search among them.
 
     Args:
         share: of the seconds of all steps that turns of slower ways may cost; 0 for no turns.
@@ -78,9 +79,9 @@ class Rivals:
 
         Args:
             chosen: its name.
-            measured: seconds of a step by name, of all that have been tried, and the chosen one.
+            measured: seconds of a step by name, for all ways that have been tried, and the chosen one.
             ratios: how many times as long the chosen one took as another, in each turn of both so far; may lack names.
-            predicted: seconds of a step by name, of others.
+            predicted: seconds of a step by name, for others.
         """
         self._chosen, self._known = chosen, {**(predicted or {}), **measured}
         self._predicted = self._known.keys() - measured.keys()
@@ -108,11 +109,11 @@ class Rivals:
         """Take a rival's turn; returns whether it has proved to be faster than the chosen one.
 
         Args:
-            name: of what has had a turn.
-            seconds: of a step with it.
+            name: of the rival that has had a turn.
+            seconds: of a step with the rival.
             chosen: seconds of a step with the chosen one, right before or after.
-            steps: of its turn, all that were made.
-            changing: seconds of those after a change of ways, both times, which may be longer.
+            steps: all steps of the rival's turn.
+            changing: seconds of the steps after both changes of ways, which may be longer.
             handicap: what the seconds of the chosen one are multiplied with before they are compared.
         """
         self._predicted.discard(name)

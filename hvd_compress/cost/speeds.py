@@ -38,9 +38,9 @@ class Speed:
         encode: with error feedback where the compressor has it.
         decode: into the result.
         add: decode, and add to a sum.
-        bytes_per_element: of a large payload; what the slots of payloads of changing size do not say.
+        bytes_per_element: of a large payload; the slots of payloads of changing size do not tell it.
         per_group: seconds that each group of elements adds to encoding.
-        per_new_byte: seconds that each byte of a large result adds which is not written over an older one.
+        per_new_byte: seconds that each byte of a large result adds if it is not written over an older one.
     """
 
     encode: Line = _NOTHING
@@ -91,7 +91,7 @@ def copy_speed() -> Line:
 def measure_speed(compressor: Compressor) -> Speed:
     """Time the kernels on normal deviates of two sizes; some 100 ms, but for the first call, which compiles.
 
-    FP16 and NoCompression are those of Horovod: casts into new tensors, and nothing.
+    FP16 and NoCompression are measured as Horovod does them: casts into new tensors, and nothing at all.
     """
     if isinstance(compressor, NoCompression):
         return Speed()

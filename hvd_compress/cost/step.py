@@ -24,7 +24,7 @@ class Job:
 
     Args:
         stages: one after the other.
-        backward: seconds of the backward pass between the gradient before, and this one.
+        backward: seconds of the backward pass between the gradient before and this one.
     """
 
     stages: tuple[Stage, ...]
@@ -35,13 +35,13 @@ def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False
     """Predict the seconds of a training step whose exchanges overlap with backward.
 
     The model: collectives run one after the other, in the order in which they are issued, and slow down what computes
-    meanwhile; dense ones that wait are fused; first and middle kernels run as soon as they can, last ones when all
-    collectives have ended, as a step is a transaction.
+    meanwhile. Dense ones that wait are fused. First and middle kernels run as soon as they can. Last kernels run when
+    all collectives have ended, since a step is taken as a whole or not at all.
 
     Args:
         jobs: in the order in which backward makes their gradients.
         forward: seconds of all that is neither backward nor exchange.
-        worker: kernels run on a core of their own, not between the layers of backward.
+        worker: whether kernels run on a core of their own, and not between the layers of backward.
 
     Example:
         >>> from hvd_compress.cost import Job, Stage, step_seconds

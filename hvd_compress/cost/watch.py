@@ -12,15 +12,15 @@ _LONGEST_PATIENCE = 64
 class Watch:
     """Tells a drift of step times that is worth another search from one that is not.
 
-    A search loses time with the slower ways that it tries. So the next one begins when a drift has made steps differ by
-    as much, all together, as the last search has lost: neither a short drift nor a noisy machine costs more in searches
-    than it does by itself. Besides, each time the windows until the next search double.
+    A search loses time with the slower ways that it tries. So the next one begins only when a drift has made steps
+    differ by as much, all together, as the last search has lost. Then neither a short drift nor a noisy machine costs
+    more in searches than it does by itself. Besides, the windows until the next search double each time.
 
     Args:
-        window: steps that are looked at together, at least.
-        drift: relative change of three quarters of them that counts: a burst of other work on the machine is no other
-            link.
-        seconds: that these last, at least: where steps are short, such a burst is many of them.
+        window: the least number of steps that are looked at together.
+        drift: the relative change that counts if three quarters of them show it: a burst of other work on the machine
+            is not another link.
+        seconds: the least seconds that they last together: where steps are short, such a burst takes many of them.
 
     Raises:
         ValueError: a window of fewer than two steps, a drift that is not above 0, or seconds below 0.

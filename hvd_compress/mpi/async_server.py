@@ -323,8 +323,8 @@ def _end_at_exit(member: _MpiMember, mpi: Session, comm: Any) -> None:
 def _end(mpi: Session) -> None:
     """Close what is open, and wait until others have closed it: when one rank ends, Horovod ends MPI on all.
 
-    Not until they have come to their end as well: they may wait for this rank in a collective of Horovod's, which fails
-    when this one ends.
+    This does not wait until others come to their end as well: they may wait for this rank in a collective of Horovod's,
+    which fails when this one ends.
     """
     if mpi.has_ended:
         return

@@ -72,8 +72,8 @@ _under_way = _UnderWay()
 class _Wire:
     """Holds MPI and a communicator, and knows which of its ranks have said that they end.
 
-    Horovod tells nobody who waits for a message of MPI that its sender has ended; and it ends MPI, which would tell,
-    only where it has begun it itself.
+    Horovod does not tell a rank that waits for a message of MPI that its sender has ended. The end of MPI would tell,
+    but Horovod ends MPI only where it has started it.
 
     Args:
         session: MPI.
@@ -121,11 +121,11 @@ class Pending:
     """Holds messages under way, and their memory until they are complete.
 
     Args:
-        wire: that carries them.
-        requests: of the messages, by the rank at the other end.
-        memory: what they are received in, or sent from.
-        slots: of the memory, one for each sender, this rank's own included.
-        sizes: bytes in each slot; None where the message that comes will tell.
+        wire: carries them.
+        requests: MPI's, of the messages, by the rank at the other end.
+        memory: where they are received, or sent from.
+        slots: parts of the memory, one for each sender, this rank included.
+        sizes: the bytes in each slot; None where the message that comes will tell.
     """
 
     def __init__(
@@ -275,8 +275,8 @@ class Channel:
 
         Args:
             root: position among the ranks.
-            message: of the root; of others, where it has the size of what comes, the memory for it.
-            most: bytes that it can have, the same on all ranks.
+            message: what the root sends; on others the memory for what comes, if it has that size.
+            most: the most bytes that it can have, the same on all ranks.
 
         Raises:
             UnsupportedError: it can have 16 GiB or more.

@@ -28,7 +28,7 @@ def start_one_sided(
         hvd: Horovod for a framework, started.
         node: of this rank.
         parts: of all ranks of the process set.
-        gathered: a number of this rank -> those of all ranks of the process set.
+        gathered: takes a number of this rank and returns those of all ranks of the process set.
 
     Raises:
         UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
@@ -45,7 +45,7 @@ def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> R
 
     Args:
         hvd: Horovod for a framework, started.
-        gathered: a number of this rank -> those of all ranks of the process set.
+        gathered: takes a number of this rank and returns those of all ranks of the process set.
 
     Raises:
         UnsupportedError: as `start_one_sided`.
@@ -66,10 +66,10 @@ def communicator(
 
     Args:
         hvd: Horovod for a framework, started.
-        gathered: a number of this rank -> those of all ranks of the process set.
+        gathered: takes a number of this rank and returns those of all ranks of the process set.
         asked: what the user wants, for errors.
-        lacking: what Gloo has nothing of.
-        instead: what can be used without.
+        lacking: what Gloo does not have.
+        instead: what can be used without MPI.
 
     Raises:
         UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.

@@ -38,10 +38,10 @@ class Moment(NamedTuple):
 class DasoSchedule:
     """Synchronizes nodes every B-th batch, S batches stale, and after every batch in warm-up and cool-down.
 
-    An epoch ends with a blocking synchronization, so that all ranks evaluate and save the same parameters; where
+    An epoch ends with a blocking synchronization, so that all ranks evaluate and save the same parameters. If
     `steps_per_epoch` is known, nothing is sent that could not arrive before. The first epochs warm up and the last ones
-    cool down. In between, B and S are halved, down to 1, when the loss has not fallen for more than `patience` epochs,
-    and begin anew where both are 1 already. Differences from the authors' code: S is halved as the paper says, not
+    cool down. In between, B and S are halved, down to 1, when the loss has not fallen for more than `patience` epochs.
+    If both are 1 already, they begin anew. Differences from the authors' code: S is halved as the paper says, not
     lowered by 1; cycles begin with the given B and S; what is sent after batch t arrives after batch t + S for all S up
     to B.
 
@@ -49,10 +49,10 @@ class DasoSchedule:
         global_skips: B, in batches.
         batches_to_wait: S, in batches, at most B; 0 waits for the mean, which then replaces the parameters.
         total_epochs: of the training; None if there is no cool-down.
-        warmup_epochs: at the beginning.
-        cooldown_epochs: at the end; epochs beyond `total_epochs` belong to them.
+        warmup_epochs: how many epochs warm up, at the beginning.
+        cooldown_epochs: how many epochs cool down, at the end; epochs beyond `total_epochs` belong to them.
         patience: epochs in a row that may pass without progress; None keeps B and S.
-        stability: the share of the best loss by which a loss must be below it to count as progress.
+        stability: the share by which a loss must be below the best one to count as progress.
         steps_per_epoch: batches of an epoch, the same on all ranks; None if only `end_epoch` tells.
 
     Raises:

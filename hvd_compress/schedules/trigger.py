@@ -31,7 +31,7 @@ class Watch(ABC):
 
     Args:
         trigger: the settings.
-        count: of tensors.
+        count: how many tensors there are.
     """
 
     _SAVED: ClassVar[tuple[str, ...]] = ("norms", "sent_at", "thresholds")
@@ -185,8 +185,8 @@ class ConstantThreshold(Trigger):
     `ConstantThreshold(0)` sends everything in every pass, which is D-PSGD (Lian et al., NeurIPS 2017).
 
     Args:
-        delta: in units of the parameters.
-        initial_passes: in which everything is sent, at the beginning.
+        delta: the threshold, in units of the parameters.
+        initial_passes: the first passes, in which everything is sent.
         measure: "norm" compares norms, as the paper does, and is blind to a tensor that only rotates; "change" takes
             the norm of the change, which needs a copy of what was sent.
 
@@ -234,17 +234,18 @@ class _ConstantWatch(Watch):
 class SlopeThreshold(Trigger):
     """Sends a tensor when its norm has changed by as much as it lately did in `horizon` passes.
 
-    At each event the threshold becomes horizon × the mean of the last `history` slopes, a slope being the change since
-    the event before divided by the passes in between (equation 4). It stays until the next event, as in the paper, or
-    shrinks or grows by the factor `decay` in every pass. Differences from the authors' code: its slopes start with
-    zeros and a norm of 0 before the first event, ours with the second event (until then every change is sent); its
+    At each event the threshold becomes horizon × the mean of the last `history` slopes. A slope is the change since the
+    event before, divided by the passes in between (equation 4). The threshold stays until the next event, as in the
+    paper, or shrinks or grows by the factor `decay` in every pass. Differences from the authors' code: its slopes start
+    with zeros and a norm of 0 before the first event, ours with the second event (until then every change is sent); its
     `horizon` is our `decay`; it forces 29 passes (`initial_passes=29`), and it sends tensors that do not move at all.
 
     Args:
-        horizon: in passes.
-        history: slopes to average.
-        decay: of the threshold in a pass; below 1 it falls until the tensor is sent, above 1 a tensor can fall silent.
-        initial_passes: in which everything is sent, at the beginning; the paper has 1.
+        horizon: how many passes' change makes an event.
+        history: how many slopes to average.
+        decay: the factor on the threshold in each pass; below 1 it falls until the tensor is sent, above 1 a tensor can
+            fall silent.
+        initial_passes: the first passes, in which everything is sent; the paper has 1.
         measure: "norm" compares norms, as the paper does, and is blind to a tensor that only rotates; "change" takes
             the norm of the change, which needs a copy of what was sent.
 
