@@ -244,7 +244,7 @@ def fastest(cell: dict[str, Any]) -> str:
 def losses(cell: dict[str, Any]) -> list[float]:
     """Return how many times as long a step takes with Auto as with the fastest of the others, in each round.
 
-    Which one is the fastest is told by the other half of the rounds: the luckiest of a round is not the fastest.
+    The other half of the rounds tells which one is the fastest: the luckiest one of a round is not.
     """
     seconds = {name: cell["rows"][name]["seconds"] for name in (*FIXED, AUTO)}
     found: list[float] = []

@@ -4,8 +4,7 @@
 
 Four ranks on a ring train the networks of Tables I and II, 64 images a rank and step, learning rate 0.05 (CNN-1 also
 with another), each on its own quarter of the images; the mean of their parameters is tested. Times are of 784-W-W-W-10
-on the virtual cluster.
-Trainings of other models, seeds or `--labels` in the file of results stay there.
+on the virtual cluster. Trainings of other models, seeds or `--labels` in the file of results stay there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/kernels.py [--numel 1000 1000000] [--threads 1 2] [--repeats 7] [--short] [--out DIR]
 
-Encode is with error feedback where the compressor has it: what the exchange runs, residual update included. Two threads
+Encode has error feedback where the compressor has it, as in an exchange, with the update of the residual. Two threads
 are two Python threads with half of the elements each, on cores of their own. Times on shared machines drift, so each
 repeat takes the best of three of a memcpy and of each call, and ratios are taken within the repeat; medians and
 extremes are shown. All memory has been touched before, and the gradient is written anew before each call, so that large

@@ -98,7 +98,7 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 def median_interval(values: Sequence[float], chance: float = 0.05) -> tuple[float, float]:
     """Find two of the values between which the true median lies, but for `chance`, by the binomial distribution.
 
-    Of fewer than six values, the extremes, which leave it out more often.
+    Fewer than six values have their extremes, which miss it more often.
 
     Example:
         >>> median_interval([5.0, 1.0, 4.0, 2.0, 3.0, 6.0, 7.0, 8.0, 9.0])
@@ -119,10 +119,10 @@ class Aim(NamedTuple):
     """Describes a figure that the project wants to reach.
 
     Args:
-        what: it is about.
-        relation: of the median to the bound: "≥", "≤" or ">".
-        bound: to be reached.
-        measured: figure.
+        what: what the figure is.
+        relation: what the median should be to the bound: "≥", "≤" or ">".
+        bound: the bound to reach.
+        measured: the figure as measured.
     """
 
     what: str
@@ -144,7 +144,7 @@ class Verdict(NamedTuple):
         where: the case.
         best: the compressor.
         rival: "Horovod fp32" or "Horovod fp16".
-        faster: how many times, in the rounds.
+        faster: how many times faster the compressor is, in the rounds.
     """
 
     where: str

@@ -48,7 +48,7 @@ def parser_of(description: str | None, short: str, each: str | None = None) -> a
     Args:
         description: of the benchmark.
         short: what the short form does.
-        each: what is measured in rounds, whose `--seconds` and least number `parsed` fills in.
+        each: what is measured in rounds; `parsed` fills in their `--seconds` and least number.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help=short)
@@ -118,9 +118,9 @@ class Place:
     """Starts ranks on a number of hosts.
 
     Args:
-        hosts: their number.
-        ranks_per_host: of each.
-        cluster: that they are of; None for this machine, on which the links are unlimited.
+        hosts: how many hosts there are.
+        ranks_per_host: how many ranks each of them has.
+        cluster: the cluster of these hosts; None for this machine, on which the links are unlimited.
         progress: is told what is complete.
     """
 

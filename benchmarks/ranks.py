@@ -38,19 +38,19 @@ def rounds(
 ) -> Samples:
     """Let all actions run once a round, until `seconds` are over and `least` rounds are complete.
 
-    Each round has an order of its own, the same on all ranks, so that nobody always comes after the same other one. The
+    Each round has its own order, the same on all ranks, so that no action always follows the same other one. The
     first round is left out: it compiles kernels, fills caches, and tells how long actions take.
 
     Args:
         actions: what to run, given the number of the round; equal on all ranks.
-        seconds: that all rounds may take, the one before them included.
-        least: number of rounds, whatever they take.
-        most: number of rounds.
+        seconds: how long all rounds may take, with the one before them.
+        least: the least number of rounds, whatever they take.
+        most: the most rounds.
         turn: seconds for which an action is repeated in each of its turns. Where it takes less than LONG it runs twice
             at least, and WARM_UP times before that do not count: it is slower when another one has just filled the
             caches, which in a training none does. None runs each just once.
         undecided: whether rounds go on when `seconds` are over, by what has been measured; asked every LOOK rounds.
-        more_seconds: for as long at most.
+        more_seconds: how long they may go on at most.
 
     Returns:
         {name: {"seconds": of the slowest rank in each round, "bytes": that a rank sent, the mean of all ranks}}; bytes

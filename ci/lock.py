@@ -3,7 +3,7 @@
 
     python ci/lock.py        (needs uv: `pip install uv`)
 
-Kept are the hashes of wheels for Linux (x86-64 and Arm, glibc) and for the Pythons that set-up takes. Run it after a
+It keeps the hashes of wheels for Linux (x86-64 and Arm, glibc) and for the Pythons that set-up takes. Run it after a
 change of a requirements file.
 """
 

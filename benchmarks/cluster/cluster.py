@@ -119,8 +119,8 @@ class Cluster:
 
         Args:
             command: of each rank, in the current folder.
-            ranks: in all; as many as the hosts hold if not given.
-            ranks_per_host: at most; the first hosts are filled up.
+            ranks: how many to start; by default as many as the hosts hold.
+            ranks_per_host: the most ranks of a host; the first hosts are filled up.
             launcher: "mpi" (Open MPI 4) or "gloo".
             timeout: seconds; after that, all processes are ended.
             env: added to this process' environment; `OMP_NUM_THREADS` is 1 unless it is set somewhere.

@@ -52,8 +52,8 @@ class Run:
         seconds: from the start of the launcher to its end.
         stdout: what each rank wrote there.
         stderr: the same.
-        sent: bytes that each host's link to the switch carried away, ranks on the other hosts being the only receivers.
-        received: bytes that it brought.
+        sent: bytes that each host's link to the switch carried away; only ranks on other hosts receive them.
+        received: bytes that each link brought.
     """
 
     seconds: float

@@ -12,7 +12,7 @@ class Figure(NamedTuple):
 
     Args:
         value: in the unit that `what` says.
-        what: it is.
+        what: what the figure is.
         source: paper and place.
     """
 

@@ -24,10 +24,10 @@ def run(name: str, units: Sequence[Unit], store: Store, command: Sequence[str], 
 
     Args:
         name: of the experiment.
-        units: of it.
-        store: of the records.
-        command: that records name.
-        fresh: make all of them.
+        units: of the experiment.
+        store: keeps the records.
+        command: the command that records name.
+        fresh: whether to make all records anew.
 
     Returns:
         What has failed, in words; the other units are made nevertheless.
