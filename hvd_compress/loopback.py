@@ -12,13 +12,13 @@ import numpy.typing as npt
 from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.base import as_flat_floats
 from hvd_compress.exchange import (
+    Account,
     Accumulator,
     AdaGrad,
     Bucket,
     Hosts,
     ParameterServer,
     Parcel,
-    Transfer,
     checked,
     checked_exchange,
     exchange_with,
@@ -82,8 +82,8 @@ class Loopback:
         self.bytes_sent = [0] * ranks
         self._adagrad = adagrad
         self._scale = 1.0 / ranks if op == "average" else 1.0
-        self._transfers: dict[str, list[Transfer]] = {}
-        self._buckets: dict[tuple[str, ...], list[Bucket[Transfer]]] = {}
+        self._accounts: dict[str, list[Account]] = {}
+        self._buckets: dict[tuple[str, ...], list[Bucket]] = {}
 
     def allreduce(self, arrays: Sequence[npt.ArrayLike], name: str = "tensor") -> list[Array]:
         """Exchange one array of each rank and return what each rank decodes.
@@ -117,7 +117,7 @@ class Loopback:
         buckets = self._buckets_of(grads[0])
         for bucket, of_rank in zip(buckets, grads, strict=True):
             for name, grad in of_rank.items():
-                bucket.encode(name, as_flat_floats(grad))
+                bucket.give(name, as_flat_floats(grad))
         # parcel -> collective -> advance -> collective -> ... -> arrive
         parcels = [bucket.parcel() for bucket in buckets]
         *earlier, last = buckets[0].collectives
@@ -135,22 +135,22 @@ class Loopback:
 
     def residual(self, name: str, rank: int) -> Array:
         """Return a flat copy of a rank's residual of a tensor."""
-        value = self._transfers[name][rank].residual
+        value = self._accounts[name][rank].residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def owner_residual(self, name: str, rank: int) -> Array:
         """Return a flat copy of what a rank owes of the chunk that it owns; empty for `allgather`."""
-        value = self._transfers[name][rank].owner_residual
+        value = self._accounts[name][rank].owner_residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def accumulator(self, name: str, rank: int) -> Array:
         """Return a flat copy of AdaGrad's sums of squares of the chunk that a rank owns."""
-        of_rank = self._transfers[name][rank].accumulator
+        of_rank = self._accounts[name][rank].accumulator
         return np.zeros(0, np.float32) if of_rank is None or of_rank.values is None else of_rank.values.copy()
 
     def bounds(self, name: str) -> tuple[int, ...]:
         """Return the element offsets of the chunks of a tensor."""
-        return self._transfers[name][0].plan.bounds
+        return self._accounts[name][0].plan.bounds
 
     def _accumulator(self) -> Accumulator | None:
         return None if self._adagrad is None else Accumulator(self._adagrad, self._scale)
@@ -168,14 +168,14 @@ class Loopback:
                         f"array of rank {rank} is {grad.dtype}{grad.shape}, that of rank 0 {first.dtype}{first.shape}"
                     )
         for name, grad in grads[0].items():
-            known = self._transfers.get(name)
+            known = self._accounts.get(name)
             if known and known[0].plan.shape != grad.shape:
                 raise ValueError(f"{name!r} had shape {known[0].plan.shape} before, now {grad.shape}; use another name")
 
-    def _buckets_of(self, grads: Mapping[str, Array]) -> list[Bucket[Transfer]]:
+    def _buckets_of(self, grads: Mapping[str, Array]) -> list[Bucket]:
         names = tuple(grads)
         if names not in self._buckets:
-            if known := [name for name in names if name in self._transfers]:
+            if known := [name for name in names if name in self._accounts]:
                 raise ValueError(f"{known[0]!r} went with other tensors before; use another name")
             exchange = self._exchange
             if exchange == "auto" and len(names) == 1:
@@ -186,12 +186,12 @@ class Loopback:
             together = {name: (grad.shape, fitted(self.compressor, grad.dtype.name)) for name, grad in grads.items()}
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():
-                self._transfers[name] = [
-                    Transfer(name, plan, self.compressor, rank, self._hosts, self._accumulator())
+                self._accounts[name] = [
+                    Account(name, plan, self.compressor, rank, self._hosts, accumulator=self._accumulator())
                     for rank in range(self.ranks)
                 ]
             self._buckets[names] = [
-                Bucket({name: self._transfers[name][rank] for name in names}) for rank in range(self.ranks)
+                Bucket({name: self._accounts[name][rank] for name in names}) for rank in range(self.ranks)
             ]
         return self._buckets[names]
 

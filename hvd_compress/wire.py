@@ -1,4 +1,4 @@
-"""The byte layout of a payload; nothing else in the package knows it.
+"""The byte layout of a payload; beside this module, `kernels.table` alone knows headers, which it writes and checks.
 
 A payload is a 40-byte header, the sizes of its dimensions unless it is flat (8 bytes each), and a body of sections,
 each padded to 8 bytes. All numbers are little-endian. The header:
@@ -30,20 +30,17 @@ import numpy.typing as npt
 
 from hvd_compress.errors import WireError
 from hvd_compress.kernels.checksum import checksum
+from hvd_compress.kernels.table import ABSENT, CHECKSUM_WORD, FLOAT64, HEADER, NONFINITE, VERSION
 
 __all__ = ["HEADER_BYTES", "VERSION", "Header", "Sections", "frames", "open_payload", "seal"]
 
-VERSION = 1
-HEADER_BYTES = 40
-NONFINITE = 1
-FLOAT64 = 2
-ABSENT = 4
+HEADER_BYTES = HEADER
 _ALL_FLAGS = NONFINITE | FLOAT64 | ABSENT
 
 _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
 _CHECKSUM = struct.Struct("<I")
-_CHECKSUM_AT = 36
+_CHECKSUM_AT = 8 * CHECKSUM_WORD + 4  # the upper half of a word
 _MOST_ELEMENTS = 2**40
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # of a NumPy array
 
@@ -110,6 +107,11 @@ class Sections:
         view = self._body[self._at :].view(np.uint64)
         self._at = self._body.size
         return view
+
+    @property
+    def whole(self) -> Bytes:
+        """All of the body, whatever was handed out."""
+        return self._body
 
     @property
     def used(self) -> int:
@@ -196,7 +198,7 @@ def _no_payload(buffer: Bytes) -> WireError:
 def _actual_checksum(payload: Bytes) -> int:
     words = payload.view(np.uint64)
     # the stored checksum is the upper half of a word
-    return int(checksum(words if words.flags.aligned else words.copy(), _CHECKSUM_AT // 8))
+    return int(checksum(words if words.flags.aligned else words.copy(), CHECKSUM_WORD))
 
 
 def frames(buffer: Bytes, count: int) -> list[Bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ def allgather(parcels: Sequence[Parcel]) -> np.ndarray:
     return np.concatenate([parcel.buffer for parcel in parcels])
 
 
-def last_message(buckets: Sequence[Bucket[Any]]) -> np.ndarray:
+def last_message(buckets: Sequence[Bucket]) -> np.ndarray:
     """What the last collective of buckets that are complete, one of each rank, brings to all of them."""
     parcels = [bucket.parcel() for bucket in buckets]
     *earlier, last = buckets[0].collectives

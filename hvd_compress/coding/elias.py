@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import elias as kernels
 
-__all__ = ["Stream", "decode", "encode_levels", "encode_ternary", "ternary_words"]
+__all__ = ["Stream", "decode", "encode_levels", "encode_ternary_rows", "ternary_words"]
 
 Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
@@ -31,30 +30,12 @@ def ternary_words(numel: int) -> int:
     return -(-2 * numel // 64) + 2
 
 
-def encode_ternary(
-    x: Array, bucket: int, norm: str, words: tuple[np.uint32, np.uint32], norms: Array, room: Array
-) -> Stream | None:
-    """Quantize as QSGD with one bit does, and code the levels: gap and sign of each that is not zero.
+encode_ternary_rows = partial(kernels.encode_ternary_rows, _GAP_OF_OMEGA)
+"""(codec, coded_codec, norm_is_max, rows, like): quantize as QSGD with one bit does, and code the levels.
 
-    Gaps run on over the bounds of buckets. They are in Elias gamma code, or in omega, the recursive one, where the
-    levels of normal values are so sparse that it is shorter.
-
-    Args:
-        x: float32 or float64, flat.
-        bucket: elements per bucket.
-        norm: "l2" or "max".
-        words: of the key of the call.
-        norms: float32, to be filled.
-        room: `ternary_words(x.size)` words for the stream.
-
-    Returns:
-        The stream, or None if a value or a norm is not finite.
-    """
-    room[:] = 0
-    # of n normal values sqrt(2 n / pi) are expected
-    is_omega = norm == "l2" and math.sqrt(math.pi / 2 * min(bucket, x.size)) > _GAP_OF_OMEGA
-    used, nonzeros = kernels.encode_ternary(x, bucket, norm == "max", *words, is_omega, norms, room)
-    return (room[: -(-used // 64)], _sparse(is_omega), nonzeros) if used >= 0 else None
+Each that is not zero is sent as its gap to the one before, and a sign. Gaps run on over the bounds of buckets. They are
+in Elias gamma code, or in omega, the recursive one, where the levels of normal values are so sparse that it is shorter.
+"""
 
 
 def encode_levels(packed: Array, bits: int, numel: int) -> Stream | None:

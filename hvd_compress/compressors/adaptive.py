@@ -10,21 +10,21 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, Many, count_groups
+from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
-from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_choice, check_flag, check_group, check_int
-from hvd_compress.kernels import many
+from hvd_compress.compressors.tables import Kernels
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Adaptive"]
 
 _LONGEST_ROW = 32768  # what 15 bits of index reach
+_EVERY = 2**40  # elements, more than any tensor has
 _SHORT, _LONG = np.dtype(np.uint16), np.dtype(np.uint32)
 
 
 @dataclass(frozen=True)
-class Adaptive(Compressor):
+class Adaptive(TableCompressor):
     """Sends the largest 1/pi of the non-negative and of the negative values of each group as two means.
 
     Payload: 2 bytes per sent value (4 in groups beyond 32768 elements) and 10 bytes per group, 1/60 of float32 or less
@@ -92,22 +92,6 @@ class Adaptive(Compressor):
         tables = wire.padded(groups * count_type.itemsize) + 8 * groups
         return tables + entry_type.itemsize * self._most_entries(numel, group)
 
-    def many(self, group: int) -> Many | None:
-        is_plain = type(self) is Adaptive and self.coding is None
-        return _many(self) if is_plain and group <= _LONGEST_ROW else None
-
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        groups = count_groups(x.size, group)
-        count_type, entry_type = _types(group)
-        sections = wire.Sections(body)
-        counts = sections.blank(groups, count_type)
-        recon = sections.blank(2 * groups, np.float32)
-        table = sections.used
-        entries = sections.take(self._most_entries(x.size, group), entry_type)
-        sample = min(self.sample or group, group)
-        count, finite = kernels.encode_adaptive(x, gradient, group, self.pi, sample, counts, recon, entries)
-        return Body(table + count * entry_type.itemsize, count, entry_type.itemsize, finite)
-
     def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         groups = count_groups(numel, group)
         count_type, entry_type = _types(group)
@@ -126,11 +110,14 @@ class Adaptive(Compressor):
         count_type, entry_type = _types(header.group)
         counts = body.take(groups, count_type)
         recon = body.take(2 * groups, np.float32)
-        if header.codec == self.coded_codec:
-            entries = golomb.decode(body.rest(), counts, header.entries, entry_type, header.group, out.size, 1)
-        else:
-            entries = body.take(header.entries, entry_type)
+        entries = golomb.decode(body.rest(), counts, header.entries, entry_type, header.group, out.size, 1)
         return bool(kernels.decode(counts, recon, 2, entries, header.group, scale, out, add))
+
+    def limit_of(self, numel: int, group: int) -> int:
+        return self._most_entries(numel, group)
+
+    def kernels(self, group: int) -> Kernels:
+        return _kernels(self, group <= _LONGEST_ROW)
 
 
 def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
@@ -140,7 +127,8 @@ def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
 
 
 @cache
-def _many(compressor: Adaptive) -> Many:
-    sample = compressor.sample or _LONGEST_ROW
-    encode = partial(many.encode_adaptive, wire.VERSION, compressor.codec, compressor.pi, sample)
-    return Many(compressor.codec, encode, many.decode_adaptive)
+def _kernels(compressor: Adaptive, is_short: bool) -> Kernels:
+    index = np.empty(0, _SHORT if is_short else _LONG)
+    sample = compressor.sample or _EVERY
+    encode = partial(kernels.encode_adaptive_rows, index, compressor.codec, compressor.pi, sample)
+    return Kernels(encode, kernels.decode_adaptive_rows)

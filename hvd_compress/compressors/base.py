@@ -6,24 +6,24 @@ import dataclasses
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_compress import wire
+from hvd_compress.compressors import tables
 from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.tables import LIKE, Kernels
 from hvd_compress.errors import ContractError, UnsupportedError, WireError
-from hvd_compress.kernels import common
+from hvd_compress.kernels import common, table
 
-__all__ = ["NOT_FINITE", "Body", "Compressor", "Many", "add_gradient"]
+__all__ = ["NOT_FINITE", "Body", "Compressor", "TableCompressor", "add_gradient"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 _MOST_UNBACKED = 2**28  # elements that a payload of any size may claim: 1 GiB of float32
-_NONE = {np.dtype(t): np.empty(0, t) for t in (np.float32, np.float64)}
 
 
 class Body(NamedTuple):
@@ -47,20 +47,6 @@ _EMPTY = Body(0)
 NOT_FINITE = Body(0, finite=False)
 """A value is not finite, and nothing was taken out of the residual."""
 _MOST_IN_HEADER = 2**32 - 1
-
-
-class Many(NamedTuple):
-    """Holds the kernels of `kernels.many` for one setting of a compressor.
-
-    Args:
-        codec: that their payloads state.
-        encode: (x_at, gradients_at, numels, groups, slots_at, used); see `Compressor.encode_body`.
-        decode: (at, flags, outs_at, numels, scale, adds); the number of the first payload that is damaged, or -1.
-    """
-
-    codec: int
-    encode: Callable[..., None]
-    decode: Callable[..., int]
 
 
 class Compressor(ABC):
@@ -163,9 +149,18 @@ class Compressor(ABC):
         """Return the settings as a JSON-able dict; `hvd_compress.from_config` is its inverse."""
         return {"id": self.id, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
-    def many(self, group: int) -> Many | None:
-        """Return kernels for many flat float32 tensors with groups of so many elements; None where there are none."""
+    @property
+    def draws(self) -> bool:
+        """Whether encoding draws random numbers, which cost a hash for each tensor."""
+        return True
+
+    def kernels(self, group: int) -> Kernels | None:
+        """Return the kernels for tensors with groups of so many elements; None where `encode_body` encodes each."""
         return None
+
+    def limit_of(self, numel: int, group: int) -> int:
+        """Return what kernels are to know of a tensor beside its size, such as how many entries to send."""
+        return 0
 
     def contraction(self, numel: int) -> float:
         """Return the factor on what is decoded that makes it, on average, nearer to the source than zero is."""
@@ -289,19 +284,27 @@ class Compressor(ABC):
                 that keeps none.
             ContractError: the class does not do what `Compressor` asks of it.
         """
-        _check_flat("gradient", gradient, gradient)
+        self._check_arrays(gradient, residual)
         if not gradient.flags.writeable:
             gradient = np.asarray(_ReadOnly(gradient))
+        return self._encode(gradient, residual, payload, group, key, shape if shape is not None else (gradient.size,))
+
+    def _check_arrays(self, gradient: Array, residual: Array | None) -> None:
+        _check_flat("gradient", gradient, gradient)
         if residual is not None:
             _check_flat("residual", residual, gradient)
             if not self.feedback:
                 raise self._keeps_none()
-        shape = shape if shape is not None else (gradient.size,)
+
+    def _encode(
+        self, gradient: Array, residual: Array | None, payload: Bytes, group: int, key: Key, shape: tuple[int, ...]
+    ) -> int:
+        """Encode checked arrays by `encode_body`; see `encode_into`."""
         at = wire.header_bytes(shape)
         body = payload[at:]
-        codec, done = self.codec, _EMPTY
+        done = _EMPTY
         if gradient.size:
-            x, added = (gradient, _NONE[gradient.dtype]) if residual is None else (residual, gradient)
+            x, added = (gradient, LIKE[gradient.dtype]) if residual is None else (residual, gradient)
             try:
                 done = self.encode_body(x, added, body, group, key)
             except MemoryError:
@@ -327,20 +330,38 @@ class Compressor(ABC):
                 done = NOT_FINITE
             elif done.used & 7:
                 body[done.used : wire.padded(done.used)] = 0
-        if self.coding is not None and self.coded_codec is not None and done.finite and gradient.size:
-            shorter = self.shorten_body(body[: wire.padded(done.used)], done, gradient.size, group)
-            if shorter is not None:
-                codec, done = self.coded_codec, shorter
         nbytes = at + wire.padded(done.used)
         wire.seal(
             payload[:nbytes],
-            codec=codec,
+            codec=self.codec,
             shape=shape,
             group=group,
             parameter=done.parameter,
             entries=done.entries,
             float64=gradient.dtype == np.float64,
             nonfinite=not done.finite,
+        )
+        return nbytes if self.coding is None else self.shorten(payload[:nbytes])
+
+    def shorten(self, payload: Bytes) -> int:
+        """Replace the body of a payload by its losslessly coded form, if that is shorter; returns the bytes used."""
+        header, _ = wire.open_payload(payload)
+        if self.coded_codec is None or header.codec == self.coded_codec or not header.numel or header.nonfinite:
+            return header.nbytes
+        done = Body(header.nbytes - header.body_at, header.entries, header.parameter)
+        shorter = self.shorten_body(payload[header.body_at : header.nbytes], done, header.numel, header.group)
+        if shorter is None:
+            return header.nbytes
+        nbytes = header.body_at + wire.padded(shorter.used)
+        wire.seal(
+            payload[:nbytes],
+            codec=self.coded_codec,
+            shape=header.shape,
+            group=header.group,
+            parameter=shorter.parameter,
+            entries=shorter.entries,
+            float64=header.float64,
+            nonfinite=False,
         )
         return nbytes
 
@@ -384,22 +405,31 @@ class Compressor(ABC):
 
     def say_absent(self, payload: Bytes, numel: int, group: int) -> int:
         """Write that there is no gradient into the start of `payload`, and return the number of bytes used."""
-        return self._say(payload, numel, group, absent=True)
+        return self._say(payload, (numel,), group, absent=True)
 
     def say_nonfinite(self, payload: Bytes, numel: int, group: int) -> int:
         """Write that a value is not finite, and return the number of bytes used; see `say_absent`."""
-        return self._say(payload, numel, group, nonfinite=True)
+        return self._say(payload, (numel,), group, nonfinite=True)
 
-    def _say(self, payload: Bytes, numel: int, group: int, absent: bool = False, nonfinite: bool = False) -> int:
-        nbytes = wire.header_bytes((numel,))
+    def _say(
+        self,
+        payload: Bytes,
+        shape: tuple[int, ...],
+        group: int,
+        absent: bool = False,
+        nonfinite: bool = False,
+        float64: bool = False,
+    ) -> int:
+        """Write a payload without a body."""
+        nbytes = wire.header_bytes(shape)
         wire.seal(
             payload[:nbytes],
             codec=self.codec,
-            shape=(numel,),
+            shape=shape,
             group=group,
             parameter=0,
             entries=0,
-            float64=False,
+            float64=float64,
             nonfinite=nonfinite,
             absent=absent,
         )
@@ -436,16 +466,22 @@ class Compressor(ABC):
                 out[...] = 0
             return True
         if header.numel:
-            try:
-                is_sound = self.decode_body(header, body, out, np.float32(scale), add)
-            except (WireError, MemoryError):
-                raise
-            except Exception as error:
-                raise self._undecodable(error) from error
-            if not is_sound:
-                raise self._unsound(is_sound)
-        body.finish()
+            self._decode(header, body, out, np.float32(scale), add)
+        else:
+            body.finish()
         return True
+
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> None:
+        """Decode a body by `decode_body`; see `decode_opened`."""
+        try:
+            is_sound = self.decode_body(header, body, out, scale, add)
+        except (WireError, MemoryError):
+            raise
+        except Exception as error:
+            raise self._undecodable(error) from error
+        if not is_sound:
+            raise self._unsound(is_sound)
+        body.finish()
 
     def _undecodable(self, error: Exception) -> WireError:
         return WireError(
@@ -536,6 +572,67 @@ class Compressor(ABC):
         return self.compress(tensor)
 
 
+class TableCompressor(Compressor):
+    """Base of the compressors of this package, which encode and decode whole tables of tensors by kernels.
+
+    A subclass defines `kernels`, and if it has a coding `shorten_body`, and `decode_body` for the coded form.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "encode_body" in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} defines encode_body, and its base encodes by kernels that do not call it: derive from "
+                "hvd_compress.Compressor"
+            )
+
+    @abstractmethod
+    def kernels(self, group: int) -> Kernels: ...
+
+    @property
+    def draws(self) -> bool:
+        return False
+
+    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
+        raise NotImplementedError(f"{type(self).__name__} encodes by kernels; call encode or encode_into")
+
+    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        raise WireError(f"payload of {self.id} with the codec {header.codec}, which is none of its codecs")
+
+    def _encode(
+        self, gradient: Array, residual: Array | None, payload: Bytes, group: int, key: Key, shape: tuple[int, ...]
+    ) -> int:
+        if not gradient.size:
+            return self._say(payload, shape, group, float64=gradient.dtype == np.float64)
+        x, added = (gradient, 0) if residual is None else (residual, table.address_of(gradient))
+        rows = tables.row(table.address_of(x), gradient.size, group, payload)
+        rows[0, table.GRADIENT], rows[0, table.LIMIT] = added, self.limit_of(gradient.size, group)
+        rows[0, table.DIMENSIONS] = len(shape)
+        if len(shape) != 1:
+            payload[wire.HEADER_BYTES : wire.header_bytes(shape)].view("<u8")[:] = shape
+        tables.encode(self, self.kernels(group), rows, LIKE[gradient.dtype], lambda _: key)
+        return int(rows[0, table.USED])
+
+    def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> None:
+        if header.codec == self.coded_codec:
+            super()._decode(header, body, out, scale, add)
+            return
+        at = table.address_of(body.whole) - header.body_at
+        rows = tables.row(table.address_of(out), out.size, header.group, tables.bytes_at(at, header.nbytes))
+        rows[0, table.ADD], rows[0, table.FLAGS] = add, table.FLOAT64 * header.float64
+        if self.kernels(header.group).decode(rows, LIKE[out.dtype], scale) >= 0:
+            raise WireError(
+                self.misfit(header)
+                or f"payload of {self.id}: its {header.nbytes - header.body_at} bytes of body are not {header.entries} "
+                f"among {header.numel} elements in groups of {header.group}, or an index or count lies outside of its "
+                "group"
+            )
+
+    def misfit(self, header: wire.Header) -> str | None:
+        """Say what is wrong with a header that kernels have refused; None if the body is."""
+        return None
+
+
 class _ReadOnly:
     """Shows an array that must not be written to as one that may be, without a copy.
 
@@ -600,7 +697,7 @@ def _checked_residual(residual: Array | None, flat: Array) -> Array | None:
 
 def _check_flat(name: str, array: Array, like: Array) -> None:
     """Refuse arrays whose end kernels would go beyond, since they address elements by their number."""
-    if array.dtype not in _NONE or array.dtype != like.dtype:
+    if array.dtype not in LIKE or array.dtype != like.dtype:
         allowed = "float32 or float64" if array is like else f"{like.dtype}, as the gradient is"
         raise TypeError(f"{name} is {array.dtype}: must be {allowed}")
     if array.ndim != 1 or not array.flags.c_contiguous or array.size != like.size:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
-
-from hvd_compress import wire
-from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, framework_of
-from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.base import TableCompressor, framework_of
 from hvd_compress.compressors.settings import check_flag
+from hvd_compress.compressors.tables import Kernels
 from hvd_compress.kernels import cast
 
 __all__ = ["BF16", "FP16", "NoCompression"]
 
 
 @dataclass(frozen=True)
-class NoCompression(Compressor):
+class NoCompression(TableCompressor):
     """Sends every element as it is; training does exactly what Horovod without compression does.
 
     Example:
@@ -36,15 +34,8 @@ class NoCompression(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * numel
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        sections = wire.Sections(body)
-        sections.blank(x.size, x.dtype)[...] = x
-        return Body(sections.used, x.size, 0)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        values = body.take(out.size, np.float64 if header.float64 else np.float32)
-        cast.scaled(values, out.dtype.type(scale), out, add)
-        return True
+    def kernels(self, group: int) -> Kernels:
+        return _RAW
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor as it is, as Horovod's `Compression.none` does."""
@@ -56,7 +47,7 @@ class NoCompression(Compressor):
 
 
 @dataclass(frozen=True)
-class BF16(Compressor):
+class BF16(TableCompressor):
     """Rounds to bfloat16, nearest even: 2 bytes per element, the range of float32, 8 bits of precision.
 
     Horovod's allreduce knows no bfloat16; the sum is made in float32 by the owner of each chunk.
@@ -86,18 +77,12 @@ class BF16(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        sections = wire.Sections(body)
-        halves = sections.blank(x.size, np.uint16)
-        return Body(sections.used, x.size, 0, cast.encode_bf16(x, gradient, halves))
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        cast.from_bf16(body.take(out.size, np.uint16), scale, out, add)
-        return True
+    def kernels(self, group: int) -> Kernels:
+        return _BF16
 
 
 @dataclass(frozen=True)
-class FP16(Compressor):
+class FP16(TableCompressor):
     """Rounds to IEEE half precision: 2 bytes per element, summed by Horovod's own allreduce as `Compression.fp16` is.
 
     Magnitudes beyond 65504 become infinite, as in Horovod.
@@ -118,16 +103,8 @@ class FP16(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return 2 * numel
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        sections = wire.Sections(body)
-        halves = sections.blank(x.size, np.uint16)
-        with np.errstate(over="ignore"):
-            cast.to_fp16(x.astype(np.float32, copy=False).view(np.uint32), halves)
-        return Body(sections.used, x.size, 0)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        cast.from_fp16(body.take(out.size, np.uint16), scale, out, add)
-        return True
+    def kernels(self, group: int) -> Kernels:
+        return _FP16
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor as float16, and the type to return to."""
@@ -142,3 +119,8 @@ class FP16(Compressor):
         """Return the tensor in the type it had."""
         framework = framework_of(tensor)
         return tensor.to(ctx) if framework.__name__ == "torch" else framework.cast(tensor, ctx)
+
+
+_RAW = Kernels(partial(cast.encode_raw_rows, NoCompression.codec, 0, False), partial(cast.decode_raw_rows, 0))
+_BF16 = Kernels(partial(cast.encode_bf16_rows, BF16.codec), cast.decode_bf16_rows)
+_FP16 = Kernels(partial(cast.encode_fp16_rows, FP16.codec, False), cast.decode_fp16_rows)

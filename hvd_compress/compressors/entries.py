@@ -10,38 +10,18 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Body, Bytes, count_groups
+from hvd_compress.compressors.base import Array, Bytes, count_groups
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import topk as kernels
 
-__all__ = ["BLOCK", "body_bytes", "code", "code_indices", "decode", "encode"]
+__all__ = ["BLOCK", "body_bytes", "code", "code_indices", "decode_coded"]
 
 BLOCK = 65536  # what 16 bits of index reach
-_SAMPLE = 8192
 
 
 def body_bytes(numel: int, group: int, kept: int) -> int:
     """Return the most bytes of a body, coded or not."""
     return wire.padded(4 * count_groups(numel, group)) + wire.padded(2 * kept) + 4 * kept
-
-
-def encode(x: Array, gradient: Array, kept: int, body: Bytes, group: int, parameter: int = 0) -> Body:
-    """Lay the `kept` entries of largest magnitude; see `Compressor.encode_body`."""
-    sections = wire.Sections(body)
-    counts = sections.blank(count_groups(x.size, group), np.uint32)
-    at = sections.used
-    indices = sections.blank(kept, np.uint16)
-    values = sections.blank(kept, np.float32)
-    count, finite = kernels.encode(x, gradient, kept, _SAMPLE, group, counts, indices, values)
-    used = sections.used
-    if count < kept:
-        # zeros are not sent: what there is moves together
-        sent = values[:count].copy()
-        sections = wire.Sections(body[at:])
-        sections.blank(count, np.uint16)
-        sections.blank(count, np.float32)[...] = sent
-        used = at + sections.used
-    return Body(used, count, parameter, finite)
 
 
 def code(body: Bytes, entries: int, numel: int, group: int) -> int | None:
@@ -65,10 +45,8 @@ def code_indices(body: Bytes, counts: Array, indices: Array, values: Array, nume
     return sections.used
 
 
-def decode(
-    entries: int, is_coded: bool, body: wire.Sections, group: int, scale: np.float32, out: Array, add: bool
-) -> bool:
-    """Write or add `scale` times the values; returns False if an index does not fit.
+def decode_coded(entries: int, body: wire.Sections, group: int, scale: np.float32, out: Array, add: bool) -> bool:
+    """Write or add `scale` times the values of a coded body; returns False if an index does not fit.
 
     Raises:
         WireError: a block that 16 bits do not reach, or no sections of so many entries.
@@ -76,10 +54,6 @@ def decode(
     if group > BLOCK:
         raise WireError(f"payload of 16-bit indices in blocks of {group} elements; {BLOCK} is the most")
     counts = body.take(count_groups(out.size, group), np.uint32)
-    if is_coded:
-        values = body.take(entries, np.float32)
-        indices: Array = golomb.decode(body.rest(), counts, entries, np.uint16, group, out.size, 0)
-    else:
-        indices = body.take(entries, np.uint16)
-        values = body.take(entries, np.float32)
+    values = body.take(entries, np.float32)
+    indices: Array = golomb.decode(body.rest(), counts, entries, np.uint16, group, out.size, 0)
     return bool(kernels.decode(counts, indices, values, group, scale, out, add))

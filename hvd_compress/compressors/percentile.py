@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.compressors import entries
-from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, count_groups
-from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
+from hvd_compress.compressors.tables import Kernels
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import bitmap as kernels
 
@@ -23,13 +23,12 @@ __all__ = ["Percentile"]
 _INDICES = 0
 _BITMAP = 1
 
-_BITS_OF_INDEX = 16
 # from here on a bit for each of 32-bit values is paid by those that are dropped
 _LEAST_PERCENTILE = 100 / 32
 
 
 @dataclass(frozen=True)
-class Percentile(Compressor):
+class Percentile(TableCompressor):
     """Sends the values whose magnitude is not below a percentile of the magnitudes of their tensor, and drops the rest.
 
     Of n values, n - floor(n * percentile / 100) are sent, at least one; the percentile is the decimal that Python
@@ -100,16 +99,6 @@ class Percentile(Compressor):
             return 8 * _words(numel) + 4 * kept
         return entries.body_bytes(numel, group, kept)
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        kept = self._kept(x.size)
-        if not _wants_bitmap(kept, x.size):
-            return entries.encode(x, gradient, kept, body, group, _INDICES)
-        sections = wire.Sections(body)
-        bits = sections.take(_words(x.size), np.uint64)
-        table = sections.used
-        count, finite = kernels.encode(x, gradient, kept, bits, sections.take(kept, np.float32))
-        return Body(table + 4 * count, count, _BITMAP, finite)
-
     def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         count = done.entries
         if done.parameter == _INDICES:
@@ -123,15 +112,29 @@ class Percentile(Compressor):
         return None if used is None else Body(used, count, _INDICES)
 
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        is_coded = header.codec == self.coded_codec
-        if header.parameter == _INDICES:
-            return entries.decode(header.entries, is_coded, body, header.group, scale, out, add)
-        if header.parameter != _BITMAP or is_coded:
-            raise WireError(f"payload of percentile of form {header.parameter}; known are {_INDICES} and {_BITMAP}")
-        bits = body.take(_words(out.size), np.uint64)
-        if not kernels.decode(bits, body.take(header.entries, np.float32), scale, out, add):
-            raise WireError(f"payload of percentile: its bits are not {header.entries} among {out.size} elements")
-        return True
+        if header.parameter != _INDICES:
+            raise WireError(self.misfit(header))
+        return entries.decode_coded(header.entries, body, header.group, scale, out, add)
+
+    def misfit(self, header: wire.Header) -> str | None:
+        known = {_INDICES} if header.codec == self.coded_codec else {_INDICES, _BITMAP}
+        if header.parameter not in known:
+            return f"payload of percentile of form {header.parameter}; known are {sorted(known)}"
+        if header.parameter == _INDICES and header.group > entries.BLOCK:
+            return f"payload of 16-bit indices in blocks of {header.group} elements; {entries.BLOCK} is the most"
+        return None
+
+    def limit_of(self, numel: int, group: int) -> int:
+        return self._kept(numel)
+
+    def kernels(self, group: int) -> Kernels:
+        return _KERNELS
+
+
+_KERNELS = Kernels(
+    partial(kernels.encode_rows, Percentile.codec, _BITMAP, _INDICES),
+    partial(kernels.decode_rows, _BITMAP, _INDICES),
+)
 
 
 @cache
@@ -141,7 +144,7 @@ def _share_below(percentile: float) -> Fraction:
 
 
 def _wants_bitmap(kept: int, numel: int) -> bool:
-    return kept * _BITS_OF_INDEX > numel
+    return kept * kernels.BITS_OF_INDEX > numel
 
 
 def _words(numel: int) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import elias
-from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Bytes, Compressor, count_groups
-from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_int
+from hvd_compress.compressors.tables import Kernels
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import qsgd as kernels
 from hvd_compress.kernels import signs
@@ -24,7 +25,7 @@ _MOST_BUCKET_OF_ONE_BIT = 2**30  # coded gaps reach any distance; a bucket for a
 
 
 @dataclass(frozen=True)
-class QSGD(Compressor):
+class QSGD(TableCompressor):
     """Rounds each value at random to one of the levels norm * l / s, l = -s … s, so that its expectation is kept.
 
     With b bits a code holds the sign and a level up to s = 2**(b-1) - 1; a bucket's norm costs 4 bytes. With 1 bit,
@@ -101,32 +102,7 @@ class QSGD(Compressor):
             return wire.padded(2 * buckets) + 8 * buckets + 2 * numel
         return wire.padded(4 * buckets) + (numel + 7) // 8 * self.bits
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        buckets = count_groups(x.size, group)
-        sections = wire.Sections(body)
-        is_max = self.norm == "max"
-        if self.bits == 1 and self.coding is not None:
-            norms = sections.blank(buckets, np.float32)
-            table = sections.used
-            room = sections.take(elias.ternary_words(x.size), np.uint64)
-            stream = elias.encode_ternary(x, group, self.norm, key.words(), norms, room)
-            return NOT_FINITE if stream is None else Body(table + stream[0].nbytes, stream[2], 1 | stream[1] << 8)
-        if self.bits == 1:
-            counts = sections.blank(buckets, np.uint16)
-            recon = sections.blank(2 * buckets, np.float32)
-            table = sections.used
-            entries = sections.take(x.size, np.uint16)
-            count = signs.encode_ternary(x, group, is_max, *key.words(), counts, recon, entries)
-            return NOT_FINITE if count < 0 else Body(table + 2 * count, count, self.bits)
-        norms = sections.blank(buckets, np.float32)
-        packed = sections.blank((x.size + 7) // 8 * self.bits, np.uint8)
-        finite = kernels.encode(x, group, self.bits, is_max, *key.words(), norms, packed)
-        return Body(sections.used, x.size, self.bits, finite)
-
     def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        if self.bits == 1:
-            # its size has a low bound that holds for the coded form only, so it is encoded in that form
-            return done._replace(used=body.size)
         buckets = count_groups(numel, group)
         sections = wire.Sections(body)
         sections.take(buckets, np.float32)
@@ -140,26 +116,43 @@ class QSGD(Compressor):
         return Body(norms + words.nbytes, nonzeros, self.bits | form << 8)
 
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        buckets = count_groups(out.size, header.group)
-        is_coded = header.codec == self.coded_codec
-        bits, form = (header.parameter & 255, header.parameter >> 8) if is_coded else (header.parameter, 0)
-        if not 1 <= bits <= 8 or header.group % 8 or header.group > _most_bucket(is_coded and bits == 1):
-            raise WireError(f"payload of qsgd with {bits} bits and buckets of {header.group} elements")
-        if is_coded:
-            norms = body.take(buckets, np.float32)
-            if not add:
-                out[...] = 0
-            elias.decode((body.rest(), form, header.entries), norms, header.group, bits, scale, out)
-            return True
-        if bits == 1:
-            counts = body.take(buckets, np.uint16)
-            recon = body.take(2 * buckets, np.float32)
-            entries = body.take(header.entries, np.uint16)
-            return bool(signs.decode(counts, recon, 2, entries, header.group, scale, out, add))
-        norms = body.take(buckets, np.float32)
-        packed = body.take((out.size + 7) // 8 * bits, np.uint8)
-        kernels.decode(norms, packed, header.group, bits, scale, out, add)
+        if problem := self.misfit(header):
+            raise WireError(problem)
+        bits, form = header.parameter & 255, header.parameter >> 8
+        norms = body.take(count_groups(out.size, header.group), np.float32)
+        if not add:
+            out[...] = 0
+        elias.decode((body.rest(), form, header.entries), norms, header.group, bits, scale, out)
         return True
+
+    def misfit(self, header: wire.Header) -> str | None:
+        is_coded = header.codec == self.coded_codec
+        bits = header.parameter & 255 if is_coded else header.parameter
+        if 1 <= bits <= 8 and header.group % 8 == 0 and header.group <= _most_bucket(is_coded and bits == 1):
+            return None
+        return f"payload of qsgd with {bits} bits and buckets of {header.group} elements"
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def limit_of(self, numel: int, group: int) -> int:
+        return elias.ternary_words(numel)
+
+    def kernels(self, group: int) -> Kernels:
+        return _kernels(self)
+
+
+@cache
+def _kernels(compressor: QSGD) -> Kernels:
+    is_max = compressor.norm == "max"
+    if compressor.bits > 1:
+        encode = partial(kernels.encode_rows, compressor.codec, compressor.bits, is_max)
+    elif compressor.coding is None:
+        encode = partial(signs.encode_ternary_rows, compressor.codec, is_max)
+    else:
+        encode = partial(elias.encode_ternary_rows, compressor.codec, compressor.coded_codec, is_max)
+    return Kernels(encode, kernels.decode_rows)
 
 
 def _most_bucket(one_bit_coded: bool) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, count_groups
-from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
+from hvd_compress.compressors.tables import Kernels
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import signs as kernels
 
@@ -23,7 +24,7 @@ _DEVIATIONS_OF_TAU = 2.42
 
 
 @dataclass(frozen=True)
-class Threshold(Compressor):
+class Threshold(TableCompressor):
     """Sends +tau for values greater than tau, -tau for those less than -tau, and nothing for the others.
 
     Payload: 2 bytes per sent value and 4 bytes per 32768 elements; its size varies from step to step. With
@@ -85,15 +86,6 @@ class Threshold(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return wire.padded(4 * count_groups(numel, group)) + 2 * numel
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        tau = np.float32(self.tau)
-        sections = wire.Sections(body)
-        counts = sections.blank(count_groups(x.size, group), np.uint32)
-        table = sections.used
-        entries = sections.take(x.size, np.uint16)
-        count, finite = kernels.encode_threshold(x, gradient, group, x.dtype.type(tau), counts, entries)
-        return Body(table + 2 * count, count, int(tau.view(np.uint32)), finite)
-
     def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         sections = wire.Sections(body)
         counts = sections.take(count_groups(numel, group), np.uint32)
@@ -105,13 +97,25 @@ class Threshold(Compressor):
         return done._replace(used=table + words.nbytes)
 
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
+        if problem := self.misfit(header):
+            raise WireError(problem)
         tau = np.uint32(header.parameter).view(np.float32)
-        if not 0 < tau < np.inf or header.group > _INDEX_GROUP:
-            raise WireError(f"payload of threshold with tau={tau} and groups of {header.group} elements")
         counts = body.take(count_groups(out.size, header.group), np.uint32)
-        if header.codec == self.coded_codec:
-            entries = golomb.decode(body.rest(), counts, header.entries, np.uint16, header.group, out.size, 1)
-        else:
-            entries = body.take(header.entries, np.uint16)
+        entries = golomb.decode(body.rest(), counts, header.entries, np.uint16, header.group, out.size, 1)
         values = np.array([tau, -tau], np.float32)
         return bool(kernels.decode(counts, values, 0, entries, header.group, scale, out, add))
+
+    def misfit(self, header: wire.Header) -> str | None:
+        tau = np.uint32(header.parameter).view(np.float32)
+        if 0 < tau < np.inf and header.group <= _INDEX_GROUP:
+            return None
+        return f"payload of threshold with tau={tau} and groups of {header.group} elements"
+
+    def kernels(self, group: int) -> Kernels:
+        return _kernels(self)
+
+
+@cache
+def _kernels(compressor: Threshold) -> Kernels:
+    encode = partial(kernels.encode_threshold_rows, compressor.codec, np.float32(compressor.tau))
+    return Kernels(encode, kernels.decode_threshold_rows)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.compressors import entries
-from hvd_compress.compressors.base import Array, Body, Bytes, Compressor, top_count
-from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, top_count
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
+from hvd_compress.compressors.tables import Kernels
+from hvd_compress.kernels import topk as kernels
 
 __all__ = ["TopK"]
 
 
 @dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(TableCompressor):
     """Sends the k values of largest magnitude of a tensor with their indices, exactly selected.
 
     Payload: 6 bytes per sent value (16-bit index, float32 value) and 4 bytes per 65536 elements; with coding="golomb"
@@ -88,13 +90,23 @@ class TopK(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return entries.body_bytes(numel, group, self._kept(numel))
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        return entries.encode(x, gradient, self._kept(x.size), body, group)
-
     def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
         used = entries.code(body, done.entries, numel, group)
         return None if used is None else done._replace(used=used)
 
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        is_coded = header.codec == self.coded_codec
-        return entries.decode(header.entries, is_coded, body, header.group, scale, out, add)
+        return entries.decode_coded(header.entries, body, header.group, scale, out, add)
+
+    def misfit(self, header: wire.Header) -> str | None:
+        if header.group <= entries.BLOCK:
+            return None
+        return f"payload of 16-bit indices in blocks of {header.group} elements; {entries.BLOCK} is the most"
+
+    def limit_of(self, numel: int, group: int) -> int:
+        return self._kept(numel)
+
+    def kernels(self, group: int) -> Kernels:
+        return _KERNELS
+
+
+_KERNELS = Kernels(partial(kernels.encode_rows, TopK.codec), kernels.decode_rows)

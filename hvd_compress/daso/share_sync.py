@@ -15,7 +15,7 @@ from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Piece, Share
 from hvd_compress.daso.ranks import Ranks
 from hvd_compress.errors import StateError
-from hvd_compress.exchange import COLLECTIVES, Bucket, Parcel, Transfer, aligned_empty, plan_together, ring_bytes
+from hvd_compress.exchange import COLLECTIVES, Account, Bucket, Parcel, aligned_empty, plan_together, ring_bytes
 from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy, compressor_for
 from hvd_compress.waiting import waiting
@@ -57,7 +57,7 @@ class ShareSync:
         self._weight = weight
         self._name = name
         self._debt: Array | None = None
-        self._bucket: Bucket[Transfer] | None = None
+        self._bucket: Bucket | None = None
         self._compression: Compressor | Policy = NoCompression()
         self._spare: dict[str, Array] = {}
         self._sent: Array = np.empty(0)
@@ -128,7 +128,7 @@ class ShareSync:
             kernels.weighted_difference(x, reference[piece.at], x.dtype.type(self._weight), change)
             if self._debt is not None:
                 change += self._debt[self.share.place(piece)]
-            bucket.encode(key, change)
+            bucket.give(key, change)
         self._send_parcel(bucket.collectives[0], bucket.parcel())
         self._later = [(_halfway(wait), partial(self._advance, bucket)) for _ in bucket.collectives[1:]]
 
@@ -165,7 +165,7 @@ class ShareSync:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is owed; nothing may be under way."""
-        transfers = {} if self._bucket is None else self._bucket.transfers
+        transfers = {} if self._bucket is None else self._bucket.accounts
         return {
             "debt": None if self._debt is None else self._debt.copy(),
             "transfers": {
@@ -195,7 +195,7 @@ class ShareSync:
         compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
         if compression is None:
             raise StateError(f"DASO state of the compression {given['compression']}, which is not used here")
-        transfers = self._transfers_of(compression)
+        transfers = self._accounts_of(compression)
         of_state = saved.record("transfers of a DASO state", given["transfers"])
         if transfers.keys() != of_state.keys():
             raise StateError(f"DASO state of the tensors {sorted(of_state)}, here are others")
@@ -218,7 +218,7 @@ class ShareSync:
         if checked["compression"] is not None:
             bucket = self._bucket_of(checked["compression"])
             for key, of_tensor in checked["transfers"].items():
-                transfer = bucket.transfers[key]
+                transfer = bucket.accounts[key]
                 transfer.residual = _copied(of_tensor["residual"])
                 transfer.owner_residual = _copied(of_tensor["owner_residual"])
                 transfer.step = of_tensor["step"]
@@ -226,24 +226,24 @@ class ShareSync:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _bucket_of(self, compression: Compressor | Policy) -> Bucket[Transfer]:
+    def _bucket_of(self, compression: Compressor | Policy) -> Bucket:
         if self._bucket is None or compression != self._compression:
             self._owe_residuals()
             self._compression = compression
-            self._bucket = Bucket(self._transfers_of(compression))
+            self._bucket = Bucket(self._accounts_of(compression))
         return self._bucket
 
-    def _transfers_of(self, compression: Compressor | Policy) -> dict[str, Transfer]:
+    def _accounts_of(self, compression: Compressor | Policy) -> dict[str, Account]:
         chosen = {key: (p.shape, _compressor_of(compression, p)) for key, p in self._pieces.items()}
         plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
         position = self._across.position
-        return {key: Transfer(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
+        return {key: Account(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
 
     def _owe_residuals(self) -> None:
         """Make the residuals of the last compression a debt."""
         if self._bucket is None:
             return
-        for key, transfer in self._bucket.transfers.items():
+        for key, transfer in self._bucket.accounts.items():
             place = self.share.place(self._pieces[key])
             for owed, part in ((transfer.residual, transfer.shard), (transfer.owner_residual, transfer.owned)):
                 if owed is None or part is None or not owed.any():
@@ -283,7 +283,7 @@ class ShareSync:
             sizes = parcel.sizes or (parcel.buffer.size // ranks,) * ranks
             self.bytes_sent += sum(sizes) - sizes[me]
 
-    def _advance(self, bucket: Bucket[Transfer]) -> None:
+    def _advance(self, bucket: Bucket) -> None:
         collective = self._collective
         following = bucket.collectives[bucket.collectives.index(collective) + 1]
         self._send_parcel(following, bucket.advance(collective, self._wait_for_change()))

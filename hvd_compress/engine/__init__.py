@@ -1,11 +1,10 @@
 """Handle the tensors of one rank, whichever framework they come from: routes, residuals, counters, saved state.
 
-Edges subclass `Lane` and `Ledger` with the collectives of their framework. Arrays are NumPy; nothing here communicates.
+Edges subclass `Ledger` with the collectives of their framework. Arrays are NumPy; nothing here communicates.
 """
 
 from __future__ import annotations
 
-from hvd_compress.engine.bucket import Bucket
 from hvd_compress.engine.choice import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -23,11 +22,8 @@ from hvd_compress.engine.choice import (
     refuse_other_ops,
     resolved,
 )
-from hvd_compress.engine.counters import Counters
 from hvd_compress.engine.estimate import bucket_work
-from hvd_compress.engine.lane import Lane
 from hvd_compress.engine.ledger import Ledger
-from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.engine.states import empty_state, refuse_residuals
@@ -36,12 +32,8 @@ from hvd_compress.engine.worker import Worker, has_cores
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_MIN_NUMEL",
-    "Bucket",
-    "Counters",
     "Defaults",
-    "Lane",
     "Ledger",
-    "Pack",
     "Pilot",
     "Routing",
     "Tensor",

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.engine.lane import Lane
-from hvd_compress.engine.pack import Pack
 from hvd_compress.errors import StateError
-from hvd_compress.exchange import Accumulator, AdaGrad
+from hvd_compress.exchange import Account, Accumulator, AdaGrad, Pack
 
 __all__ = ["Accumulators", "refuse_accumulators"]
 
@@ -29,15 +27,15 @@ def refuse_accumulators(state: Mapping[str, Any]) -> None:
 
 
 class Accumulators:
-    """Makes and keeps the accumulators of lanes, packs and dense tensors.
+    """Makes and keeps the accumulators of accounts, packs and dense tensors.
 
-    A lane's accumulator covers only the elements that its rank owns; the others are equal on all ranks.
+    A account's accumulator covers only the elements that its rank owns; the others are equal on all ranks.
 
     Args:
         adagrad: settings.
         scale: factor on the sum over ranks; dense tensors come with it already.
         shapes: of all tensors.
-        lanes: of those that are compressed.
+        accounts: of those that are compressed.
         packs: of those that travel beside them.
     """
 
@@ -46,16 +44,16 @@ class Accumulators:
         adagrad: AdaGrad,
         scale: float,
         shapes: Mapping[str, tuple[int, ...]],
-        lanes: Mapping[str, Lane],
+        accounts: Mapping[str, Account],
         packs: Mapping[str, Pack],
     ) -> None:
         self._adagrad = adagrad
         self._scale = scale
-        self._shapes, self._lanes, self._packs = shapes, lanes, packs
+        self._shapes, self._accounts, self._packs = shapes, accounts, packs
         self._dense: dict[str, Accumulator] = {}
 
     def of_sums(self) -> Accumulator:
-        """Make a new accumulator for a lane or a pack."""
+        """Make a new accumulator for a account or a pack."""
         return Accumulator(self._adagrad, self._scale)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -70,13 +68,13 @@ class Accumulators:
         return finite
 
     def settle(self, keep: bool) -> None:
-        """End the step for dense tensors; lanes and packs settle when they finish."""
+        """End the step for dense tensors; accounts and packs settle when they finish."""
         for accumulator in self._dense.values():
             accumulator.settle(keep)
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Tell lanes and packs by which loss scale the next gradients will be multiplied."""
-        for accumulator in (*self._of_lanes().values(), *self._of_packs().values()):
+        """Tell accounts and packs by which loss scale the next gradients will be multiplied."""
+        for accumulator in (*self._of_accounts().values(), *self._of_packs().values()):
             accumulator.loss_scale = loss_scale
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -84,12 +82,12 @@ class Accumulators:
     def entries(self) -> dict[str, Any]:
         """Return the "accumulators" of a state; see `hvd_compress.feedback`."""
         values: dict[str, tuple[int, Array]] = {}
-        for name, accumulator in self._of_lanes().items():
-            lane = self._lanes[name]
+        for name, accumulator in self._of_accounts().items():
+            account = self._accounts[name]
             # a tensor left out of all steps gets zeros: no entry at all would say that other ranks own it
-            if lane.owned is not None and lane.step:
-                zeros = np.zeros(lane.owned.stop - lane.owned.start, np.float32)
-                values[name] = lane.owned.start, zeros if accumulator.values is None else accumulator.values.copy()
+            if account.owned is not None and account.step:
+                zeros = np.zeros(account.owned.stop - account.owned.start, np.float32)
+                values[name] = account.owned.start, zeros if accumulator.values is None else accumulator.values.copy()
         for name, accumulator in self._of_packs().items():
             if accumulator.values is not None:
                 values[name] = 0, accumulator.values[self._packs[name].place(name)].copy()
@@ -116,7 +114,7 @@ class Accumulators:
         """
         needed = {}
         for name, shape in self._shapes.items():
-            wanted = self._lanes[name].owned if name in self._lanes else slice(0, math.prod(shape))
+            wanted = self._accounts[name].owned if name in self._accounts else slice(0, math.prod(shape))
             entry = state[kind].get(name)
             is_elsewhere = kind == "accumulators" and bool(state.get("transfer_steps", {}).get(name))
             if wanted is None or (entry is None and not is_elsewhere):
@@ -134,7 +132,7 @@ class Accumulators:
 
     def take(self, values: Mapping[str, Array]) -> None:
         """Take over the values that `needed` returned; tensors without an entry begin anew."""
-        for name, accumulator in self._of_lanes().items():
+        for name, accumulator in self._of_accounts().items():
             accumulator.values = values.get(name)
         of_packs = self._of_packs()
         for accumulator in of_packs.values():
@@ -145,16 +143,18 @@ class Accumulators:
                     accumulator.values = np.zeros(self._packs[name].buffer.size, np.float32)
                 accumulator.values[self._packs[name].place(name)] = values[name]
         self._dense = {}
-        for name in values.keys() - self._lanes.keys() - self._packs.keys():
+        for name in values.keys() - self._accounts.keys() - self._packs.keys():
             self._dense[name] = Accumulator(self._adagrad, 1.0)
             self._dense[name].values = values[name]
 
-    def _of_lanes(self) -> dict[str, Accumulator]:
-        return {name: lane.accumulator for name, lane in self._lanes.items() if lane.accumulator is not None}
+    def _of_accounts(self) -> dict[str, Accumulator]:
+        return {
+            name: account.accumulator for name, account in self._accounts.items() if account.accumulator is not None
+        }
 
     def _of_packs(self) -> dict[str, Accumulator]:
         """Map each packed tensor to the accumulator that it shares with others of its pack."""
-        accumulators = {name: pack.accumulator_of_all for name, pack in self._packs.items()}
+        accumulators = {name: pack.accumulator for name, pack in self._packs.items()}
         return {name: accumulator for name, accumulator in accumulators.items() if accumulator is not None}
 
     def _known(self, name: str) -> str:

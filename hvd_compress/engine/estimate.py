@@ -8,9 +8,8 @@ from typing import Any
 
 from hvd_compress.compressors import FP16, Compressor
 from hvd_compress.cost import Network, Speed, Work, dense_work, work_of
-from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
-from hvd_compress.exchange import plan_together
+from hvd_compress.exchange import Pack, plan_together
 
 __all__ = ["bucket_work"]
 

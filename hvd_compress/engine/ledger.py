@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine.accumulators import Accumulators, refuse_accumulators
-from hvd_compress.engine.bucket import Bucket
-from hvd_compress.engine.counters import Counters
-from hvd_compress.engine.lane import Lane
-from hvd_compress.engine.pack import Pack
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.engine.states import fitted_entries
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Accumulator, AdaGrad, Hosts, ParameterServer, plan_together
+from hvd_compress.exchange import (
+    Account,
+    Accumulator,
+    AdaGrad,
+    Counters,
+    Hosts,
+    Pack,
+    ParameterServer,
+    plan_together,
+)
 from hvd_compress.feedback import FORMAT, check_state
 
 __all__ = ["Ledger"]
 
 Array = npt.NDArray[Any]
-AnyBucket = TypeVar("AnyBucket", bound=Bucket)
-MakeBucket = Callable[[dict[str, Lane], Pack | None], AnyBucket]
+
+
+class _Bucket(Protocol):
+    """What a ledger asks of the buckets of an edge."""
+
+    tensors: list[str]
+
+    def settle_counts(self) -> None:
+        """Bring the counters of the tensors up to date."""
+
+    def abandon(self) -> None:
+        """Forget a step in flight and make residuals what they were before it."""
+
+
+AnyBucket = TypeVar("AnyBucket", bound=_Bucket)
+MakeBucket = Callable[[dict[str, Account], Pack | None], AnyBucket]
 
 
 class Ledger(Generic[AnyBucket]):
@@ -39,7 +58,7 @@ class Ledger(Generic[AnyBucket]):
         ranks: that take part.
         position: of this rank among them.
         tensors: all that may come, in the order of the forward pass.
-        make_bucket: from lanes and pack.
+        make_bucket: from accounts and pack.
         groups: of names, to go together.
         pays_debts: whether the edge adds `debts` to gradients that go dense.
         hosts: of the ranks; a hierarchical exchange needs them.
@@ -65,7 +84,7 @@ class Ledger(Generic[AnyBucket]):
     ) -> None:
         self.routing = routing
         self.buckets: list[AnyBucket] = []
-        self.lanes: dict[str, Lane] = {}
+        self.accounts: dict[str, Account] = {}
         self.packs: dict[str, Pack] = {}
         """The pack of each small tensor."""
         self.dense: dict[str, Counters] = {}
@@ -89,7 +108,7 @@ class Ledger(Generic[AnyBucket]):
         # gradients are handled in these types, and residuals have them too
         self._dtypes = {t.name: np.float64 if t.dtype == "float64" else np.float32 for t in by_name.values()}
         self.accumulators = (
-            None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.lanes, self.packs)
+            None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.accounts, self.packs)
         )
         for tensor in resting:
             self._shapes[tensor.name] = tensor.shape
@@ -119,8 +138,8 @@ class Ledger(Generic[AnyBucket]):
         if isinstance(exchange, ParameterServer):
             exchange = exchange.of_bucket(len(self.buckets), self._ranks)
         plans = plan_together(exchange, together, self._ranks)
-        lanes = {
-            t.name: Lane(
+        accounts = {
+            t.name: Account(
                 t.name, plans[t.name], chosen[t.name], self._position, self._hosts, t.itemsize,
                 self._accumulator(),
             )
@@ -129,9 +148,9 @@ class Ledger(Generic[AnyBucket]):
         pack = None
         if small:
             pack = Pack(packed_as, small, plans[packed_as], self._position, self._hosts, self._accumulator())
-        self.lanes.update(lanes)
+        self.accounts.update(accounts)
         self.packs.update(dict.fromkeys(small, pack) if pack is not None else {})
-        return make_bucket(lanes, pack)
+        return make_bucket(accounts, pack)
 
     def _accumulator(self) -> Accumulator | None:
         return None if self.accumulators is None else self.accumulators.of_sums()
@@ -174,29 +193,29 @@ class Ledger(Generic[AnyBucket]):
             UnsupportedError: something is owed of a tensor that is not compressed with error feedback here, and no
                 debts are paid.
         """
-        for name, lane in other.lanes.items():
-            if name in self.lanes and self.lanes[name].keeps_residual:
+        for name, account in other.accounts.items():
+            if name in self.accounts and self.accounts[name].keeps_residual:
                 continue
             is_kept = self._pays_debts or name in self._resting
-            if lane.is_owing() and not is_kept:
-                raise self._unpaid(name, lane.residual_norm())
-            if lane.is_owing() and is_kept:
-                owed = lane.all_owed()
+            if account.is_owing() and not is_kept:
+                raise self._unpaid(name, account.residual_norm())
+            if account.is_owing() and is_kept:
+                owed = account.all_owed()
                 self._owe(name, owed.dtype)[:] = owed
         for name, debt in other.debts.items():
-            if name in self.lanes and not self.lanes[name].keeps_residual:
+            if name in self.accounts and not self.accounts[name].keeps_residual:
                 raise self._unpaid(name, float(np.linalg.norm(debt)))
-            if name in self.lanes:
-                self.lanes[name].take_owed(0, debt)
+            if name in self.accounts:
+                self.accounts[name].take_owed(0, debt)
             else:
                 self.debts[name] = debt
-        for name, lane in self.lanes.items():
-            lane.counters = other.counters_of(name)
-            if name in other.lanes:
-                lane.inherit(other.lanes[name])
+        for name, account in self.accounts.items():
+            account.counters = other.counters_of(name)
+            if name in other.accounts:
+                account.inherit(other.accounts[name])
             else:
                 # the randomness of its first steps has been used
-                lane.step = other._steps
+                account.step = other._steps
         # a pack's counters stand for all its members: what these have cost before is kept beside them
         self._before = {name: other.counters_of(name) for name in self.packs}
         for counters in (self.dense, self._resting):
@@ -209,8 +228,8 @@ class Ledger(Generic[AnyBucket]):
         factor = loss_scale / self._loss_scale
         self._loss_scale = loss_scale
         if factor != 1.0:
-            for lane in self.lanes.values():
-                lane.rescale(factor)
+            for account in self.accounts.values():
+                account.rescale(factor)
             for debt in self.debts.values():
                 debt *= factor
         if self.accumulators is not None:
@@ -248,14 +267,14 @@ class Ledger(Generic[AnyBucket]):
         total = Counters(steps=self._counted_steps)
         squares = 0.0
         tensors = {}
-        for name, lane in self.lanes.items():
-            norm = lane.residual_norm()
+        for name, account in self.accounts.items():
+            norm = account.residual_norm()
             squares += norm**2
-            tensors[name] = self.counters_of(name).report(norm) | {"exchange": lane.plan.exchange}
+            tensors[name] = self.counters_of(name).report(norm) | {"exchange": account.plan.exchange}
         for name in (*self.packs, *self.dense):
             norm = float(np.linalg.norm(self.debts[name])) if name in self.debts else 0.0
             squares += norm**2
-            way = f"{self.packs[name].plan.exchange}, uncompressed" if name in self.packs else "dense"
+            way = f"{self.packs[name].account.plan.exchange}, uncompressed" if name in self.packs else "dense"
             tensors[name] = self.counters_of(name).report(norm) | {"exchange": way}
         for name, counters in self._resting.items():
             if counters.steps or name in self.debts:
@@ -270,11 +289,11 @@ class Ledger(Generic[AnyBucket]):
         """Return the counters of a tensor; for a small one, its share of its pack's counters."""
         if name in self._bucket_of:
             self._bucket_of[name].settle_counts()
-        if name in self.lanes:
-            return self.lanes[name].counters
+        if name in self.accounts:
+            return self.accounts[name].counters
         if name not in self.packs:
             return self.dense.get(name) or self._resting.get(name) or Counters()
-        counters = self.packs[name].counters.scaled(self.packs[name].share(name))
+        counters = self.packs[name].account.counters.scaled(self.packs[name].share(name))
         if name in self._before:
             steps = counters.steps + self._before[name].steps
             counters.add(self._before[name])
@@ -286,13 +305,13 @@ class Ledger(Generic[AnyBucket]):
     def state_dict(self) -> dict[str, Any]:
         """Return the state that `hvd_compress.feedback` describes; its values are copied NumPy arrays."""
         residuals, owners = {}, {}
-        for name, lane in self.lanes.items():
-            shape = list(lane.plan.shape)
-            if lane.residual is not None or lane.pending is not None:
-                residuals[name] = {"shape": shape, "values": lane.whole_residual().copy()}
-            if lane.owner_residual is not None and lane.owned is not None:
-                values = lane.owner_residual.copy()
-                owners[name] = {"shape": shape, "start": lane.owned.start, "values": values}
+        for name, account in self.accounts.items():
+            shape = list(account.plan.shape)
+            if account.residual is not None or account.pending is not None:
+                residuals[name] = {"shape": shape, "values": account.whole_residual().copy()}
+            if account.owner_residual is not None and account.owned is not None:
+                values = account.owner_residual.copy()
+                owners[name] = {"shape": shape, "start": account.owned.start, "values": values}
         for name, debt in self.debts.items():
             residuals[name] = {"shape": list(self._shapes[name]), "values": debt.copy()}
         return {
@@ -301,7 +320,7 @@ class Ledger(Generic[AnyBucket]):
             "rank": self._position,
             "steps": self._steps,
             "loss_scale": self._loss_scale,
-            "transfer_steps": {name: lane.step for name, lane in self.lanes.items()},
+            "transfer_steps": {name: account.step for name, account in self.accounts.items()},
             "compressor": None if self.routing.compressor is None else self.routing.compressor.get_config(),
             "residuals": residuals,
             "owner_residuals": owners,
@@ -341,20 +360,20 @@ class Ledger(Generic[AnyBucket]):
             accumulated = self.accumulators.needed(state, "accumulators")
             owned = self.accumulators.needed(state, "owner_residuals")
         self.abandon()
-        for name, lane in self.lanes.items():
+        for name, account in self.accounts.items():
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)
-            lane.residual = lane.pending = lane.owner_residual = None
+            account.residual = account.pending = account.owner_residual = None
             if own is not None:
-                lane.take_residual(own["values"].copy())
+                account.take_residual(own["values"].copy())
             if "accumulators" in state:
-                lane.owner_residual = owned.get(name)
+                account.owner_residual = owned.get(name)
             elif owed is not None:
-                lane.take_owed(owed["start"], owed["values"].copy())
-            lane.step = state.get("transfer_steps", {}).get(name, state["steps"])
+                account.take_owed(owed["start"], owed["values"].copy())
+            account.step = state.get("transfer_steps", {}).get(name, state["steps"])
         self.debts = {}
         for kind in ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():
-                if name not in self.lanes:
+                if name not in self.accounts:
                     start, values = entry.get("start", 0), entry["values"]
                     self._owe(name, values.dtype)[start : start + values.size] += values
         self._steps = state["steps"]
@@ -373,16 +392,16 @@ class Ledger(Generic[AnyBucket]):
         return self.debts.setdefault(name, np.zeros(math.prod(self._shapes[name]), dtype))
 
     def _check_entry(self, name: str, entry: dict[str, Any]) -> None:
-        lane = self.lanes.get(name)
+        account = self.accounts.get(name)
         is_paid = (self._pays_debts and name in self._shapes) or name in self._resting
-        if lane is None and not is_paid:
+        if account is None and not is_paid:
             raise StateError(
                 f"compressor state has a residual of {name!r}, which is not compressed here; known are "
-                f"{', '.join(map(repr, self.lanes)) or 'none'}"
+                f"{', '.join(map(repr, self.accounts)) or 'none'}"
             )
         if tuple(entry["shape"]) != self._shapes[name]:
             raise StateError(f"residual of {name!r} has shape {tuple(entry['shape'])}, the tensor {self._shapes[name]}")
-        if lane is not None and not lane.keeps_residual:
+        if account is not None and not account.keeps_residual:
             raise StateError(
                 f"compressor state has a residual of {name!r}, {self.routing.compressor_of(name)!r} keeps none"
             )

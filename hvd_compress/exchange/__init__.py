@@ -11,10 +11,14 @@ Nothing here knows ranks (only positions), frameworks or Horovod.
 
 from __future__ import annotations
 
+from hvd_compress.exchange.account import Account
 from hvd_compress.exchange.adagrad import Accumulator, AdaGrad, exchange_with
-from hvd_compress.exchange.bucket import Bucket, Parcel
+from hvd_compress.exchange.bucket import Bucket
+from hvd_compress.exchange.counters import Counters
 from hvd_compress.exchange.hosts import Hosts
+from hvd_compress.exchange.inside import Parcel
 from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.exchange.plan import (
     COLLECTIVES,
@@ -28,20 +32,21 @@ from hvd_compress.exchange.plan import (
     saves_bytes,
 )
 from hvd_compress.exchange.raw import Raw, checked, fitted, is_uncompressed, unchecked
-from hvd_compress.exchange.transfer import Transfer
 
 __all__ = [
     "COLLECTIVES",
     "EXCHANGES",
+    "Account",
     "Accumulator",
     "AdaGrad",
     "Bucket",
+    "Counters",
     "Hosts",
+    "Pack",
     "ParameterServer",
     "Parcel",
     "Plan",
     "Raw",
-    "Transfer",
     "aligned_empty",
     "checked",
     "checked_exchange",

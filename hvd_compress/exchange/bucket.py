@@ -1,54 +1,66 @@
-"""Run the stages of several tensors in one exchange: what each collective sends, and when a message is complete."""
+"""Take tensors that share an exchange through its stages on one rank: what each collective sends, and when it can.
+
+The order is: `give` every gradient, `parcel`, collective, `advance`, collective, ..., `arrive`, and, when the payloads
+of the whole step have arrived, `finish`. Gradients are only read, and residuals are renewed where they lie. Taking a
+step back adds to the residuals what was sent, and subtracts the gradients.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress.compressors.tables import array_at
 from hvd_compress.errors import WireError
-from hvd_compress.exchange.batch import batches_of
-from hvd_compress.exchange.hosts import Hosts
-from hvd_compress.exchange.layout import Layout
-from hvd_compress.exchange.memory import aligned_empty
-from hvd_compress.exchange.transfer import Transfer
+from hvd_compress.exchange import message
+from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.inside import Inside, Parcel
+from hvd_compress.exchange.memory import aligned, aligned_empty
+from hvd_compress.exchange.outbox import NARROW, WIDE, Outbox, by_dtype
+from hvd_compress.exchange.pack import Pack
+from hvd_compress.exchange.table import Damaged
+from hvd_compress.exchange.tally import Tally
+from hvd_compress.kernels import table as kernels
 
-__all__ = ["Bucket", "Parcel"]
+__all__ = ["Bucket"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-AnyTransfer = TypeVar("AnyTransfer", bound=Transfer)
+Numbers = npt.NDArray[np.int64]
+
+_LARGE = 2**18  # elements from which on a tensor is encoded as soon as it is there, while others are computed
 
 
-@dataclass(frozen=True)
-class Parcel:
-    """Carries the bytes that a stage hands to the next collective.
+class _Arrived(NamedTuple):
+    """The payloads of a message that has come: where each lies, how many bytes it may take, what its header says.
 
-    Args:
-        buffer: flat uint8; for an alltoall one part per receiver, one after the other.
-        sizes: bytes for each receiver of an alltoall; None where all are equal, and for an allgather.
+    `received` keeps their memory.
     """
 
-    buffer: Bytes
-    sizes: tuple[int, ...] | None = None
+    received: Bytes
+    places: Numbers
+    sizes: Numbers
+    flags: Numbers
 
 
-class Bucket(Generic[AnyTransfer]):
+class Bucket:
     """Runs the stages of tensors that share an exchange, on one rank.
 
     Args:
-        transfers: of the tensors by name, with plans that were made together; the same order on all ranks.
+        accounts: of the compressed tensors by name, with plans that were made together; the same order on all ranks.
+        pack: of small tensors that travel beside them, if there are any.
 
     Example:
         >>> import numpy as np
         >>> from hvd_compress import OneBit
-        >>> from hvd_compress.exchange import Bucket, Transfer, plan_together
+        >>> from hvd_compress.exchange import Account, Bucket, plan_together
         >>> plans = plan_together("allgather", {"w": ((4,), OneBit())}, ranks=1)
-        >>> bucket = Bucket({"w": Transfer("w", plans["w"], OneBit(), position=0)})
-        >>> bucket.encode("w", np.array([1, -1, 2, -2], np.float32))
+        >>> bucket = Bucket({"w": Account("w", plans["w"], OneBit(), position=0)})
+        >>> bucket.give("w", np.array([1, -1, 2, -2], np.float32))
         True
         >>> bucket.arrive(bucket.parcel().buffer)  # what an allgather among one rank brings
         True
@@ -56,147 +68,185 @@ class Bucket(Generic[AnyTransfer]):
         array([ 1.5, -1.5,  1.5, -1.5], dtype=float32)
     """
 
-    def __init__(self, transfers: Mapping[str, AnyTransfer]) -> None:
-        self.transfers = dict(transfers)
-        first = next(iter(self.transfers.values()))
-        self.exchange = first.plan.exchange
-        self.ranks = first.plan.ranks
+    def __init__(self, accounts: Mapping[str, Account], pack: Pack | None = None) -> None:
+        self.accounts = dict(accounts)
+        self.pack = pack
+        self._all = [*self.accounts.values(), *([] if pack is None else [pack.account])]
+        self.tensors = [*self.accounts, *([] if pack is None else pack.members)]
+        """The names of all tensors, in the order in which their gradients are expected."""
+        self._numbers = {account.name: i for i, account in enumerate(self._all)}
+        first = self._all[0]
+        self.exchange, self.ranks = first.plan.exchange, first.plan.ranks
         self.position = first.position
-        self.hosts = first.hosts
         self.root = first.plan.root
         """With a parameter server, the rank that sums."""
-        self._layout = Layout(self.transfers)
+        self._last, self._owned = message.arriving(self._all), message.owned(self._all)
+        made = message.made(self._all)
         self.collectives = first.plan.collectives
         """What follows each stage."""
-        if self.root is not None and not self._layout.fixed_answers:
+        if self.root is not None and not made.fixed_size:
             # a broadcast has a shape that all ranks must know
             self.collectives = (*self.collectives[:-1], "allgather")
-        self._batches = batches_of(self.transfers, self._layout)
-        self._batch_of = {name: batch for batch in self._batches for name in batch.transfers}
-        self._send = np.empty(0, np.uint8)
-        self._slots: dict[str, list[Bytes]] = {}
-        self._result = np.empty(0, np.uint8)
-        self._uncompressed = np.empty(0, np.uint8)
-        self._used: dict[str, list[int]] = {}
-        self._given: set[str] = set()
-        self._skipped: list[str] = []
+        self._is_broadcast = self.collectives[-1] == "broadcast"
+        self._gradients = Outbox(message.sent(self._all), self._all, hop=0)
+        # a rank that is not the root needs memory for what it receives
+        answer_bytes = self._last.nbytes if self._is_broadcast else None
+        self._answers = Outbox(made, self._all, hop=1, nbytes=answer_bytes)
+        self._inside = None if first.hosts is None else Inside(self._all, first.hosts)
+        self._large = {i for i, a in enumerate(self._all) if a.plan.numel >= _LARGE and self._inside is None}
+        self.tally = Tally(self._all)
+        self._sums: dict[int, Array] = {}
+        self._sums_at = np.zeros(len(self._all), np.int64)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be between two steps."""
+        self._gradients.end()
+        self._answers.end()
+        count = len(self._all)
+        self._given: dict[int, Array | None] = {}
+        """The gradients of this step, by the number of their tensors; None for those that the caller keeps."""
+        self._moved: dict[int, Array] = {}
+        """Where results go that are not to overwrite their gradients."""
+        self._waiting: list[int] = []
+        self._skipped: set[int] = set()
+        self._is_begun = False
+        self._wide: set[int] = set()
+        """Whose gradients are float64."""
+        self._lost = np.zeros(count, bool)
+        """Whose gradients are not what they were when they were encoded."""
+        self._values_at, self._outs_at = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        """Where lies what is encoded; and where results go."""
+        self._host_sums: dict[int, Array] = {}
+        self._arrived: _Arrived | None = None
 
     @property
     def name(self) -> str:
         """The name of its collectives, which is that of its first tensor."""
-        return next(iter(self.transfers))
+        return self._all[0].name
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one of its tensors."""
+        if self.pack is None or name in self.accounts:
+            return self.accounts[name].plan.shape
+        return self.pack.shapes[name]
 
     @property
     def answer_bytes(self) -> int:
         """The most bytes that the last collective brings."""
-        return self._layout.answer_bytes
+        return self._last.nbytes
 
     @property
     def busy(self) -> bool:
         """Whether a step is under way."""
-        return any(t.busy for t in self.transfers.values())
+        return bool(self._given)
 
     # -- the first stage -----------------------------------------------------------------------------------------
 
-    def encode(self, name: str, gradient: Array) -> bool:
+    def waits(self, name: str) -> bool:
+        """Tell whether a float32 gradient of this tensor is not touched before all of the bucket are here."""
+        return self._numbers.get(name) not in self._large
+
+    def give(self, name: str, gradient: Array | None) -> bool:
         """Take a gradient, in any order; returns whether it was the last one, so that `parcel` is to be sent.
 
-        The gradient is read until the step has ended. Then `finish` overwrites it with the result, unless `move` has
-        named another place for that.
+        Args:
+            name: of the tensor.
+            gradient: flat float32 or float64, read until the step has ended; then `finish` overwrites it with the
+                result, unless `move` has named another place for that. A small tensor is copied. None leaves the tensor
+                out of this step, on all ranks alike.
+
+        Returns:
+            False, too, if all tensors are left out.
         """
-        transfer = self.transfers[name]
-        batch = self._batch_of.get(name) if gradient.dtype == np.float32 else None
-        if batch is not None:
-            batch.hold(name, gradient)
-        elif self.hosts is None:
-            self._used[name] = transfer.encode(gradient, self._slots_of(name))
+        if self.pack is not None and name in self.pack.shapes:
+            if not self.pack.put(name, gradient):
+                return False
+            name, gradient = self.pack.name, self.pack.buffer
+        number = self._numbers[name]
+        if gradient is None:
+            self._skipped.add(number)
         else:
-            transfer.hold(gradient)
-        self._given.add(name)
+            if gradient.dtype == np.float64:
+                self._wide.add(number)
+            self._given[number] = gradient
+            self._values_at[number] = self._outs_at[number] = kernels.address_of(gradient)
+            self._encode_or_wait([number])
         return self._is_complete()
 
-    def waits(self, name: str) -> bool:
-        """Whether `encode` only holds a float32 gradient of this tensor until all are here."""
-        return name in self._batch_of
-
-    def encode_at(self, addresses: Mapping[str, int]) -> bool:
-        """Do as `encode`, for tensors that wait: contiguous float32 gradients that the caller keeps where they are.
-
-        See `encode` for how long they are read, and where results go.
-        """
-        for batch in self._batches:
-            batch.hold_at({name: addresses[name] for name in batch.transfers if name in addresses})
-        self._given.update(addresses)
+    def give_at(self, addresses: Mapping[str, int]) -> bool:
+        """Do as `give`, for contiguous float32 gradients that the caller keeps where they are."""
+        numbers = [self._numbers[name] for name in addresses]
+        self._given.update(dict.fromkeys(numbers))
+        self._values_at[numbers] = self._outs_at[numbers] = list(addresses.values())
+        self._encode_or_wait(numbers)
         return self._is_complete()
 
     def move(self, name: str, out: Array) -> None:
         """Write the result of this step into `out`, flat and of the gradient's type, and not into the gradient."""
-        batch = self._batch_of.get(name)
-        if batch is not None and name in batch.held:
-            batch.move(name, out)
-        else:
-            self.transfers[name].move(out)
+        number = self._numbers[name]
+        self._moved[number] = out
+        self._outs_at[number] = kernels.address_of(out)
 
     def lose_gradient(self, name: str) -> None:
         """Note that a gradient was overwritten: a step taken back cannot subtract it, so it stays owed."""
-        batch = self._batch_of.get(name)
-        if batch is not None and name in batch.held:
-            batch.lost.add(name)
-        else:
-            self.transfers[name].lose_gradient()
+        # inside a host, the sum of its gradients is encoded, which is ours
+        self._lost[self._numbers[name]] = self._inside is None
 
-    def skip(self, name: str) -> bool:
-        """Leave a tensor out of this step, on all ranks; returns what `encode` does, but False if all are left out."""
-        self._skipped.append(name)
-        return self._is_complete()
+    def _encode_or_wait(self, numbers: list[int]) -> None:
+        large = [i for i in numbers if i in self._large] if self._large else []
+        self._waiting += [i for i in numbers if i not in self._large] if large else numbers
+        if large:
+            self._encode(large)
 
     def _is_complete(self) -> bool:
-        if len(self._given) + len(self._skipped) < len(self.transfers):
+        if len(self._given) + len(self._skipped) < len(self._all):
             return False
-        skipped, self._skipped = self._skipped, []
         if not self._given:
+            self._skipped = set()
             return False
-        for name in skipped:
-            self._used[name] = self.transfers[name].skip(self._slots_of(name))
-        for batch in self._batches:
-            batch.encode(self._buffer())
+        if self._inside is None:
+            self._encode_rest()
         return True
+
+    def _encode_rest(self) -> None:
+        if self._waiting:
+            self._encode(self._waiting)
+        if self._skipped:
+            self._gradients.say(self._skipped)
+
+    def _encode(self, numbers: Sequence[int]) -> None:
+        """Encode gradients, or the sums of those of this host, into the slots of the first message."""
+        begin = time.perf_counter()
+        if not self._is_begun:
+            self._gradients.begin()
+            self._is_begun = True
+        self._gradients.encode(numbers, self._values_at, self._wide)
+        self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
 
     def parcel(self) -> Parcel:
         """Return what the first collective sends, once every tensor is here."""
-        return self._payloads() if self.hosts is None else self._parts_inside(self.hosts)
+        if self._inside is None:
+            return self._payloads()
+        gradients = {
+            i: array_at(self._values_at[i], self._all[i].plan.numel, WIDE if i in self._wide else NARROW)
+            for i in self._given
+        }
+        parcel = self._inside.cut(gradients)
+        for i, nbytes in self._inside.sent_bytes().items():
+            self.tally.add_bytes("bytes_sent_inside", np.array([i]), np.array([nbytes]))
+        return parcel
 
     def _payloads(self) -> Parcel:
-        sizes = self._filled() if self._layout.fixed_size else self._moved_together()
+        sizes = self._gradients.close()
+        sent = self._gradients.message
+        self.tally.count("bytes_sent", sent, sizes)
+        of_runs = sent.slots_of_runs if sent.fixed_size else sent.sizes_of_runs(sizes)
         if self.exchange == "allgather":
-            return Parcel(self._send[: sizes[0]])
+            return Parcel(self._gradients.buffer[: of_runs[0]])
         # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
-        return Parcel(self._send, self._layout.by_rank(sizes))
-
-    def _filled(self) -> Mapping[int, int]:
-        """Count the bytes for each owner of a chunk, or for an allgather, where payloads stay in their slots."""
-        for name, of_chunks in self._used.items():
-            for slot, used in zip(self._slots[name], of_chunks, strict=True):
-                # the unused end of a slot travels too, and must not show what this memory held before
-                if used < slot.size:
-                    slot[used:] = 0
-        return self._layout.slots_of_chunks
-
-    def _moved_together(self) -> Mapping[int, int]:
-        """Close the gaps between payloads; returns the bytes for each owner of a chunk, or all of an allgather."""
-        sizes: dict[int, int] = {}
-        at = start = 0
-        for chunk, contents in self._layout.sent.items():
-            begin = at
-            for name, index, slot in contents:
-                used = self._used[name][index]
-                self._send[at : at + used] = self._send[start : start + used]
-                if self.transfers[name].payloads:
-                    self.transfers[name].payloads[index] = self._send[at : at + used]
-                at += used
-                start += slot
-            sizes[chunk] = at - begin
-        return sizes
+        is_even = sent.fixed_size and len(set(of_runs)) == 1
+        return Parcel(self._gradients.buffer, None if is_even else tuple(of_runs))
 
     # -- the stages between collectives ------------------------------------------------------------------------------
 
@@ -206,11 +256,17 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: a payload, or a message, is truncated, corrupted or foreign.
         """
-        if collective == "scatter_inside":
-            return self._encode_sums(received)
         if collective == "alltoall":
             return self.reduce(received)
-        return self._forwarded(received)
+        if self._inside is None:
+            raise RuntimeError(f"{collective!r} of {self.name!r}, whose exchange is {self.exchange!r}")
+        if collective != "scatter_inside":
+            return self._inside.passed_on(received)
+        self._host_sums = self._inside.sums(received)
+        for i, total in self._host_sums.items():
+            self._values_at[i] = kernels.address_of(total)
+        self._encode_rest()
+        return self._payloads()
 
     def reduce(self, received: Bytes) -> Parcel:
         """Sum what all ranks sent of this rank's chunks; returns the payloads of the sums.
@@ -218,41 +274,50 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: a payload is truncated, corrupted or foreign.
         """
-        chunk = next(iter(self.transfers.values())).chunk
-        contents = self._layout.owned
-        payloads = self._layout.cut_sent(received)
-        self._prepare_result(chunk)
-        together: set[str] = set()
-        for batch in self._batches:
-            together |= batch.reduce(received, self._result)
-        at = 0
-        for i, (name, _, slot) in enumerate(contents):
-            if name in together:
-                # its compressor is that of the answer, and fills the same slot
-                at += slot
-                continue
-            slot = self.transfers[name].plan.answer_slots[chunk]
-            used = self.transfers[name].reduce(payloads[i :: len(contents)], self._result[at : at + slot])
-            self._refuse_alone(name)
-            end = at + (slot if self._layout.fixed_answers else used)
-            if at + used < end:
-                self._result[at + used : end] = 0
-            at = end
-        if self.collectives[-1] == "broadcast":
-            # a rank that is not the root needs memory for what it receives
-            return Parcel(self._result)
-        result = self._result[:at]
-        if self.hosts is None:
-            return Parcel(result)
-        return self._copies(result, self.hosts.between(self.position))
+        begin = time.perf_counter()
+        received = aligned(received)
+        places, sizes = self._owned.cut(received)
+        self.tally.count("bytes_received", self._owned, sizes)
+        summed = [i for i in self._given if self._all[i].owned is not None]
+        self._sum(summed, places, sizes)
+        bad = {i for i in summed if not self._precondition(i)} if self._all[0].accumulator is not None else set()
+        self._answers.begin()
+        self._answers.encode([i for i in summed if i not in bad], self._sums_at, self._wide)
+        if bad:
+            self._answers.say(bad, absent=False)
+        if self._skipped:
+            self._answers.say(self._skipped)
+        sizes = self._answers.close()
+        self.tally.count("bytes_sent", self._answers.message, sizes)
+        self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
+        if self._is_broadcast:
+            return Parcel(self._answers.buffer)
+        answers = self._answers.buffer[: int(sizes.sum())]
+        return Parcel(answers) if self._inside is None else self._inside.between(answers)
 
-    def _prepare_result(self, chunk: int) -> None:
-        """Allocate memory for the payloads of the sums that this rank makes."""
-        if self._result.size:
-            return
-        slots = [transfer.plan.answer_slots[chunk] for transfer in self.transfers.values()]
-        is_broadcast = self.collectives[-1] == "broadcast"
-        self._result = aligned_empty(self._layout.answer_bytes if is_broadcast else sum(slots), np.uint8)
+    def _sum(self, numbers: Sequence[int], places: Numbers, sizes: Numbers) -> None:
+        """Decode and sum the payloads of all senders."""
+        flags = np.zeros(len(self._owned.parts), np.int64)
+        try:
+            for dtype, held in by_dtype(numbers, self._wide):
+                self._fit_sums(held, dtype)
+                for table in self._owned.tables(held):
+                    table.check(places, sizes, flags)
+                    table.decode(self._sums_at, places, sizes, flags, dtype, 1.0)
+        except Damaged as error:
+            raise self._named(error) from error
+
+    def _fit_sums(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> None:
+        for i in numbers:
+            total = self._sums.get(i)
+            if total is None or total.dtype != dtype:
+                part = self._all[i].owned or slice(0, 0)
+                total = self._sums[i] = aligned_empty(part.stop - part.start, dtype)
+                self._sums_at[i] = kernels.address_of(total)
+
+    def _precondition(self, number: int) -> bool:
+        accumulator = self._all[number].accumulator
+        return accumulator is None or accumulator.precondition(self._sums[number])
 
     def arrive(self, received: Bytes) -> bool:
         """Check the last payloads; returns whether all of them, and so the sums, are finite.
@@ -260,107 +325,112 @@ class Bucket(Generic[AnyTransfer]):
         Raises:
             WireError: truncated or foreign.
         """
-        payloads = self._layout.cut_last(received)
-        together = [batch.arrive(received) for batch in self._batches if batch.held]
-        checked = {name for batch in self._batches if batch.has_arrived for name in batch.held}
-        finite = True
-        for name, transfer in self.transfers.items():
-            if name not in checked:
-                finite = transfer.arrive([payloads[i] for i in self._layout.arriving[name]]) and finite
-                self._refuse_alone(name)
-        return finite and all(together)
+        received = aligned(received)
+        places, sizes = self._last.cut(received)
+        self.tally.count("bytes_received", self._last, sizes)
+        if self._inside is not None:
+            self._count_inside(sizes, self._inside)
+        flags = np.zeros(len(self._last.parts), np.int64)
+        try:
+            # told here, not when decoding: other tensors of the step may be final by then
+            finite = [table.check(places, sizes, flags) for table in self._last.tables()]
+        except Damaged as error:
+            raise self._named(error) from error
+        self._arrived = _Arrived(received, places, sizes, flags)
+        return self._arrive_packed() and all(finite)
 
-    def _refuse_alone(self, name: str) -> None:
-        """Raise WireError if a batch gave up a payload in which the tensor's own stage then found nothing wrong."""
-        batch = self._batch_of.get(name)
-        if batch is not None and name in batch.held:
-            raise WireError(f"exchange of {name!r}, received by rank {self.position}: a payload is damaged")
+    def _arrive_packed(self) -> bool:
+        """Decode small tensors: nothing is owed of them, so it does not matter whether the step is kept."""
+        if self.pack is None:
+            return True
+        number = self._numbers[self.pack.name]
+        outs_at = np.zeros(len(self._all), np.int64)
+        outs_at[number] = kernels.address_of(self.pack.buffer)
+        self._decode([number], outs_at, 1.0)
+        return self.pack.arrive()
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
-        """Decode all tensors; see `Transfer.finish`. Results of `encode_at` are written in place and not returned.
+        """Run the last stage: decode all tensors, and make the step's residuals final or take them back.
+
+        Args:
+            keep: False takes residuals and accumulators back to what they were before the step.
+            scale: factor on the sums, such as 1 / ranks; with AdaGrad its loss scale takes the place of it.
+
+        Returns:
+            {name: sum times `scale`} of the tensors that `give` and `move` have named memory for; None for those that
+            were left out. Small tensors have theirs in the pack.
 
         Raises:
             WireError: a payload is corrupted.
         """
-        results: dict[str, Array | None] = {}
-        for batch in self._batches:
-            results |= batch.finish(keep, scale)
-        for name, transfer in self.transfers.items():
-            if name not in results and transfer.busy:
-                results[name] = transfer.finish(keep, scale)
-        self._used, self._given = {}, set()
-        return results
+        if self._arrived is None:
+            raise RuntimeError(f"finish() of {self.name!r} before arrive()")
+        if not keep:
+            self._take_back()
+        packed = None if self.pack is None else self._numbers[self.pack.name]
+        accumulator = self._all[0].accumulator
+        scale_of_all = scale if accumulator is None else accumulator.loss_scale
+        begin = time.perf_counter()
+        try:
+            self._decode([i for i in self._given if i != packed], self._outs_at, scale_of_all)
+        except WireError:
+            # some of them are results by now
+            self._lost |= self._outs_at == self._values_at
+            raise
+        if self.pack is not None:
+            self.pack.finish(keep, scale)
+        self.tally.seconds["decode_seconds"] += time.perf_counter() - begin
+        for i, account in enumerate(self._all):
+            if account.accumulator is not None:
+                account.accumulator.settle(keep)
+            account.step += 1
+            if keep and i in self._given:
+                account.pending = None
+        self.tally.end_step(self._given)
+        memory = {**self._given, **self._moved}
+        results = {name: memory.get(self._numbers[name]) for name in self.accounts}
+        skipped = {self._all[i].name for i in self._skipped}
+        self._forget()
+        return {name: result for name, result in results.items() if result is not None or name in skipped}
 
-    def settle_counts(self) -> None:
-        """Tell all transfers what they have cost; see `Transfer.note`."""
-        for batch in self._batches:
-            batch.settle_counts()
+    def _decode(self, numbers: Sequence[int], outs_at: Numbers, scale: float) -> None:
+        if self._arrived is None:
+            raise RuntimeError(f"nothing has arrived of {self.name!r}")
+        _, places, sizes, flags = self._arrived
+        try:
+            for dtype, held in by_dtype(numbers, self._wide):
+                for table in self._last.tables(held):
+                    table.decode(outs_at, places, sizes, flags, dtype, scale)
+        except Damaged as error:
+            raise self._named(error) from error
+
+    def _named(self, error: Damaged) -> WireError:
+        name = self._all[error.tensor].name
+        return WireError(f"exchange of {name!r}, received by rank {self.position}: {error}")
 
     def abandon(self) -> None:
-        """Forget a step in flight and make residuals what they were before it."""
-        for batch in self._batches:
-            batch.abandon()
-        for transfer in self.transfers.values():
-            transfer.abandon()
-        self._used, self._given, self._skipped = {}, set(), []
+        """Forget a step in flight and make residuals and accumulators what they were before it."""
+        self._take_back()
+        for account in self._all:
+            if account.accumulator is not None:
+                account.accumulator.settle(keep=False)
+        if self.pack is not None:
+            self.pack.abandon()
+        self._forget()
 
-    # -- inside a host and between hosts -----------------------------------------------------------------------------
+    def _take_back(self) -> None:
+        """Make residuals what they were before the step."""
+        self._gradients.take_back(self._given, self._values_at, self._wide, self._lost)
+        summed = [i for i in self._given if self._all[i].owned is not None]
+        self._answers.take_back(summed, self._sums_at, self._wide)
 
-    def _parts_inside(self, hosts: Hosts) -> Parcel:
-        """Cut each gradient into the shards of this host's ranks, uncompressed."""
-        parts = {
-            peer: [t.held(hosts.shard_of(peer)) for t in self._held()] for peer in sorted(hosts.inside(self.position))
-        }
-        nbytes = {peer: sum(part.nbytes for part in of_peer) for peer, of_peer in parts.items()}
-        if self._uncompressed.size != sum(nbytes.values()):
-            self._uncompressed = aligned_empty(sum(nbytes.values()), np.uint8)
-        pieces = [part.view(np.uint8) for of_peer in parts.values() for part in of_peer]
-        np.concatenate(pieces, out=self._uncompressed)
-        return Parcel(self._uncompressed, tuple(nbytes.get(rank, 0) for rank in range(self.ranks)))
+    def settle_counts(self) -> None:
+        """Bring the counters of the tensors up to date."""
+        self.tally.settle()
 
-    def _encode_sums(self, received: Bytes) -> Parcel:
-        """Sum the gradients of this host's ranks, in this rank's shard; returns the payloads of the sum."""
-        hosts = self._of_hosts()
-        peers = sorted(hosts.inside(self.position))
-        sizes = [t.held(hosts.shard_of(self.position)).nbytes for t in self._held()]
-        if received.size != len(peers) * sum(sizes):
-            raise WireError(
-                f"rank {self.position} received {received.size} bytes from the {len(peers)} ranks of its host, "
-                f"expected {sum(sizes)} from each"
-            )
-        at = {peer: i * sum(sizes) for i, peer in enumerate(peers)}
-        for transfer, size in zip(self._held(), sizes, strict=True):
-            others = [received[at[p] : at[p] + size] for p in hosts.inside(self.position) if p != self.position]
-            at = {peer: start + size for peer, start in at.items()}
-            self._used[transfer.name] = transfer.encode_inside(others, self._slots_of(transfer.name))
-        return self._payloads()
-
-    def _forwarded(self, received: Bytes) -> Parcel:
-        """Pass the final payloads of this rank's shard on to every rank of its host."""
-        return self._copies(received, self._of_hosts().inside(self.position))
-
-    def _copies(self, message: Bytes, receivers: Sequence[int]) -> Parcel:
-        sizes = tuple(message.size if rank in receivers else 0 for rank in range(self.ranks))
-        return Parcel(np.tile(message, len(receivers)), sizes)
-
-    # -- parts ---------------------------------------------------------------------------------------------------
-
-    def _slots_of(self, name: str) -> list[Bytes]:
-        self._buffer()
-        return self._slots[name]
-
-    def _buffer(self) -> Bytes:
-        """The memory that the first collective sends."""
-        if not self._slots:
-            nbytes, places = self._layout.places()
-            self._send = aligned_empty(nbytes, np.uint8)
-            self._slots = {n: [self._send[place] for place in of_tensor] for n, of_tensor in places.items()}
-        return self._send
-
-    def _held(self) -> list[AnyTransfer]:
-        return [transfer for name, transfer in self.transfers.items() if name in self._given]
-
-    def _of_hosts(self) -> Hosts:
-        if self.hosts is None:
-            raise RuntimeError(f"exchange {self.exchange!r} knows no hosts")
-        return self.hosts
+    def _count_inside(self, sizes: Numbers, inside: Inside) -> None:
+        """Count what is passed on inside of this host."""
+        shard = inside.hosts.shard_of(self.position)
+        parts = [i for i, part in enumerate(self._last.parts) if part.chunk in shard and part.tensor in self._given]
+        passed_on = sizes[parts] * (inside.hosts.per_host - 1)
+        self.tally.add_bytes("bytes_sent_inside", self._last.tensors[parts], passed_on)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from hvd_compress import wire
-from hvd_compress.compressors import FP16, Compressor, Key, NoCompression
-from hvd_compress.compressors.base import Array, Body, Bytes
-from hvd_compress.kernels import cast, common
+from hvd_compress.compressors import FP16, Compressor, NoCompression
+from hvd_compress.compressors.tables import Kernels
+from hvd_compress.kernels import cast
 
 __all__ = ["CheckedRaw", "Raw", "checked", "fitted", "is_uncompressed", "unchecked"]
 
@@ -42,20 +39,8 @@ class CheckedRaw(Raw):
     def body_bytes(self, numel: int, group: int) -> int:
         return self.itemsize * numel
 
-    @property
-    def _dtype(self) -> npt.DTypeLike:
-        return np.float64 if self.itemsize == 8 else np.float32
-
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        sections = wire.Sections(body)
-        values = sections.blank(x.size, self._dtype)
-        with np.errstate(over="ignore"):
-            values[...] = x
-        return Body(sections.used, x.size, 0, common.all_finite(values))
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        cast.scaled(body.take(out.size, self._dtype), out.dtype.type(scale), out, add)
-        return True
+    def kernels(self, group: int) -> Kernels:
+        return _CHECKED_RAW[self.itemsize]
 
 
 class CheckedHalves(FP16):
@@ -66,10 +51,15 @@ class CheckedHalves(FP16):
     def __repr__(self) -> str:
         return repr(FP16())
 
-    def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
-        done = super().encode_body(x, gradient, body, group, key)
-        halves = wire.Sections(body).take(x.size, np.float16)
-        return done._replace(finite=bool(np.isfinite(halves).all()))
+    def kernels(self, group: int) -> Kernels:
+        return _CHECKED_HALVES
+
+
+_CHECKED_RAW = {
+    size: Kernels(partial(cast.encode_raw_rows, CheckedRaw.codec, size, True), partial(cast.decode_raw_rows, size))
+    for size in (4, 8)
+}
+_CHECKED_HALVES = Kernels(partial(cast.encode_fp16_rows, FP16.codec, True), cast.decode_fp16_rows)
 
 
 def fitted(compressor: Compressor, dtype: str) -> Compressor:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_compress.kernels import table, topk
 from hvd_compress.kernels.collect import TILE
-from hvd_compress.kernels.common import correct, count_from, kth_largest, least_above_zero, with_margin
+from hvd_compress.kernels.common import correct, count_from, kth_largest, least_above_zero, take_back, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import count_ones, leading_zeros, outside_64, trailing_zeros
 from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 _ONE = np.uint64(1)
+BITS_OF_INDEX = 16
 _UNROLLED = 8  # with a chance of 1/10 for each of 64 bits, fewer are set most times
 
 
@@ -215,3 +217,46 @@ def indices(words, block, counts, entries):
             entries[at] = 64 * w - b * block + trailing_zeros(word)
             word &= word - _ONE
             at += 1
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_rows(codec, parameter, parameter_of_indices, rows, like):
+    """Encode a table of tensors; a body is the bits and the values, or that of `topk` where this takes fewer bytes."""
+    for i in range(rows.shape[0]):
+        if rows[i, table.LIMIT] * BITS_OF_INDEX <= rows[i, table.NUMEL]:
+            topk.encode_row(rows, i, like, codec, parameter_of_indices)
+            continue
+        x, gradient = table.given(rows, i, like)
+        body = table.body_of(rows, i)
+        words, at = table.section(body, (x.size + 63) >> 6, np.uint64)
+        sent = table.array_at(at, rows[i, table.LIMIT], np.float32)
+        found, is_finite = encode(x, gradient, rows[i, table.LIMIT], words, sent)
+        if not is_finite and gradient.size > 0:
+            decode(words, sent[:found], np.float32(1), x, True)
+            take_back(x, gradient)
+        table.seal(rows, i, like, codec, parameter, found, at - body + 4 * found, is_finite)
+
+
+@kernel
+def decode_rows(parameter, parameter_of_indices, rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        _, stated, number, body, end = table.opened(rows, i)
+        if stated == parameter_of_indices:
+            if not topk.decode_row(rows, i, like, scale):
+                return i
+            continue
+        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+        words = (out.size + 63) >> 6
+        at = body + 8 * words
+        if stated != parameter or at + table.padded(4 * number) != end:
+            return i
+        values = table.array_at(at, number, np.float32)
+        if not decode(table.array_at(body, words, np.uint64), values, scale, out, rows[i, table.ADD] != 0):
+            return i
+    return -1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.common import correct
+from hvd_compress.kernels import table
+from hvd_compress.kernels.common import all_finite, correct, take_back
 from hvd_compress.kernels.jit import kernel
 
 _TILE = 4096  # values converted at once: they stay in the first-level cache between the steps
@@ -127,3 +128,128 @@ def encode_bf16(x, gradient, out):
 def scaled(values, scale, out, add):
     """Write (or add) `scale` times the values."""
     _emit(values, scale, out, add)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_bf16_rows(codec, rows, like):
+    """Encode a table of tensors; a body is the halves. See `encode_bf16`."""
+    for i in range(rows.shape[0]):
+        x, gradient = table.given(rows, i, like)
+        body = table.body_of(rows, i)
+        halves = table.array_at(body, x.size, np.uint16)
+        is_finite = encode_bf16(x, gradient, halves)
+        if not is_finite and gradient.size > 0:
+            from_bf16(halves, np.float32(1), x, True)
+            take_back(x, gradient)
+        table.seal(rows, i, like, codec, 0, x.size, 2 * x.size, is_finite)
+
+
+@kernel
+def encode_fp16_rows(codec, is_checked, rows, like):
+    """Encode a table of tensors; a body is the halves. With `is_checked`, one that is not finite is told of."""
+    for i in range(rows.shape[0]):
+        x, _ = table.given(rows, i, like)
+        halves = table.array_at(table.body_of(rows, i), x.size, np.uint16)
+        value = np.empty(_TILE, np.float32)
+        exponents = np.uint16(0)
+        for start in range(0, x.size, _TILE):
+            y = x[start : start + _TILE]
+            target = halves[start : start + _TILE]
+            for j in range(y.size):
+                value[j] = y[j]
+            to_fp16(value[: y.size].view(np.uint32), target)
+            if is_checked:
+                for j in range(y.size):
+                    exponents = max(exponents, target[j] & np.uint16(0x7C00))
+        table.seal(rows, i, like, codec, 0, x.size, 2 * x.size, not is_checked or exponents != np.uint16(0x7C00))
+
+
+@kernel
+def _half_row(rows, i, like):
+    """Return where row `i` is to be decoded to, and its halves, of which there are -1 if its body does not fit."""
+    numel = rows[i, table.NUMEL]
+    _, _, _, body, end = table.opened(rows, i)
+    fits = body + table.padded(2 * numel) == end
+    return table.array_at(rows[i, table.X], numel, like.dtype), table.array_at(body, numel if fits else 0, np.uint16)
+
+
+@kernel
+def decode_bf16_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if table.has_body(rows, i, like):
+            out, halves = _half_row(rows, i, like)
+            if halves.size != out.size:
+                return i
+            from_bf16(halves, scale, out, rows[i, table.ADD] != 0)
+    return -1
+
+
+@kernel
+def decode_fp16_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if table.has_body(rows, i, like):
+            out, halves = _half_row(rows, i, like)
+            if halves.size != out.size:
+                return i
+            from_fp16(halves, scale, out, rows[i, table.ADD] != 0)
+    return -1
+
+
+@kernel
+def _copy(x, values):
+    for j in range(x.size):
+        values[j] = x[j]
+
+
+@kernel
+def encode_raw_rows(codec, itemsize, is_checked, rows, like):
+    """Encode a table of tensors; a body is the values.
+
+    Args:
+        codec: number of the compressor.
+        itemsize: bytes of a sent value; 0 for those that it has.
+        is_checked: whether a tensor with a value that is not finite is told of, and not sent.
+        rows: see `table`.
+        like: see `table`.
+    """
+    for i in range(rows.shape[0]):
+        x, _ = table.given(rows, i, like)
+        size = itemsize if itemsize else like.itemsize
+        body = table.body_of(rows, i)
+        if size == 8:
+            _copy(x, table.array_at(body, x.size, np.float64))
+        else:
+            _copy(x, table.array_at(body, x.size, np.float32))
+        is_finite = not is_checked or all_finite(x)
+        table.seal(rows, i, like, codec, 0, x.size, size * x.size, is_finite)
+
+
+@kernel
+def decode_raw_rows(itemsize, rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1.
+
+    Args:
+        rows: see `table`.
+        like: see `table`.
+        itemsize: bytes of a sent value; 0 where the header's flag for float64 tells.
+        scale: factor on the values.
+    """
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+        _, _, _, body, end = table.opened(rows, i)
+        is_wide = itemsize == 8 or (itemsize == 0 and rows[i, table.FLAGS] & table.FLOAT64 != 0)
+        if body + table.padded(out.size * (8 if is_wide else 4)) != end:
+            return i
+        add = rows[i, table.ADD] != 0
+        if is_wide:
+            scaled(table.array_at(body, out.size, np.float64), out.dtype.type(scale), out, add)
+        else:
+            scaled(table.array_at(body, out.size, np.float32), out.dtype.type(scale), out, add)
+    return -1

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_compress.kernels import table as tables
 from hvd_compress.kernels.bits import ends_at, low_bits, peek, put
 from hvd_compress.kernels.collect import TILE, collect
 from hvd_compress.kernels.common import bucket_norm, least_above_zero
@@ -360,3 +361,26 @@ def decode_dense(words, nonzeros, norms, bucket, levels, table, scale, out):
                 at += length
                 window >>= np.uint64(length)
     return found == nonzeros and ends_at(words, at)
+
+
+@kernel
+def encode_ternary_rows(widest_gamma, codec, coded_codec, norm_is_max, rows, like):
+    """Encode a table of tensors; a body is the norms, and then the stream. See `encode_ternary`.
+
+    Gaps are expected to be wide where one of the norms is Euclidean: beyond `widest_gamma` elements omega is shorter.
+    """
+    for i in range(rows.shape[0]):
+        x, _ = tables.given(rows, i, like)
+        bucket = rows[i, tables.GROUP]
+        body = tables.body_of(rows, i)
+        norms, at = tables.section(body, tables.count_groups(x.size, bucket), np.float32)
+        words = tables.array_at(at, rows[i, tables.LIMIT], np.uint64)
+        words[:] = 0
+        # of n normal values sqrt(2 n / pi) are expected
+        use_omega = not norm_is_max and np.sqrt(np.pi / 2 * min(bucket, x.size)) > widest_gamma
+        low, high = tables.key_of(rows, i)
+        used, nonzeros = encode_ternary(x, bucket, norm_is_max, low, high, use_omega, norms, words)
+        parameter = 1 | (SPARSE_OMEGA if use_omega else SPARSE_GAMMA) << 8
+        size = at - body + 8 * ((used + 63) >> 6)
+        stated = coded_codec if used >= 0 else codec
+        tables.seal(rows, i, like, stated, parameter, nonzeros, size, used >= 0)

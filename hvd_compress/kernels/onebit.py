@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels.common import correct, draw
+from hvd_compress.kernels import table
+from hvd_compress.kernels.common import correct, draw, take_back
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import (
     add_chosen_64,
@@ -144,3 +145,39 @@ def decode(means, bits, group, scale, out, add):
         positive = out.dtype.type(means[2 * g] * scale)
         negative = out.dtype.type(means[2 * g + 1] * scale)
         _unpack(bits, start, positive, negative, out[start : min(start + group, out.size)], add)
+
+
+@kernel
+def encode_rows(codec, sample, rows, like):
+    """Encode a table of tensors; a body is the means, and then the bits. See `encode`."""
+    for i in range(rows.shape[0]):
+        x, gradient = table.given(rows, i, like)
+        group = rows[i, table.GROUP]
+        body = table.body_of(rows, i)
+        means, at = table.section(body, 2 * table.count_groups(x.size, group), np.float32)
+        bits, end = table.section(at, (x.size + 7) >> 3, np.uint8)
+        bits[:] = 0
+        low, high = table.key_of(rows, i)
+        is_finite = encode(x, gradient, group, sample, low, high, means, bits)
+        if not is_finite and gradient.size > 0:
+            decode(means, bits, group, np.float32(1), x, True)
+            take_back(x, gradient)
+        table.seal(rows, i, like, codec, 0, x.size, end - body, is_finite)
+
+
+@kernel
+def decode_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+        group, _, _, body, end = table.opened(rows, i)
+        count = table.count_groups(out.size, group)
+        at = body + 8 * count
+        size = (out.size + 7) >> 3
+        if at + table.padded(size) != end:
+            return i
+        means = table.array_at(body, 2 * count, np.float32)
+        decode(means, table.array_at(at, size, np.uint8), group, scale, out, rows[i, table.ADD] != 0)
+    return -1

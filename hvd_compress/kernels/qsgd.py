@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_compress.kernels import signs, table
 from hvd_compress.kernels.common import bucket_norm, uniform
 from hvd_compress.kernels.jit import kernel
+
+_MOST_BUCKET = 32768  # what 15 bits of index reach
+_SHORT = np.empty(0, np.uint16)
 
 
 @kernel
@@ -137,3 +141,44 @@ def decode(norms, packed, bucket, bits, scale, out, add):
             _emit(codes, levels, step, y, add)
         else:
             _emit(source, levels, step, y, add)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_rows(codec, bits, norm_is_max, rows, like):
+    """Encode a table of tensors; a body is the norms, and then the codes. See `encode`."""
+    for i in range(rows.shape[0]):
+        x, _ = table.given(rows, i, like)
+        bucket = rows[i, table.GROUP]
+        body = table.body_of(rows, i)
+        norms, at = table.section(body, table.count_groups(x.size, bucket), np.float32)
+        packed, end = table.section(at, ((x.size + 7) >> 3) * bits, np.uint8)
+        low, high = table.key_of(rows, i)
+        is_finite = encode(x, bucket, bits, norm_is_max, low, high, norms, packed)
+        table.seal(rows, i, like, codec, bits, x.size, end - body, is_finite)
+
+
+@kernel
+def decode_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+        bucket, bits, _, body, end = table.opened(rows, i)
+        if not 1 <= bits <= 8 or bucket & 7 or bucket > _MOST_BUCKET:
+            return i
+        if bits == 1:
+            if not signs.decode_pairs_row(rows, i, like, _SHORT, scale):
+                return i
+            continue
+        count = table.count_groups(out.size, bucket)
+        at = body + table.padded(4 * count)
+        size = ((out.size + 7) >> 3) * bits
+        if at + table.padded(size) != end:
+            return i
+        norms = table.array_at(body, count, np.float32)
+        decode(norms, table.array_at(at, size, np.uint8), bucket, bits, scale, out, rows[i, table.ADD] != 0)
+    return -1

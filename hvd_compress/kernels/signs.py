@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_compress.kernels import table
 from hvd_compress.kernels.collect import AHEAD, TILE, collect, count_at_least
 from hvd_compress.kernels.common import (
     bucket_norm,
@@ -12,6 +13,7 @@ from hvd_compress.kernels.common import (
     kth_largest,
     least_above_zero,
     mix,
+    take_back,
     uniform,
     with_margin,
 )
@@ -20,6 +22,8 @@ from hvd_compress.kernels.llvm import fetch
 
 CHOSEN_BELOW = np.float32(-np.inf)
 _ZERO = np.float32(0)
+_INDEX_GROUP = 32768  # what 15 bits of index reach
+_SHORT, _LONG = np.empty(0, np.uint16), np.empty(0, np.uint32)  # types of counts and entries
 _CACHED = 2**20  # so many elements may still be in a cache
 _WEIGHT = np.float32(0.25)  # weight of a new group in a running mean
 _FARTHER, _CLOSER = np.float32(0.85), np.float32(1.15)  # factor on the threshold after too few or too many candidates
@@ -382,3 +386,122 @@ def decode(counts, recon, stride, entries, group, scale, out, add):
             previous = index
             at += 1
     return at == entries.size
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_adaptive_rows(index, codec, pi, sample, rows, like):
+    """Encode a table of tensors; a body is the counts, the means, and the entries. See `encode_adaptive`.
+
+    Counts and entries have the type of the empty array `index`.
+    """
+    for i in range(rows.shape[0]):
+        x, gradient = table.given(rows, i, like)
+        group = rows[i, table.GROUP]
+        count = table.count_groups(x.size, group)
+        body = table.body_of(rows, i)
+        counts, at = table.section(body, count, index.dtype)
+        recon, at = table.section(at, 2 * count, np.float32)
+        entries = table.array_at(at, rows[i, table.LIMIT], index.dtype)
+        found, is_finite = encode_adaptive(x, gradient, group, pi, min(sample, group), counts, recon, entries)
+        if not is_finite and gradient.size > 0:
+            decode(counts, recon, 2, entries[:found], group, np.float32(1), x, True)
+            take_back(x, gradient)
+        used = at - body + found * index.itemsize
+        table.seal(rows, i, like, codec, index.itemsize, found, used, is_finite)
+
+
+@kernel
+def decode_pairs_row(rows, i, like, index, scale):
+    """Decode the checked payload of row `i`, with two values per group; returns False if its body does not fit."""
+    out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+    group, _, number, body, end = table.opened(rows, i)
+    count = table.count_groups(out.size, group)
+    means_at = body + table.padded(count * index.itemsize)
+    at = means_at + 8 * count
+    if at + table.padded(number * index.itemsize) != end:
+        return False
+    counts = table.array_at(body, count, index.dtype)
+    recon = table.array_at(means_at, 2 * count, np.float32)
+    entries = table.array_at(at, number, index.dtype)
+    return decode(counts, recon, 2, entries, group, scale, out, rows[i, table.ADD] != 0)
+
+
+@kernel
+def decode_adaptive_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        if table.opened(rows, i)[0] <= _INDEX_GROUP:
+            fits = decode_pairs_row(rows, i, like, _SHORT, scale)
+        else:
+            fits = decode_pairs_row(rows, i, like, _LONG, scale)
+        if not fits:
+            return i
+    return -1
+
+
+@kernel
+def encode_threshold_rows(codec, tau, rows, like):
+    """Encode a table of tensors; a body is the counts, and then the entries. See `encode_threshold`."""
+    for i in range(rows.shape[0]):
+        x, gradient = table.given(rows, i, like)
+        group = rows[i, table.GROUP]
+        body = table.body_of(rows, i)
+        counts, at = table.section(body, table.count_groups(x.size, group), np.uint32)
+        entries = table.array_at(at, x.size, np.uint16)
+        found, is_finite = encode_threshold(x, gradient, group, x.dtype.type(tau), counts, entries)
+        if not is_finite and gradient.size > 0:
+            decode(counts, _pair(tau), 0, entries[:found], group, np.float32(1), x, True)
+            take_back(x, gradient)
+        bits = _pair(tau).view(np.uint32)[0]
+        table.seal(rows, i, like, codec, bits, found, at - body + 2 * found, is_finite)
+
+
+@kernel
+def decode_threshold_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+        group, parameter, number, body, end = table.opened(rows, i)
+        count = table.count_groups(out.size, group)
+        at = body + table.padded(4 * count)
+        if group > _INDEX_GROUP or at + table.padded(2 * number) != end:
+            return i
+        tau = np.full(1, parameter, np.uint32).view(np.float32)[0]
+        if not 0 < tau < np.inf:
+            return i
+        counts = table.array_at(body, count, np.uint32)
+        entries = table.array_at(at, number, np.uint16)
+        if not decode(counts, _pair(tau), 0, entries, group, scale, out, rows[i, table.ADD] != 0):
+            return i
+    return -1
+
+
+@kernel
+def _pair(tau):
+    values = np.empty(2, np.float32)
+    values[0] = tau
+    values[1] = -tau
+    return values
+
+
+@kernel
+def encode_ternary_rows(codec, norm_is_max, rows, like):
+    """Encode a table of tensors; a body is the counts, the norms, and the entries. See `encode_ternary`."""
+    for i in range(rows.shape[0]):
+        x, _ = table.given(rows, i, like)
+        group = rows[i, table.GROUP]
+        count = table.count_groups(x.size, group)
+        body = table.body_of(rows, i)
+        counts, at = table.section(body, count, np.uint16)
+        recon, at = table.section(at, 2 * count, np.float32)
+        entries = table.array_at(at, x.size, np.uint16)
+        low, high = table.key_of(rows, i)
+        found = encode_ternary(x, group, norm_is_max, low, high, counts, recon, entries)
+        table.seal(rows, i, like, codec, 1, found, at - body + 2 * found, found >= 0)

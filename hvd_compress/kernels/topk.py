@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from hvd_compress.kernels import table
 from hvd_compress.kernels.collect import AHEAD, TILE, collect
-from hvd_compress.kernels.common import correct, kth_largest, least_above_zero, with_margin
+from hvd_compress.kernels.common import correct, kth_largest, least_above_zero, take_back, with_margin
 from hvd_compress.kernels.jit import kernel
 from hvd_compress.kernels.llvm import fetch
 from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
+
+_SAMPLE = 8192  # magnitudes that the first guess is made of
+_MOST_BLOCK = 65536  # what 16 bits of index reach
 
 
 @kernel
@@ -150,3 +154,60 @@ def decode(counts, indices, values, block, scale, out, add):
             previous = index
             at += 1
     return at == indices.size
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def encode_row(rows, i, like, codec, parameter):
+    """Encode row `i` of a table; a body is the counts of blocks, the indices, and the values. See `encode`."""
+    x, gradient = table.given(rows, i, like)
+    block, k = rows[i, table.GROUP], rows[i, table.LIMIT]
+    body = table.body_of(rows, i)
+    counts, indices_at = table.section(body, table.count_groups(x.size, block), np.uint32)
+    indices, at = table.section(indices_at, k, np.uint16)
+    sent = table.array_at(at, k, np.float32)
+    found, is_finite = encode(x, gradient, k, _SAMPLE, block, counts, indices, sent)
+    if not is_finite and gradient.size > 0:
+        decode(counts, indices[:found], sent[:found], block, np.float32(1), x, True)
+        take_back(x, gradient)
+    if found < k:
+        # zeros are not sent: what there is moves together
+        _, at = table.section(indices_at, found, np.uint16)
+        moved = table.array_at(at, found, np.float32)
+        for j in range(found):
+            moved[j] = sent[j]
+    table.seal(rows, i, like, codec, parameter, found, at - body + 4 * found, is_finite)
+
+
+@kernel
+def encode_rows(codec, rows, like):
+    """Encode a table of tensors, see `encode_row`."""
+    for i in range(rows.shape[0]):
+        encode_row(rows, i, like, codec, 0)
+
+
+@kernel
+def decode_row(rows, i, like, scale):
+    """Decode the checked payload of row `i`; returns False if its body does not fit."""
+    out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+    block, _, number, body, end = table.opened(rows, i)
+    count = table.count_groups(out.size, block)
+    indices_at = body + table.padded(4 * count)
+    at = indices_at + table.padded(2 * number)
+    if block > _MOST_BLOCK or at + table.padded(4 * number) != end:
+        return False
+    counts = table.array_at(body, count, np.uint32)
+    indices = table.array_at(indices_at, number, np.uint16)
+    values = table.array_at(at, number, np.float32)
+    return decode(counts, indices, values, block, scale, out, rows[i, table.ADD] != 0)
+
+
+@kernel
+def decode_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if table.has_body(rows, i, like) and not decode_row(rows, i, like, scale):
+            return i
+    return -1

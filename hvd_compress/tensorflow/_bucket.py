@@ -1,4 +1,4 @@
-"""One bucket's exchange as nodes of a graph: the stages of `engine.Bucket` joined by Horovod's asynchronous ops."""
+"""One bucket's exchange as nodes of a graph: the stages of `exchange.Bucket` joined by Horovod's asynchronous ops."""
 
 from __future__ import annotations
 
@@ -12,41 +12,34 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress import engine
-from hvd_compress.engine import Lane, Pack
-from hvd_compress.exchange import Parcel, aligned_empty
+from hvd_compress.exchange import Bucket, Parcel, aligned_empty
 
-__all__ = ["Bucket"]
+__all__ = ["Nodes"]
 
 Array = np.ndarray[Any, Any]
 
 _WITHOUT_SIZES = ("allgather", "broadcast")
 
 
-class Bucket(engine.Bucket):
-    """`engine.Bucket` with methods that lay its stages into the current graph.
+class Nodes:
+    """Lays the stages of a bucket into the current graph.
 
     No stage waits for anything but its input. Stages are Python functions without side effects that TensorFlow has to
     know of (`stateful=False`), so that it may run those of different buckets in any order; what keeps the steps of
     one bucket apart is the `turn` that the first stage takes as an input (see `GradientExchange`).
 
     Args:
-        lanes: of the compressed tensors by name.
-        pack: of the small ones, if there are any.
+        bucket: its stages.
         process_set: the ranks that take part.
         wire_names: of the tensors, unique in this process and without characters that a graph does not allow.
     """
 
-    def __init__(
-        self,
-        lanes: Mapping[str, Lane],
-        pack: Pack | None,
-        process_set: hvd.ProcessSet,
-        wire_names: Mapping[str, str],
-    ) -> None:
-        super().__init__(lanes, pack)
+    def __init__(self, bucket: Bucket, process_set: hvd.ProcessSet, wire_names: Mapping[str, str]) -> None:
+        self.bucket = bucket
+        self.tensors = bucket.tensors
+        """The names of all tensors, in the order in which their gradients are expected."""
         self._process_set = process_set
-        self._wire_name = wire_names[self.name]
+        self._wire_name = wire_names[bucket.name]
         self._left_at = 0.0
 
     # -- laying stages into the graph ------------------------------------------------------------------------------
@@ -64,7 +57,7 @@ class Bucket(engine.Bucket):
         def encode(turn: np.int64, *arrays: Array) -> Any:
             return self._encode(dict(zip(names, arrays, strict=True)))
 
-        return self._lay_stage(encode, [turn, *wide], self.collectives[0])
+        return self._lay_stage(encode, [turn, *wide], self.bucket.collectives[0])
 
     def lay_advance(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """All collectives but the last one, each with the stage after it.
@@ -73,13 +66,13 @@ class Bucket(engine.Bucket):
             sent: what `lay_encode` returned.
             of_all: what that of all buckets returned; for stages that wait for other ranks, as none does here.
         """
-        for collective, following in pairwise(self.collectives):
+        for collective, following in pairwise(self.bucket.collectives):
             sent = self._lay_stage(partial(self._advance, collective), [self._lay(collective, sent)], following)
         return list(sent)
 
     def lay_arrive(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         """The last collective; whether all that it brings is finite. See `lay_advance` for `of_all`."""
-        gathered = self._lay(self.collectives[-1], sent)
+        gathered = self._lay(self.bucket.collectives[-1], sent)
         finite = tf.numpy_function(self._arrive, [gathered], tf.bool, stateful=False)
         finite.set_shape([])
         return finite
@@ -90,7 +83,7 @@ class Bucket(engine.Bucket):
         sent = tf.numpy_function(stage, inputs, kinds, stateful=False)
         sent[0].set_shape([None])
         if len(sent) > 1:
-            sent[1].set_shape([self.ranks])
+            sent[1].set_shape([self.bucket.ranks])
         return list(sent)
 
     def _lay(self, collective: str, sent: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -99,7 +92,7 @@ class Bucket(engine.Bucket):
             return hvd.allgather(sent[0], self._name_of(collective), **settings)
         if collective == "broadcast":
             # Horovod counts roots among all ranks
-            root = self._process_set.ranks[self.root]
+            root = self._process_set.ranks[self.bucket.root]
             return hvd.broadcast(sent[0], root, self._name_of(collective), **settings)
         return hvd.alltoall(sent[0], sent[1], self._name_of(collective), **settings)[0]
 
@@ -117,20 +110,31 @@ class Bucket(engine.Bucket):
         def finish(keep: np.bool_) -> list[Any]:
             for name, dtype in zip(names, dtypes, strict=True):
                 # a TensorFlow tensor must not change
-                if name in self.lanes:
-                    self.move(name, aligned_empty(self.lanes[name].plan.numel, dtype.as_numpy_dtype))
-            results = self.finish(bool(keep), scale)
+                if name in self.bucket.accounts:
+                    self.bucket.move(name, aligned_empty(self.bucket.accounts[name].plan.numel, dtype.as_numpy_dtype))
+            results = self.bucket.finish(bool(keep), scale)
             # a pack's buffer is used again, and TensorFlow takes arrays over without a copy
-            flats = [results[n] if self.pack is None or n in self.lanes else self.pack.part(n).copy() for n in names]
+            flats = [
+                results[n] if self.bucket.pack is None or n in self.bucket.accounts else self.bucket.pack.part(n).copy()
+                for n in names
+            ]
             return [*flats, np.int64(1)]
 
         *flats, done = tf.numpy_function(finish, [keep], [*dtypes, tf.int64], stateful=False)
         done.set_shape([])
         combined = {
-            name: tf.cast(tf.reshape(flat, self.shape_of(name)), gradients[name].dtype)
+            name: tf.cast(tf.reshape(flat, self.bucket.shape_of(name)), gradients[name].dtype)
             for name, flat in zip(names, flats, strict=True)
         }
         return combined, done
+
+    def settle_counts(self) -> None:
+        """Bring the counters of the tensors up to date."""
+        self.bucket.settle_counts()
+
+    def abandon(self) -> None:
+        """Forget a step in flight and make residuals what they were before it."""
+        self.bucket.abandon()
 
     # -- what the nodes run ------------------------------------------------------------------------------------------
 
@@ -139,24 +143,24 @@ class Bucket(engine.Bucket):
         self.abandon()
         for name in self.tensors:
             gradient = gradients.get(name)
-            self.give(name, None if gradient is None else gradient.reshape(-1))
-        return self._handed_on(self.parcel(), self.collectives[0])
+            self.bucket.give(name, None if gradient is None else gradient.reshape(-1))
+        return self._handed_on(self.bucket.parcel(), self.bucket.collectives[0])
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
         self._left_at = time.perf_counter()
         if collective in _WITHOUT_SIZES:
             return parcel.buffer
-        sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
+        sizes = parcel.sizes or (parcel.buffer.size // self.bucket.ranks,) * self.bucket.ranks
         return parcel.buffer, np.array(sizes, np.int32)
 
     def _advance(self, collective: str, received: Array) -> Any:
-        self.count("exchange_seconds", time.perf_counter() - self._left_at)
-        following = self.collectives[self.collectives.index(collective) + 1]
-        return self._handed_on(self.advance(collective, received), following)
+        self.bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - self._left_at
+        following = self.bucket.collectives[self.bucket.collectives.index(collective) + 1]
+        return self._handed_on(self.bucket.advance(collective, received), following)
 
     def _arrive(self, gathered: Array) -> np.bool_:
-        self.count("exchange_seconds", time.perf_counter() - self._left_at)
-        return np.bool_(self.arrive(gathered))
+        self.bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - self._left_at
+        return np.bool_(self.bucket.arrive(gathered))
 
     def _name_of(self, collective: str) -> str:
         # Horovod's torch interface puts the kind of the collective before every name, its TensorFlow interface does

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,9 +18,7 @@ from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
-    Lane,
     Ledger,
-    Pack,
     Pilot,
     Routing,
     Tensor,
@@ -30,14 +27,14 @@ from hvd_compress.engine import (
     exchanged,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
+from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.tensorflow._agreement import require_agreement
-from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._bucket import Nodes
 from hvd_compress.tensorflow._carried import carried_dtype, dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._gradients import KINDS, Gradient, all_finite, first_value, kind_of, refuse_unfit, same
-from hvd_compress.tensorflow._root_bucket import RootBucket, after_others, let_others_follow
+from hvd_compress.tensorflow._root_bucket import RootNodes, after_others, let_others_follow
 from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
@@ -83,7 +80,7 @@ class Source:
     dtype: tf.DType
 
 
-class GradientExchange(Ledger[Bucket]):
+class GradientExchange(Ledger[Nodes]):
     """Combines the gradients of a fixed list of tensors over all ranks, in eager mode or within a `tf.function`.
 
     Args:
@@ -370,15 +367,15 @@ class GradientExchange(Ledger[Bucket]):
             routing = self._pilot.routing()
         return routing
 
-    def _bucket_maker(self) -> Callable[[dict[str, Lane], Pack | None], Bucket]:
+    def _bucket_maker(self) -> Callable[[dict[str, Account], Pack | None], Nodes]:
         process_set = self.settings.process_set
         if not self._waits:
-            return partial(Bucket, process_set=process_set, wire_names=self._wire_names)
+            return lambda accounts, pack: Nodes(Bucket(accounts, pack), process_set, self._wire_names)
         with tf.init_scope(), tf.device("CPU:0"):
             messages = TensorFlowCollectives(process_set).root_messages()
 
-        def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
-            return RootBucket(lanes, pack, process_set, self._wire_names, messages.channel())
+        def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Nodes:
+            return RootNodes(Bucket(accounts, pack), process_set, self._wire_names, messages.channel())
 
         return make_bucket
 

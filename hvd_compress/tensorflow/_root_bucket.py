@@ -10,12 +10,11 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.engine import Lane, Pack
-from hvd_compress.exchange import Parcel
+from hvd_compress.exchange import Bucket, Parcel
 from hvd_compress.mpi import Channel, Pending
-from hvd_compress.tensorflow._bucket import Bucket
+from hvd_compress.tensorflow._bucket import Nodes
 
-__all__ = ["RootBucket", "after_others", "let_others_follow"]
+__all__ = ["RootNodes", "after_others", "let_others_follow"]
 
 _last_in: WeakKeyDictionary[Any, tf.Tensor] = WeakKeyDictionary()
 """Of each graph, a number that exists when the last exchange that was laid into it has ended."""
@@ -38,29 +37,27 @@ def let_others_follow(ends: Sequence[tf.Tensor]) -> None:
     )
 
 
-class RootBucket(Bucket):
-    """`Bucket` with messages in place of Horovod's collectives.
+class RootNodes(Nodes):
+    """`Nodes` with messages in place of Horovod's collectives.
 
     Two of its stages wait for other ranks, on a thread of TensorFlow's, which may be the only one. So none of them runs
     before all buckets have run the stage before: then everything that any rank waits for is under way.
 
     Args:
-        lanes: of the compressed tensors by name.
-        pack: of the small ones, if there are any.
+        bucket: its stages.
         process_set: the ranks that take part.
-        wire_names: see `Bucket`.
+        wire_names: see `Nodes`.
         channel: of the bucket.
     """
 
     def __init__(
         self,
-        lanes: Mapping[str, Lane],
-        pack: Pack | None,
+        bucket: Bucket,
         process_set: hvd.ProcessSet,
         wire_names: Mapping[str, str],
         channel: Channel,
     ) -> None:
-        super().__init__(lanes, pack, process_set, wire_names)
+        super().__init__(bucket, process_set, wire_names)
         self._channel = channel
         self._pending: Pending | None = None
 
@@ -70,7 +67,7 @@ class RootBucket(Bucket):
         def advance(*_: Any) -> Any:
             return self._advance("alltoall", self._awaited())
 
-        return self._lay_stage(advance, started, self.collectives[-1])
+        return self._lay_stage(advance, started, self.bucket.collectives[-1])
 
     def lay_arrive(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         answered = [tf.size(first) for first, *_ in of_all]
@@ -88,15 +85,15 @@ class RootBucket(Bucket):
         super().abandon()
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
-        assert self.root is not None
+        assert self.bucket.root is not None
         if collective == "alltoall":
-            self._pending = self._channel.gather(self.root, parcel)
+            self._pending = self._channel.gather(self.bucket.root, parcel)
         else:
-            self._pending = self._channel.answer(self.root, parcel.buffer, self.answer_bytes)
+            self._pending = self._channel.answer(self.bucket.root, parcel.buffer, self.bucket.answer_bytes)
         return super()._handed_on(parcel, collective)
 
     def _awaited(self) -> Any:
         if self._pending is None:
-            raise RuntimeError(f"nothing is under way for {self.name!r}")
+            raise RuntimeError(f"nothing is under way for {self.bucket.name!r}")
         pending, self._pending = self._pending, None
         return pending.wait()

@@ -1,10 +1,10 @@
-"""Runs one bucket's exchange: the stages of `engine.Bucket`, joined by asynchronous collectives."""
+"""Runs one bucket's exchange: the stages of `exchange.Bucket`, joined by asynchronous collectives."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -12,33 +12,32 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress import engine
-from hvd_compress.engine import Lane, Pack
 from hvd_compress.errors import GradientError
-from hvd_compress.exchange import Parcel, aligned_empty
+from hvd_compress.exchange import Bucket, Parcel, aligned_empty
 from hvd_compress.torch._calls import Calls
 from hvd_compress.torch._staging import Held, has_room, hold, version_of
 
-__all__ = ["Bucket"]
+__all__ = ["Shipment"]
 
 Array = np.ndarray[Any, Any]
 
 
-class Bucket(engine.Bucket):
-    """`engine.Bucket` with the gradients' tensors and the collective in flight.
+class Shipment:
+    """A bucket on its way: the tensors of its gradients, and the collective in flight.
 
     Args:
-        lanes: of the compressed tensors by name.
-        pack: of the small ones, if there are any.
+        bucket: its stages.
         calls: that run the collectives.
     """
 
-    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, calls: Calls) -> None:
-        super().__init__(lanes, pack)
+    def __init__(self, bucket: Bucket, calls: Calls) -> None:
+        self.bucket = bucket
         self._calls = calls
-        self.waiting = frozenset(name for name in self.tensors if self.waits(name))
+        self.tensors = bucket.tensors
+        """The names of all tensors, in the order in which their gradients are expected."""
+        self.waiting = frozenset(name for name in self.tensors if bucket.waits(name))
         """Names of the tensors that are encoded together, once all of them have come."""
-        self._numels = {name: math.prod(self.shape_of(name)) for name in self.tensors}
+        self._numels = {name: math.prod(bucket.shape_of(name)) for name in self.tensors}
         self._count = len(self.waiting)
         self.came: dict[str, torch.Tensor | None] = {}
         """Those of them that have come in this step, with the gradients that were put off."""
@@ -66,8 +65,7 @@ class Bucket(engine.Bucket):
         """
         begin = time.perf_counter()
         taken = self._take(name, gradient, keep)
-        if name in self.lanes:
-            self.lanes[name].counters.encode_seconds += time.perf_counter() - begin
+        self.bucket.tally.seconds["encode_seconds"] += time.perf_counter() - begin
         return taken
 
     def put_off(self, name: str, gradient: torch.Tensor | None) -> int | None:
@@ -103,13 +101,13 @@ class Bucket(engine.Bucket):
                 continue
             if gradient.numel() != self._numels[name]:
                 raise self._wrong_size(name, gradient)
-            if name not in self.lanes or not gradient.is_contiguous():
+            if name not in self.bucket.accounts or not gradient.is_contiguous():
                 flats[name] = self._take(name, gradient, keep=False)
             else:
                 self._placed[name], self._places[name] = gradient, gradient.data_ptr()
                 self._versions.append(gradient._version)
                 self._storages.append(gradient.untyped_storage())
-        self.count("encode_seconds", time.perf_counter() - begin)
+        self.bucket.tally.seconds["encode_seconds"] += time.perf_counter() - begin
         return self._places, flats
 
     def start(self, name: str, flat: Array | None) -> None:
@@ -117,13 +115,14 @@ class Bucket(engine.Bucket):
 
         None leaves the tensor out of this step, on all ranks alike.
         """
-        if self.give(name, flat):
-            self._issue(self.collectives[0], self.parcel())
+        if self.bucket.give(name, flat):
+            self._issue(self.bucket.collectives[0], self.bucket.parcel())
 
     def start_together(self, places: dict[str, int], flats: dict[str, Array]) -> None:
         """Do the same for what `take_together` has returned."""
-        if self.give_together(places, flats):
-            self._issue(self.collectives[0], self.parcel())
+        given = [self.bucket.give(name, flat) for name, flat in flats.items()]
+        if (self.bucket.give_at(places) if places else False) or any(given):
+            self._issue(self.bucket.collectives[0], self.bucket.parcel())
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
@@ -141,15 +140,15 @@ class Bucket(engine.Bucket):
         if not self.is_between:
             return False
         collective = self._waiting_for
-        following = self.collectives[self.collectives.index(collective) + 1]
-        self._issue(following, self.advance(collective, self._receive()))
+        following = self.bucket.collectives[self.bucket.collectives.index(collective) + 1]
+        self._issue(following, self.bucket.advance(collective, self._receive()))
         return True
 
     def wait(self) -> bool:
         """Wait for the last payloads; returns whether all values are finite."""
         while self.wait_next():
             pass
-        return self.arrive(self._receive())
+        return self.bucket.arrive(self._receive())
 
     def spans(self) -> list[tuple[int, int]]:
         """Return where the gradients begin and end that results will be written to."""
@@ -159,7 +158,7 @@ class Bucket(engine.Bucket):
         return of_held + [(at, at + 4 * numels[name]) for name, at in self._places.items()]
 
     def combine(self, keep: bool, scale: float, shared: Collection[int] = ()) -> dict[str, torch.Tensor]:
-        """Decode the sums, times `scale`, and return them as gradients; see `Lane.finish` for `keep`.
+        """Decode the sums, times `scale`, and return them as gradients; see `Bucket.finish` for `keep`.
 
         A result is written into its gradient, wherever that lies now, unless that was to be kept, cannot hold it, or
         begins at a place in `shared`, where other gradients are, too.
@@ -167,7 +166,7 @@ class Bucket(engine.Bucket):
         if not keep:
             self._lose_changed()
         apart = self._apart(shared)
-        self.finish(keep, scale)
+        self.bucket.finish(keep, scale)
         begin = time.perf_counter()
         results = dict(self._placed)
         for name, held in self._gradients.items():
@@ -185,11 +184,12 @@ class Bucket(engine.Bucket):
             else:
                 # it has moved; `data`: what is written there does not count as a write of the user's
                 gradient.data.copy_(result)
-        self.count("decode_seconds", time.perf_counter() - begin)
+        self.bucket.tally.seconds["decode_seconds"] += time.perf_counter() - begin
         for name, gradient in self._small.items():
-            assert self.pack is not None
+            pack = self.bucket.pack
+            assert pack is not None
             # `data`: a result that is written there does not count as a write of the user's
-            gradient.data.copy_(torch.from_numpy(self.pack.part(name)).view(gradient.shape))
+            gradient.data.copy_(torch.from_numpy(pack.part(name)).view(gradient.shape))
             results[name] = gradient
         self._forget()
         return results
@@ -205,15 +205,29 @@ class Bucket(engine.Bucket):
             with suppress(HorovodInternalError):
                 self._receive()
         self._lose_changed()
-        super().abandon()
+        self.bucket.abandon()
         self._forget()
+
+    @property
+    def beginning(self) -> tuple[str, str]:
+        """Its first collective, and the name that it has there."""
+        return self.bucket.collectives[0], self.bucket.name
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return self.bucket.busy
+
+    def settle_counts(self) -> None:
+        """Bring the counters of the tensors up to date."""
+        self.bucket.tally.settle()
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> Array:
         if gradient.numel() != self._numels[name]:
             raise self._wrong_size(name, gradient)
-        if name not in self.lanes:
+        if name not in self.bucket.accounts:
             self._small[name] = gradient.detach().clone() if keep else gradient
             return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
         held = self._gradients[name] = hold(gradient, name, keep, self._spare.pop(name, None))
@@ -226,7 +240,7 @@ class Bucket(engine.Bucket):
             if version_of(gradient) != version or gradient.data_ptr() != self._places[name]:
                 changed.append(name)
         for name in changed:
-            self.lose_gradient(name)
+            self.bucket.lose_gradient(name)
 
     def _apart(self, shared: Collection[int]) -> dict[str, torch.Tensor]:
         """Make tensors for results that cannot be written over their gradients."""
@@ -236,10 +250,10 @@ class Bucket(engine.Bucket):
                 moved.append(name)
         results = {}
         for name in moved:
-            plan = self.lanes[name].plan
+            plan = self.bucket.accounts[name].plan
             dtype = np.dtype(np.float32) if name in self._placed else self._gradients[name].flat.dtype
             out = aligned_empty(plan.numel, dtype)
-            self.move(name, out)
+            self.bucket.move(name, out)
             results[name] = torch.from_numpy(out).view(plan.shape)
         return results
 
@@ -252,9 +266,9 @@ class Bucket(engine.Bucket):
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
-        self._handle = self._calls.start(collective, self, parcel)
-        self._waiting_for, self.is_between = collective, collective != self.collectives[-1]
-        self.count("start_seconds", time.perf_counter() - begin)
+        self._handle = self._calls.start(collective, self.bucket, parcel)
+        self._waiting_for, self.is_between = collective, collective != self.bucket.collectives[-1]
+        self.bucket.tally.seconds["start_seconds"] += time.perf_counter() - begin
 
     def _receive(self) -> Array:
         begin = time.perf_counter()
@@ -263,7 +277,7 @@ class Bucket(engine.Bucket):
         finally:
             # a handle that has failed cannot be asked again
             self._ended()
-        self.count("exchange_seconds", time.perf_counter() - begin)
+        self.bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - begin
         return array
 
     def _ended(self) -> None:

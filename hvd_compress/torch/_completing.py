@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.engine import Bucket, Ledger
+from hvd_compress.engine import Ledger
 from hvd_compress.errors import GradientError, MismatchError
 from hvd_compress.torch._beginning import compare_beginnings
 from hvd_compress.torch._engine import precondition
@@ -78,7 +78,7 @@ class Completing(Step):
         if self._engine is not None and not self._has_compared:
             yield from self._comparing()
         # told at the end: the step has to be the same on all ranks
-        harms = {name: harm for name, p in self._members.by_name.items() if (harm := self._harm(name, p.grad))}
+        harms = self._harms()
         changed = self._changed_early()
         self._submit_missing_groups()
         self._ungroup()
@@ -205,7 +205,7 @@ class Completing(Step):
             self._handles[group] = self._grouped_allreduce_grad_async(group)
             self._given.update((self._parameter_names[p], p.grad) for p in group)
 
-    def _complete(self: Any, finite: bool, harms: dict[str, GradientError]) -> None:
+    def _complete(self: Any, finite: bool, harms: list[GradientError]) -> None:
         """Decide the whole step, when all is here: one value that is not finite takes all residuals back.
 
         In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
@@ -224,13 +224,14 @@ class Completing(Step):
             results |= {} if self._is_plain else engine.combine(keep=finite)
             engine.settle(keep=finite)
         for name, p in self._members.by_name.items():
-            self._take_result(name, p, results[name])
+            if p.grad is not results[name]:
+                self._take_result(name, p, results[name])
         self._forget_handles()
         self._combined, self._is_open = self._given, False
         self._versions = {name: gradient._version for name, gradient in self._given.items()}
         if harms:
             # gradients are the combined ones all the same: replicas stay equal where the error is caught
-            raise next(iter(harms.values()))
+            raise harms[0]
 
     def _forget_handles(self: Any) -> None:
         # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
@@ -256,8 +257,6 @@ class Completing(Step):
     def _take_result(self: Any, name: str, p: torch.Tensor, output: torch.Tensor) -> None:
         """Make a combined gradient what `.grad` is, in its memory where that can hold it."""
         gradient = p.grad
-        if gradient is output:
-            return
         if gradient is None:
             p.grad = output
         elif output.is_sparse:
@@ -270,17 +269,20 @@ class Completing(Step):
         else:
             gradient.copy_(output)
 
-    def _harm(self: Any, name: str, gradient: torch.Tensor | None) -> GradientError | None:
-        """What to tell the user of a gradient that is not what it was when it was handed over."""
-        given = self._given.get(name)
-        if given is None:
-            return None
+    def _harms(self: Any) -> list[GradientError]:
+        """What to tell the user of gradients that are not what they were when they were handed over."""
+        given, versions = self._given, self._versions
+        return [
+            self._harm(name, p.grad)
+            for name, p in self._members.by_name.items()
+            if name in given and (p.grad is not given[name] or p.grad._version != versions[name])
+        ]
+
+    def _harm(self: Any, name: str, gradient: torch.Tensor | None) -> GradientError:
         if gradient is None:
             return GradientError(
                 f"the gradient of {name!r} was cleared while it was exchanged. Clear gradients after step(). {_RECIPE}"
             )
-        if gradient is given and gradient._version == self._versions[name]:
-            return None
         return GradientError(
             f"the gradient of {name!r} was changed while it was exchanged, and the change would be lost. {_RECIPE}. "
             "Register hooks that change gradients before the optimizer is wrapped"
@@ -299,7 +301,7 @@ class Completing(Step):
                 elif handle is not None and handle is not EXCHANGED:
                     hvd.synchronize(handle)
 
-    def _precondition_alone(self: Any, ledger: Ledger[Bucket]) -> None:
+    def _precondition_alone(self: Any, ledger: Ledger[Any]) -> None:
         """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
         finite = True
         for name, p in self._members.by_name.items():

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from hvd_compress.cost import HorovodCollectives
-from hvd_compress.engine import Lane, Ledger, Pack, Routing, Tensor, Worker, has_cores
-from hvd_compress.exchange import AdaGrad, Hosts
-from hvd_compress.torch._bucket import Bucket
+from hvd_compress.engine import Ledger, Routing, Tensor, Worker, has_cores
+from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
+from hvd_compress.torch._bucket import Shipment
 from hvd_compress.torch._calls import calls_for
 from hvd_compress.torch._staging import overlapping
 from hvd_compress.torch._waits import Wait
@@ -47,7 +47,7 @@ def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-class Engine(Ledger[Bucket]):
+class Engine(Ledger[Shipment]):
     """Starts, drives and finishes the exchanges of named tensors.
 
     Args:
@@ -76,8 +76,8 @@ class Engine(Ledger[Bucket]):
     ) -> None:
         make_calls = calls_for(routing.exchange, process_set, label)
 
-        def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
-            return Bucket(lanes, pack, make_calls())
+        def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Shipment:
+            return Shipment(Bucket(accounts, pack), make_calls())
 
         hosts = None
         if routing.exchange == "hierarchical":
@@ -90,13 +90,13 @@ class Engine(Ledger[Bucket]):
         self._worker = Worker(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
         self._paid: set[str] = set()
 
-    def waiting(self) -> dict[str, Bucket]:
-        """Return the bucket of each tensor whose gradient `Bucket.put_off` takes."""
+    def waiting(self) -> dict[str, Shipment]:
+        """Return the bucket of each tensor whose gradient `Shipment.put_off` takes."""
         return {name: bucket for bucket in self.buckets for name in bucket.waiting}
 
     @property
     def put_off(self) -> list[str]:
-        """Names of the tensors that `Bucket.put_off` has taken in this step."""
+        """Names of the tensors that `Shipment.put_off` has taken in this step."""
         return [name for bucket in self.buckets for name, gradient in bucket.came.items() if gradient is not None]
 
     def start(self, name: str, gradient: torch.Tensor | None, keep: bool = False) -> None:
@@ -122,7 +122,7 @@ class Engine(Ledger[Bucket]):
         if left == 0:
             self.start_together(bucket)
 
-    def start_together(self, bucket: Bucket) -> None:
+    def start_together(self, bucket: Shipment) -> None:
         """Take and encode all gradients that were put off, now that the last one has come."""
         if self.debts:
             for name, gradient in bucket.came.items():
@@ -132,11 +132,11 @@ class Engine(Ledger[Bucket]):
         if places or flats:
             self._worker.run(self._start_together, bucket, places, flats)
 
-    def _start(self, bucket: Bucket, name: str, flat: Array | None) -> None:
+    def _start(self, bucket: Shipment, name: str, flat: Array | None) -> None:
         self._progress()
         bucket.start(name, flat)
 
-    def _start_together(self, bucket: Bucket, places: dict[str, int], flats: dict[str, Array]) -> None:
+    def _start_together(self, bucket: Shipment, places: dict[str, int], flats: dict[str, Array]) -> None:
         self._progress()
         bucket.start_together(places, flats)
 
@@ -204,7 +204,7 @@ class Engine(Ledger[Bucket]):
         return finite
 
     def combine(self, keep: bool) -> dict[str, torch.Tensor]:
-        """Decode all that has arrived: {name: result}; see `Bucket.combine`."""
+        """Decode all that has arrived: {name: result}; see `Shipment.combine`."""
         self.count_step()
         results: dict[str, torch.Tensor] = {}
         shared = overlapping([span for bucket in self.buckets for span in bucket.spans()])

@@ -288,7 +288,7 @@ def _engine(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> E
         if call.is_named:
             _engines[key] = engine
     if call.scope in _agreed:
-        begun = [(bucket.collectives[0], bucket.name) for bucket in engine.buckets]
+        begun = [shipment.beginning for shipment in engine.buckets]
         first = [Place(collective, collective_name(collective, name)) for collective, name in begun]
         if not first and len(names) > 1:
             first = [Place("allreduce", names[0])]

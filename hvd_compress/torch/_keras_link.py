@@ -13,7 +13,8 @@ from horovod.common.elastic import ObjectState
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.elastic import is_elastic
-from hvd_compress.engine import Bucket, Ledger, Routing, average_share, description, exchanged
+from hvd_compress.engine import Ledger, Routing, average_share, description, exchanged
+from hvd_compress.exchange import Bucket
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._collectives import allreduce_async, broadcast_async, synchronize

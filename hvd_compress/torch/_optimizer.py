@@ -14,7 +14,6 @@ from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
-    Bucket,
     Ledger,
     Routing,
     average_share,
@@ -25,7 +24,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, Bucket, ParameterServer
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._carried import refuse_other_types
 from hvd_compress.torch._engine import described

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hvd_compress.engine import Counters, empty_state, refuse_residuals
+from hvd_compress.engine import empty_state, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
+from hvd_compress.exchange import Counters
 from hvd_compress.torch._completing import Completing
 from hvd_compress.torch._engine import with_tensors
 from hvd_compress.torch._handing import Backward

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hvd_compress.engine import Bucket, Ledger, Routing
+from hvd_compress.engine import Ledger, Routing
 from hvd_compress.exchange import AdaGrad
-from hvd_compress.torch._bucket import Bucket as TorchBucket
+from hvd_compress.torch._bucket import Shipment
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._members import Members
 from hvd_compress.torch._steering import Steering
@@ -25,7 +25,7 @@ class Step:
 
     _engine: Engine | None = None
     _steering: Steering | None = None
-    _alone: Ledger[Bucket] | None = None
+    _alone: Ledger[Any] | None = None
     """With AdaGrad, where this rank exchanges nothing."""
     _itself: weakref.ref[Any]
     """See `_horovod.make_class`; only of the instance."""
@@ -57,7 +57,7 @@ class Step:
     _sparse_now: set[str]
     """Those that are sparse in the step that is not complete yet; it may be abandoned."""
     _adagrad: AdaGrad | None = None
-    _waiting: dict[str, TorchBucket] = {}  # noqa: RUF012 - replaced, never changed
+    _waiting: dict[str, Shipment] = {}  # noqa: RUF012 - replaced, never changed
     """The bucket of each tensor whose gradient a hook only puts there; Horovod's dicts know nothing of it then."""
     _new: dict[str, torch.Tensor] = {}  # noqa: RUF012 - replaced, never changed
     """Parameters that take gradients since this step began."""

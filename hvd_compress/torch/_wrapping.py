@@ -120,9 +120,8 @@ class Wrapping:
     def _meet(self, engine: Engine, told: dict[str, Any], alone: str) -> None:
         """Compare in place of the exchange that ranks begin with who do not know of it; to those, it is an error."""
         if engine.buckets:
-            first = engine.buckets[0]
-            kind = first.collectives[0]
-            name = collective_name(kind, first.name, self.label)
+            kind, first = engine.buckets[0].beginning
+            name = collective_name(kind, first, self.label)
         else:
             # without a tensor, nobody is about to start anything
             kind, name = "allreduce", next(iter(engine.dense), "hvd_compress.members") + self.label

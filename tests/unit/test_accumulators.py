@@ -12,9 +12,10 @@ import pytest
 
 from hvd_compress import AdaGrad, Auto, OneBit, TopK
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Bucket, Ledger, Routing, Tensor, exchange_of, refuse_residuals
+from hvd_compress.engine import Ledger, Routing, Tensor, exchange_of, refuse_residuals
 from hvd_compress.engine import routing as routing_of_engine
 from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.exchange import Bucket
 from hvd_compress.feedback import check_state, read_state, redistribute, write_state
 from tests.close import check_taken_back
 from tests.stages import last_message
@@ -64,7 +65,7 @@ def train(of_all: list[Ledger[Bucket]], number: int, keep: bool = True) -> dict[
             assert bucket.arrive(message)
         for bucket in buckets:
             finished = bucket.finish(keep, 1 / ranks)
-            results |= {name: finished[name].copy() for name in bucket.lanes}
+            results |= {name: finished[name].copy() for name in bucket.accounts}
             results |= {name: bucket.pack.part(name).copy() for name in (bucket.pack.members if bucket.pack else ())}
     for name in SHAPES.keys() - results.keys():
         for ledger in of_all:

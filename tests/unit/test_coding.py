@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import Key
+from hvd_compress import QSGD, Key, wire
 from hvd_compress.coding import elias, golomb
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import bits as bit_kernels
@@ -310,14 +310,17 @@ def test_the_form_follows_from_the_share_of_zeros():
 def test_ternary_streams_are_those_of_the_definition(norm, bucket):
     n = 30_000
     x = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    norms, room = np.empty(-(-n // bucket), np.float32), np.full(elias.ternary_words(n), 2**64 - 1, np.uint64)
-    stream = elias.encode_ternary(x, bucket, norm, Key().words(), norms, room)
+    compressor = QSGD(bits=1, bucket_numel=bucket, norm=norm, coding="elias")
+    room = np.full(compressor.capacity(n, bucket), 255, np.uint8)
+    header, body = wire.open_payload(room[: compressor.encode_into(x, None, room, bucket, Key())])
+    norms, form, nonzeros = body.take(-(-n // bucket), np.float32), header.parameter >> 8, header.entries
+    words = body.rest()
+    assert words.size <= elias.ternary_words(n)
     out = np.zeros(n, np.float32)
-    elias.decode(stream, norms, bucket, 1, np.float32(1), out)
+    elias.decode((words, form, nonzeros), norms, bucket, 1, np.float32(1), out)
     levels = np.sign(out).astype(int).tolist()
     assert (np.abs(out)[out != 0] == np.repeat(norms, bucket)[:n][out != 0]).all()
     assert (np.sign(out) * np.sign(x) >= 0).all()
-    words, form, nonzeros = stream
     assert nonzeros == np.count_nonzero(levels)
     assert form == (elias_kernels.SPARSE_OMEGA if (norm, bucket) == ("l2", 2**20) else elias_kernels.SPARSE_GAMMA)
     assert string_of(words) == string_of(words_of(string_for(form, levels, 1)))

@@ -195,7 +195,7 @@ def owed(member, tensors):
                 part += out._debt[out.share.place(piece)]
             if out._bucket is None:
                 continue
-            transfer = out._bucket.transfers[f"{piece.name}:{piece.within.start}"]
+            transfer = out._bucket.accounts[f"{piece.name}:{piece.within.start}"]
             if transfer.residual is not None:
                 part += transfer.residual
             if transfer.owner_residual is not None:

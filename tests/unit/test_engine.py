@@ -25,7 +25,6 @@ from hvd_compress import (
 )  # fmt: skip
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
-    Bucket,
     Ledger,
     Routing,
     Tensor,
@@ -44,7 +43,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import make_plan
+from hvd_compress.exchange import Bucket, make_plan
 from hvd_compress.fingerprint import agree
 from tests.close import check_taken_back
 from tests.stages import last_message
@@ -99,7 +98,7 @@ def step(of_all: list[Ledger[Bucket]], number: int, keep: bool = True) -> dict[s
         for bucket, results in zip(buckets, sums, strict=True):
             assert bucket.arrive(message)
             finished = bucket.finish(keep, 1.0)
-            results |= {name: finished[name].copy() for name in bucket.lanes}
+            results |= {name: finished[name].copy() for name in bucket.accounts}
             results |= {name: bucket.pack.part(name).copy() for name in (bucket.pack.members if bucket.pack else ())}
     for ledger in of_all:
         ledger.count_step()
@@ -111,7 +110,7 @@ def step(of_all: list[Ledger[Bucket]], number: int, keep: bool = True) -> dict[s
 def owed(of_all: list[Ledger[Bucket]], name: str = "w") -> np.ndarray:
     total = np.zeros(math.prod(SHAPES[name]))
     for ledger in of_all:
-        lane = ledger.lanes[name]
+        lane = ledger.accounts[name]
         if lane.residual is not None:
             total += lane.residual
         if lane.owner_residual is not None:
@@ -135,7 +134,7 @@ def test_routes_follow_the_size_of_a_tensor() -> None:
 def test_small_tensors_travel_beside_compressed_ones() -> None:
     ledger = ledgers(OneBit(), bucket_bytes=10**6)[0]
     assert contents(ledger) == [["u", "v", "w", "s", "c", "b"]]
-    assert list(ledger.lanes) == ["u", "v", "w"]
+    assert list(ledger.accounts) == ["u", "v", "w"]
     assert list(ledger.packs) == ["s", "c", "b"]
     assert not ledger.dense
     assert all(ledger.bucket_of(name) is ledger.buckets[0] for name in SHAPES)
@@ -157,7 +156,7 @@ def test_where_nothing_is_compressed_all_go_dense() -> None:
     small = [Tensor("a", (25,)), Tensor("b", (25,))]
     for ledger in (ledgers(OneBit(), bucket_bytes=10**6, tensors=small)[0], ledgers(None, bucket_bytes=10**6)[0]):
         assert not ledger.is_used
-        assert not ledger.lanes
+        assert not ledger.accounts
         assert not ledger.packs
         assert ledger.dense
 
@@ -182,7 +181,7 @@ def test_what_compression_does_not_make_smaller_goes_dense() -> None:
     # Horovod sends bfloat16 as float32
     halves = [Tensor("w", (40, 50), "float16", 2), Tensor("v", (30, 70)), Tensor("u", (40, 60), "bfloat16", 2)]
     ledger = ledgers(BF16(), exchange="auto", bucket_bytes=10**6, tensors=halves, ranks=4)[0]
-    assert sorted(ledger.lanes) == ["u", "v"]
+    assert sorted(ledger.accounts) == ["u", "v"]
     assert list(ledger.dense) == ["w"]
 
 
@@ -456,7 +455,7 @@ def test_state_of_one_rank_is_for_that_rank() -> None:
     state = of_all[0].state_dict()
     again = ledgers(OneBit())
     again[0].load_state_dict(state)
-    assert again[0].lanes["w"].residual.tobytes() == of_all[0].lanes["w"].residual.tobytes()
+    assert again[0].accounts["w"].residual.tobytes() == of_all[0].accounts["w"].residual.tobytes()
     with pytest.raises(StateError, match="this is rank 1"):
         again[1].load_state_dict(state)
     with pytest.raises(StateError, match="keeps none"):

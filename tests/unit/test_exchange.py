@@ -8,7 +8,7 @@ import pytest
 from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import EXCHANGES, Bucket, Plan, Transfer, chunk_bounds, make_plan, plan_together
+from hvd_compress.exchange import EXCHANGES, Account, Bucket, Plan, chunk_bounds, make_plan, plan_together
 from tests.close import check_taken_back
 from tests.stages import alltoall, sizes_of
 
@@ -227,16 +227,16 @@ def test_an_unknown_exchange_is_refused_for_several_tensors_too() -> None:
 # -- one tensor's way ------------------------------------------------------------------------------------------------
 
 
-def buckets(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> list[Bucket[Transfer]]:
+def buckets(exchange: str, compressor: Compressor, shape: tuple[int, ...], ranks: int) -> list[Bucket]:
     """Of each rank, with one tensor."""
     plan = make_plan(exchange, compressor, shape, ranks)
-    return [Bucket({"w": Transfer("w", plan, compressor, rank)}) for rank in range(ranks)]
+    return [Bucket({"w": Account("w", plan, compressor, rank)}) for rank in range(ranks)]
 
 
-def one_rank(compressor: Compressor, exchange: str, numel: int = 4000) -> tuple[Bucket[Transfer], np.ndarray]:
+def one_rank(compressor: Compressor, exchange: str, numel: int = 4000) -> tuple[Bucket, np.ndarray]:
     """A bucket of one rank, encoded, and what its last collective brings."""
     (bucket,) = buckets(exchange, compressor, (numel,), 1)
-    bucket.encode("w", np.random.default_rng(0).standard_normal(numel).astype(np.float32))
+    bucket.give("w", np.random.default_rng(0).standard_normal(numel).astype(np.float32))
     parcel = bucket.parcel()
     if exchange == "two_phase":
         parcel = bucket.reduce(alltoall([parcel])[0])
@@ -269,7 +269,7 @@ def test_damage_on_the_way_to_the_owner_is_a_wire_error(compressor: Compressor) 
     both = buckets("two_phase", compressor, (4000,), 2)
     x = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
     for bucket in both:
-        assert bucket.encode("w", x.copy())
+        assert bucket.give("w", x.copy())
     parcels = [bucket.parcel() for bucket in both]
     good, _ = alltoall(parcels)
     both[0].reduce(good.copy())
@@ -286,25 +286,26 @@ def test_a_payload_of_another_compressor_is_a_wire_error() -> None:
         bucket.arrive(foreign)
 
 
-def test_finish_needs_encode() -> None:
-    transfer = Transfer("w", make_plan("allgather", OneBit(), (100,), 1), OneBit(), position=0)
-    with pytest.raises(RuntimeError, match="encode"):
-        transfer.finish(keep=True, scale=1.0)
+def test_finish_needs_arrive() -> None:
+    (bucket,) = buckets("allgather", OneBit(), (100,), 1)
+    bucket.give("w", np.ones(100, np.float32))
+    with pytest.raises(RuntimeError, match=r"'w' before arrive"):
+        bucket.finish(keep=True, scale=1.0)
 
 
 @pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
 def test_an_abandoned_step_leaves_both_residuals(exchange: str) -> None:
     (bucket,) = buckets(exchange, OneBit(), (1000,), 1)
-    transfer = bucket.transfers["w"]
+    transfer = bucket.accounts["w"]
     rng = np.random.default_rng(0)
     for _ in range(2):
-        bucket.encode("w", rng.standard_normal(1000).astype(np.float32))
+        bucket.give("w", rng.standard_normal(1000).astype(np.float32))
         parcel = bucket.parcel()
         parcel = bucket.reduce(parcel.buffer) if exchange == "two_phase" else parcel
         assert bucket.arrive(parcel.buffer)
         bucket.finish(keep=True, scale=1.0)
     before = transfer.residual.copy(), None if exchange == "allgather" else transfer.owner_residual.copy()
-    bucket.encode("w", rng.standard_normal(1000).astype(np.float32))
+    bucket.give("w", rng.standard_normal(1000).astype(np.float32))
     if exchange == "two_phase":
         bucket.reduce(bucket.parcel().buffer)
     assert bucket.busy
@@ -316,9 +317,9 @@ def test_an_abandoned_step_leaves_both_residuals(exchange: str) -> None:
 @pytest.mark.parametrize("numel", [1000, 98_304, 100_003])
 def test_payloads_of_fixed_size_have_messages_of_the_same_size_in_every_step(numel: int) -> None:
     bucket, *_ = buckets("two_phase", OneBit(), (numel,), 3)
-    slots = bucket.transfers["w"].plan.slots
+    slots = bucket.accounts["w"].plan.slots
     for x in (np.ones(numel, np.float32), np.zeros(numel, np.float32), np.full(numel, np.nan, np.float32)):
-        bucket.encode("w", x)
+        bucket.give("w", x)
         parcel = bucket.parcel()
         assert sizes_of(parcel, 3) == slots
         assert parcel.buffer.size == sum(slots)
@@ -328,11 +329,11 @@ def test_payloads_of_fixed_size_have_messages_of_the_same_size_in_every_step(num
 
 def test_payloads_of_changing_size_state_their_sizes_in_a_buffer_of_constant_shape() -> None:
     bucket, *_ = buckets("two_phase", Threshold(0.5), (30_000,), 3)
-    bucket.encode("w", np.random.default_rng(0).standard_normal(30_000).astype(np.float32))
+    bucket.give("w", np.random.default_rng(0).standard_normal(30_000).astype(np.float32))
     first = bucket.parcel()
     assert first.sizes is not None
     bucket.abandon()
-    bucket.encode("w", np.zeros(30_000, np.float32))
+    bucket.give("w", np.zeros(30_000, np.float32))
     second = bucket.parcel()
     assert first.buffer.shape == second.buffer.shape
     assert sum(second.sizes) < sum(first.sizes)

@@ -14,9 +14,10 @@ import torch
 from hvd_compress import ConstantThreshold, OneBit, SlopeThreshold, TopK
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
 from hvd_compress.daso import Member
-from hvd_compress.engine import Bucket, Ledger, refuse_residuals
+from hvd_compress.engine import Ledger, refuse_residuals
 from hvd_compress.engine import Tensor as EngineTensor
 from hvd_compress.errors import StateError
+from hvd_compress.exchange import Bucket
 from hvd_compress.feedback import check_state, read_state, redistribute, write_state
 from hvd_compress.gossip import GossipLoopback
 from hvd_compress.gossip.averager import Averager
@@ -180,7 +181,7 @@ def test_values_are_converted_to_the_type_of_the_lane(dtype: str) -> None:
     for given in (np.float32, np.float64):
         entry = {"shape": [100, 100], "values": np.full(10000, 0.5, given)}
         ledger.load_state_dict({**state, "residuals": {"w": entry}})
-        assert ledger.lanes["w"].residual.dtype == (np.float64 if dtype == "float64" else np.float32)
+        assert ledger.accounts["w"].residual.dtype == (np.float64 if dtype == "float64" else np.float32)
     huge = {"shape": [100, 100], "values": np.full(10000, 1e300)}
     if dtype == "float64":
         ledger.load_state_dict({**state, "residuals": {"w": huge}})

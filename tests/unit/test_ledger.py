@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Policy, TopK
-from hvd_compress.engine import Bucket, Ledger, Routing, Tensor
+from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Policy, TopK, wire
+from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Hosts, Parcel
+from hvd_compress.exchange import Bucket, Hosts, Parcel
 from hvd_compress.exchange.raw import CheckedRaw
 from hvd_compress.policy import Assigned
 from tests.close import check_taken_back
@@ -85,7 +85,7 @@ def step(of_all: list[Ledger[Bucket]], number: int, keep: bool = True, without: 
         results = [bucket.finish(keep, 1.0) for bucket in buckets]
         for name in buckets[0].tensors:
             found = [
-                bucket.pack.part(name) if bucket.pack and name not in bucket.lanes else result[name]
+                bucket.pack.part(name) if bucket.pack and name not in bucket.accounts else result[name]
                 for bucket, result in zip(buckets, results, strict=True)
             ]
             if name != without:
@@ -192,16 +192,16 @@ def test_what_a_hierarchy_inherits_is_pending_until_a_step_is_kept(after: str) -
     for one, other in zip(new, old, strict=True):
         one.inherit(other)
     before = owed(new)
-    assert any(lane.pending is not None for lane in new[0].lanes.values())
+    assert any(lane.pending is not None for lane in new[0].accounts.values())
     step(new, 1, keep=False)
     check_taken_back(owed(new), before, largest=20.0)
     before = owed(new)
     # a tensor that is left out keeps what is owed of it; the others pay
     step(new, 2, without="a")
     assert owed(new)["a"].tobytes() == before["a"].tobytes()
-    assert all(lane.pending is None for ledger in new for name, lane in ledger.lanes.items() if name != "a")
+    assert all(lane.pending is None for ledger in new for name, lane in ledger.accounts.items() if name != "a")
     step(new, 3)
-    assert all(lane.pending is None for ledger in new for lane in ledger.lanes.values())
+    assert all(lane.pending is None for ledger in new for lane in ledger.accounts.values())
 
 
 def test_a_loss_scale_converts_what_is_pending_and_debts() -> None:
@@ -254,25 +254,26 @@ def test_who_pays_no_debts_makes_none() -> None:
 
 @pytest.mark.parametrize("owes", [True, False])
 @pytest.mark.parametrize("after", [QSGD(8, norm="max"), CheckedRaw()], ids=repr)
-def test_a_lane_that_keeps_no_residual_inherits_none(after: Any, owes: bool) -> None:
+def test_an_account_that_keeps_no_residual_inherits_none(after: Any, owes: bool) -> None:
     """It would send it beside the debt."""
     old, new = ledgers(routing(TopK(0.1))), ledgers(routing(after))
     if owes:
         step(old, 0)
     else:
-        for lane in (lane for ledger in old for lane in ledger.lanes.values()):
+        for lane in (lane for ledger in old for lane in ledger.accounts.values()):
             lane.fit_residual(np.float32)
     for one, other in zip(new, old, strict=True):
-        assert other.lanes["a"].residual is not None
-        assert other.lanes["a"].is_owing() == owes
+        assert other.accounts["a"].residual is not None
+        assert other.accounts["a"].is_owing() == owes
         one.inherit(other)
-        assert all(lane.residual is lane.pending is lane.owner_residual is None for lane in one.lanes.values())
+        assert all(lane.residual is lane.pending is lane.owner_residual is None for lane in one.accounts.values())
         assert ("a" in one.debts) == owes
-    lane = new[0].lanes["a"]
+    lane = new[0].accounts["a"]
     gradient = np.ones(lane.plan.numel, np.float32)
-    slots = [np.zeros(lane.plan.slots[chunk], np.uint8) for chunk, _ in lane.sent_chunks]
-    lane.encode(gradient, slots)
-    for (_, part), slot in zip(lane.sent_chunks, slots, strict=True):
+    bucket = Bucket({"a": lane})
+    assert bucket.give("a", gradient)
+    payloads = wire.frames(bucket.parcel().buffer, len(lane.sent_chunks))
+    for (_, part), slot in zip(lane.sent_chunks, payloads, strict=True):
         out = np.empty(part.stop - part.start, np.float32)
         assert after.decode_into(slot, out)
         np.testing.assert_array_equal(out, gradient[part])
@@ -303,13 +304,13 @@ def test_randomness_is_not_used_again_after_steps_that_went_dense() -> None:
         ledger.count_step()
         ledger.count_step()
     new[0].inherit(dense[0])
-    assert {lane.step for lane in new[0].lanes.values()} == {3}
+    assert {lane.step for lane in new[0].accounts.values()} == {3}
 
 
 def test_what_auto_assigns_is_followed() -> None:
     chosen = Assigned({"a": OneBit(), "small": OneBit(), "b": NoCompression(), "c": TopK(0.1)})
     ledger = ledgers(routing(chosen))[0]
-    assert ledger.lanes.keys() == {"a", "c"}
+    assert ledger.accounts.keys() == {"a", "c"}
     assert ledger.packs.keys() == {"small"}
     assert ledger.dense.keys() == {"b"}
 
@@ -318,6 +319,6 @@ def test_a_bucket_goes_as_its_tensors_want_if_they_agree() -> None:
     ways = {"a": "allgather", "b": "allgather"}
     whole = Routing(Assigned(dict.fromkeys("abc", OneBit()), ways), "two_phase", min_numel=100, bucket_bytes=4 * 4100)
     # c and b share a bucket, and differ; a has one of its own
-    assert {n: lane.plan.exchange for n, lane in ledgers(whole)[0].lanes.items()} == {
+    assert {n: lane.plan.exchange for n, lane in ledgers(whole)[0].accounts.items()} == {
         "a": "allgather", "b": "two_phase", "c": "two_phase",
     }  # fmt: skip

@@ -23,9 +23,9 @@ from hvd_compress import (
     TopK,
 )
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Bucket, Ledger, Routing, Tensor, check_settings, description, exchanged, resolved
+from hvd_compress.engine import Ledger, Routing, Tensor, check_settings, description, exchanged, resolved
 from hvd_compress.errors import StateError, UnsupportedError, WireError
-from hvd_compress.exchange import make_plan, plan_together
+from hvd_compress.exchange import Bucket, make_plan, plan_together
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
 from tests.stages import last_message
@@ -204,7 +204,7 @@ def test_small_tensors_go_uncompressed_to_the_root_as_well() -> None:
     tensors = [Tensor("w", (20, 20)), Tensor("b", (20,)), Tensor("d", (5,), "float64", 8)]
     for given in (NoCompression(), FP16()):
         ledger = Ledger(Routing(resolved(given, ParameterServer()), ParameterServer()), 2, 0, tensors, Bucket)
-        assert set(ledger.lanes) == {"w", "b", "d"}
+        assert set(ledger.accounts) == {"w", "b", "d"}
     # and those that a compressor leaves out do so beside others only
     ledger = Ledger(Routing(OneBit(), ParameterServer()), 2, 0, tensors, Bucket)
     assert not ledger.buckets
@@ -347,9 +347,9 @@ def test_what_is_owed_moves_to_another_exchange(answer: str, back: bool) -> None
                 for r in range(2)
             )
     for name in given:
-        owed = sum(ledger.lanes[name].whole_residual().astype(np.float64) for ledger in new)
+        owed = sum(ledger.accounts[name].whole_residual().astype(np.float64) for ledger in new)
         for ledger in new:
-            lane = ledger.lanes[name]
+            lane = ledger.accounts[name]
             if lane.owner_residual is not None and lane.owned is not None:
                 owed[lane.owned] += lane.owner_residual
         np.testing.assert_allclose(received[name] + owed, given[name], atol=2e-5)

@@ -16,8 +16,9 @@ import hvd_compress.torch as hvd
 from hvd_compress import FP16, QSGD, Adaptive, Auto, NoCompression, OneBit, Policy, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import Network, Speed
-from hvd_compress.engine import Lane, Routing, pilot
+from hvd_compress.engine import Routing, pilot
 from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress.exchange import Account
 from hvd_compress.loopback import Loopback
 from hvd_compress.policy import Assigned
 from hvd_compress.torch import _steering
@@ -625,17 +626,17 @@ def looking_at_what_is_owed_makes_no_way_slow(how: str) -> None:
     clock = Clock({"none": 1.0, "fp16": 0.9, "onebit": 0.7, "adaptive": 0.95, "mixed": 2.0})
 
     def seen(original: Callable[..., Any]) -> Callable[..., Any]:
-        def slow(lane: Lane, *arguments: Any) -> Any:
+        def slow(account: Account, *arguments: Any) -> Any:
             clock.now += 0.2
-            return original(lane, *arguments)
+            return original(account, *arguments)
 
         return slow
 
     with (
         piloted(_steering.Pilot, network, dict.fromkeys((FP16(), *auto.candidates), Speed())),
         clock.running(),
-        mock.patch.object(Lane, "residual_norm", seen(Lane.residual_norm)),
-        mock.patch.object(Lane, "whole_residual", seen(Lane.whole_residual)),
+        mock.patch.object(Account, "residual_norm", seen(Account.residual_norm)),
+        mock.patch.object(Account, "whole_residual", seen(Account.whole_residual)),
     ):
         model = Net(FEW_SHAPES)
         optimizer = wrap(model, auto)

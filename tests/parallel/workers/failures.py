@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as horovod
@@ -11,7 +10,7 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import OneBit
-from hvd_compress.exchange import Transfer
+from hvd_compress.exchange import Bucket, Parcel
 from tests.parallel.workers.common import MIN_NUMEL, Net, loss_of
 
 WRONG_FROM = 3
@@ -23,15 +22,14 @@ class UserError(Exception):
 
 def corrupt_payloads() -> None:
     """From now on this rank sends payloads of which some bits of the body are wrong."""
-    encode = Transfer.encode
+    parcel_of = Bucket.parcel
 
-    def corrupting(self: Transfer, gradient: Any, slots: Sequence[Any]) -> list[int]:
-        used = encode(self, gradient, slots)
-        for slot, nbytes in zip(slots, used, strict=True):
-            slot[100:nbytes:1000] ^= 4
-        return used
+    def corrupting(self: Bucket) -> Parcel:
+        parcel = parcel_of(self)
+        parcel.buffer[100::1000] ^= 4
+        return parcel
 
-    Transfer.encode = corrupting  # type: ignore[method-assign]
+    Bucket.parcel = corrupting  # type: ignore[method-assign]
 
 
 def main(report: Any, how: str) -> None:

@@ -81,7 +81,7 @@ def sum_of_tensors_that_go_alone(setting: Any) -> None:
     model, oracle = Net(), Oracle(TopK(0.05), exchange, op="sum")
     optimizer = wrap(model, TopK(0.05), exchange, op=hvd.Sum, bucket_bytes=0)
     train(model, optimizer, range(3), check=lambda step: oracle.check_step(model, step))
-    roots = [bucket.root for bucket in optimizer._engine.buckets]
+    roots = [shipment.bucket.root for shipment in optimizer._engine.buckets]
     assert roots == ([0, 1] if setting["root"] == "round_robin" else [1, 1])
 
 
@@ -243,9 +243,9 @@ def the_root_sends_what_comes_back() -> None:
         model = Net()
         optimizer = wrap(model, OneBit(), exchange)
         train(model, optimizer, range(2), check=lambda step: None)
-        lanes = optimizer._engine.lanes.values()
+        accounts = optimizer._engine.accounts.values()
         packs = {id(pack): pack for pack in optimizer._engine.packs.values()}.values()
-        plans = [lane.plan for lane in (*lanes, *packs)]
+        plans = [account.plan for account in (*accounts, *(pack.account for pack in packs))]
         sent = optimizer.compression_stats()["total"]["bytes_sent"]
         if horovod.rank() == root:
             assert sent == 2 * (ranks - 1) * sum(plan.answer_slots[root] for plan in plans)

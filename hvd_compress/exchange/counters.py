@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from hvd_compress.exchange import ring_bytes
+from hvd_compress.exchange.plan import ring_bytes
 
 __all__ = ["Counters"]
 

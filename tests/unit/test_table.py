@@ -1,4 +1,4 @@
-"""Kernels called for many tensors at once: the bytes, sums and residuals of one by one, and the same refusals."""
+"""Tables of many payloads: the bytes, sums and residuals of one by one, and the same refusals."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import Adaptive, OneBit, Threshold, TopK, engine, wire
+from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK, wire
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import AdaGrad, Bucket, Hosts, Transfer, bucket, plan_together
-from hvd_compress.exchange.adagrad import Accumulator
-from hvd_compress.exchange.batch import batches_of
-from hvd_compress.exchange.layout import Layout
+from hvd_compress.exchange import Account, Bucket, message, plan_together
+from hvd_compress.exchange.table import Table
 from hvd_compress.kernels.checksum import checksum
 from tests.close import check_taken_back
+from tests.outsider import SignSum
 
 SHAPES = {"a": (64, 512), "b": (300,), "c": (7, 1000), "d": (1,), "e": (33, 31), "f": (128, 784), "g": (9, 5000)}
 COMPRESSORS = [
@@ -27,15 +26,33 @@ COMPRESSORS = [
     OneBit(error_feedback=False),
     Adaptive(pi=16),
     Adaptive(pi=4, sample=None, error_feedback=False),
+    OneBit(sample=16),
+    Adaptive(pi=16, group="tensor"),
+    Adaptive(pi=16, coding="golomb"),
+    Threshold(0.5),
+    Threshold(0.5, coding="golomb"),
+    TopK(0.02),
+    TopK(k=50, coding="golomb"),
+    Percentile(90, error_feedback=True),
+    Percentile(99.5),
+    Percentile(90, coding="golomb"),
+    QSGD(bits=1),
+    QSGD(bits=3),
+    QSGD(bits=8, norm="max"),
+    QSGD(bits=1, coding="elias"),
+    QSGD(bits=4, coding="elias"),
+    BF16(),
+    NoCompression(),
+    SignSum(),
 ]
 
 
-def buckets(compressor: Compressor, ranks: int, exchange: str) -> list[Bucket[Transfer]]:
+def buckets(compressor: Compressor, ranks: int, exchange: str) -> list[Bucket]:
     plans = plan_together(exchange, {name: (shape, compressor) for name, shape in SHAPES.items()}, ranks)
-    return [Bucket({n: Transfer(n, p, compressor, rank) for n, p in plans.items()}) for rank in range(ranks)]
+    return [Bucket({n: Account(n, p, compressor, rank) for n, p in plans.items()}) for rank in range(ranks)]
 
 
-def encode(of_ranks: Sequence[Bucket[Transfer]], step: int, rng: np.random.Generator) -> list[Any]:
+def encode(of_ranks: Sequence[Bucket], step: int, rng: np.random.Generator) -> list[Any]:
     """Gradients with all that is not ordinary: one is left out, one is NaN, one is float64."""
     parcels = []
     for rank, of_rank in enumerate(of_ranks):
@@ -44,14 +61,14 @@ def encode(of_ranks: Sequence[Bucket[Transfer]], step: int, rng: np.random.Gener
             if step == 1 and rank == 0 and name == "c":
                 x[5] = np.nan
             if step == 2 and name == "b":
-                of_rank.skip(name)
+                of_rank.give(name, None)
             else:
-                of_rank.encode(name, x.astype(np.float64) if step == 3 and name == "a" else x)
+                of_rank.give(name, x.astype(np.float64) if step == 3 and name == "a" else x)
         parcels.append(of_rank.parcel())
     return parcels
 
 
-def last_message(of_ranks: Sequence[Bucket[Transfer]], parcels: Sequence[Any]) -> np.ndarray:
+def last_message(of_ranks: Sequence[Bucket], parcels: Sequence[Any]) -> np.ndarray:
     """What the allgather brings."""
     if of_ranks[0].exchange == "two_phase":
         ranks = len(of_ranks)
@@ -70,14 +87,26 @@ def run(compressor: Compressor, ranks: int, exchange: str) -> list[Any]:
     for step in range(5):
         message = last_message(of_ranks, encode(of_ranks, step, rng))
         finite = [b.arrive(message) for b in of_ranks]
-        assert finite == [step != 1] * ranks
+        # raw values say nothing of themselves: their sum is what it is
+        assert finite == [step != 1 or compressor.reducible] * ranks
         seen.append(message.tobytes())
         for b in of_ranks:
             results = b.finish(finite[0], 0.5)
             seen += [(name, None if r is None else (r.dtype, r.tobytes())) for name, r in sorted(results.items())]
-            for t in b.transfers.values():
+            for t in b.accounts.values():
                 seen += [t.step, *(None if r is None else r.tobytes() for r in (t.residual, t.owner_residual))]
     return seen
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each payload a table of its own."""
+    tables = message.Message.tables
+
+    def apart(self: message.Message, held: Any = None) -> list[Table]:
+        numbers = sorted(number for table in tables(self, held) for number in table.numbers.tolist())
+        return [Table(self.parts[i].compressor, [i], self.parts) for i in numbers]
+
+    monkeypatch.setattr(message.Message, "tables", apart)
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "two_phase"])
@@ -87,15 +116,28 @@ def test_all_at_once_is_one_by_one(
     compressor: Compressor, ranks: int, exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = run(compressor, ranks, exchange)
-    monkeypatch.setattr(bucket, "batches_of", lambda *_: [])
+    one_by_one(monkeypatch)
     assert together == run(compressor, ranks, exchange)
+
+
+def test_payloads_of_one_kind_share_a_table() -> None:
+    def sizes(exchange: str = "allgather", **compressors: Compressor) -> list[int]:
+        plans = plan_together(exchange, {name: ((64, 512), c) for name, c in compressors.items()}, 2)
+        accounts = [Account(name, plans[name], c, 0) for name, c in compressors.items()]
+        return [len(table.rows) for table in message.sent(accounts).tables()]
+
+    assert sizes(a=OneBit(), b=OneBit(), c=Adaptive(), d=TopK(), e=Adaptive()) == [2, 2, 1]
+    assert sizes(a=Threshold(0.5), b=Threshold(0.5), c=Threshold(0.25)) == [2, 1]
+    # groups of more than 15 bits have entries of another type
+    assert sizes(a=Adaptive(), b=Adaptive(group=40000), c=Adaptive()) == [2, 1]
+    assert sizes("two_phase", a=OneBit(), b=OneBit(group=64)) == [2, 2]
 
 
 def costs(exchange: str, left_out: str) -> list[dict[str, Any]]:
     """What the tensors of a bucket have cost each rank in some steps, without times."""
     tensors = [Tensor(name, (64, 512)) for name in "abc"]
     routing = Routing(OneBit(), exchange, min_numel=100)
-    ledgers = [Ledger(routing, 2, rank, tensors, engine.Bucket) for rank in range(2)]
+    ledgers = [Ledger(routing, 2, rank, tensors, Bucket) for rank in range(2)]
     of_ranks = [ledger.buckets[0] for ledger in ledgers]
     for step in range(4):
         parcels = []
@@ -123,46 +165,16 @@ def test_costs_of_all_at_once_are_those_of_one_by_one(
 ) -> None:
     together = costs(exchange, left_out)
     assert all(of_tensor["bytes_sent"] > 0 for report in together for of_tensor in report.values())
-    monkeypatch.setattr(bucket, "batches_of", lambda *_: [])
+    one_by_one(monkeypatch)
     assert together == costs(exchange, left_out)
 
 
-def test_which_tensors_go_together() -> None:
-    def names(exchange: str = "allgather", **compressors: Compressor) -> list[list[str]]:
-        shapes = {"large": (1024, 1024), **dict.fromkeys(compressors, (64, 512))}
-        plans = plan_together(exchange, {n: (s, compressors.get(n, OneBit())) for n, s in shapes.items()}, 4)
-        hosts = Hosts.of_names("aabb") if exchange == "hierarchical" else None
-        transfers = {n: Transfer(n, p, p.chunk_compressors[0], 0, hosts) for n, p in plans.items()}
-        return [list(batch.transfers) for batch in batches_of(transfers, Layout(transfers))]
+def test_a_class_made_from_one_with_kernels_cannot_encode_in_another_way() -> None:
+    with pytest.raises(TypeError, match=r"Mine defines encode_body.*derive from hvd_compress.Compressor"):
 
-    assert names(a=OneBit(), b=OneBit(), c=Adaptive(), d=Adaptive(), e=TopK()) == [["a", "b"], ["c", "d"]]
-    assert names(a=OneBit(), b=OneBit(group=512)) == []  # alone, a call for all is no gain
-    assert names(a=OneBit(sample=64), b=OneBit(sample=64)) == []
-    assert names(a=Adaptive(coding="golomb"), b=Adaptive(coding="golomb")) == []
-    assert names(a=OneBit(), b=OneBit(), c=Threshold(tau=1.0)) == []  # payloads have no fixed places
-    assert names("hierarchical", a=OneBit(), b=OneBit()) == []
-
-
-def test_who_accumulates_goes_alone() -> None:
-    plans = plan_together("two_phase", {n: ((64, 512), OneBit()) for n in "ab"}, 2)
-    transfers = {
-        n: Transfer(n, p, OneBit(), 0, accumulator=Accumulator(AdaGrad(), 1.0)) for n, p in plans.items()
-    }  # fmt: skip
-    assert batches_of(transfers, Layout(transfers)) == []
-
-
-def test_a_class_made_from_a_compressor_keeps_its_own_methods() -> None:
-    class Mine(OneBit):
-        pass
-
-    class AlsoMine(Adaptive):
-        pass
-
-    assert OneBit().many(512) is not None
-    assert Adaptive().many(512) is not None
-    assert Adaptive(group="tensor").many(10**6) is None  # entries of 32 bits
-    assert Mine().many(512) is None
-    assert AlsoMine().many(512) is None
+        class Mine(OneBit):
+            def encode_body(self, *_: Any) -> Any:
+                return None
 
 
 @pytest.mark.parametrize("compressor", [OneBit(), Adaptive(pi=16)], ids=repr)
@@ -173,7 +185,7 @@ def test_every_damage_is_a_wire_error_and_costs_no_residual(compressor: Compress
     for b in of_ranks:
         b.arrive(message)
         b.finish(True, 1.0)
-    before = {name: t.residual.copy() for name, t in of_ranks[0].transfers.items() if t.residual is not None}
+    before = {name: t.residual.copy() for name, t in of_ranks[0].accounts.items() if t.residual is not None}
     message = last_message(of_ranks, encode(of_ranks, 4, rng))
     used = [b for slot in slots_of(of_ranks[0], message.size) for b in slot]
     for at in [*used[:80], *rng.choice(used, 300)]:
@@ -182,15 +194,15 @@ def test_every_damage_is_a_wire_error_and_costs_no_residual(compressor: Compress
         with pytest.raises(WireError):
             of_ranks[0].arrive(damaged)
     of_ranks[0].abandon()
-    after = {name: of_ranks[0].transfers[name].residual for name in before}
+    after = {name: of_ranks[0].accounts[name].residual for name in before}
     check_taken_back(after, before, largest=20.0)
 
 
-def slots_of(of_rank: Bucket[Transfer], size: int) -> list[range]:
+def slots_of(of_rank: Bucket, size: int) -> list[range]:
     """The bytes of all payloads in the last message, without what they leave of their slots."""
     found = []
     at = 0
-    for transfer in [*of_rank.transfers.values()] * 2:
+    for transfer in [*of_rank.accounts.values()] * 2:
         payload = transfer.plan.slots[0]
         found.append(range(at, at + 40 + (payload - 40) // 2))
         at += payload
@@ -225,7 +237,7 @@ def test_damage_on_the_way_to_an_owner_is_a_wire_error(compressor: Compressor) -
 def test_a_forged_body_with_the_right_checksum_is_refused(kind: str) -> None:
     (of_rank,) = buckets(Adaptive(pi=16), 1, "allgather")
     message = last_message([of_rank], encode([of_rank], 0, np.random.default_rng(0))).copy()
-    payload = message[: of_rank.transfers["a"].plan.slots[0]]
+    payload = message[: of_rank.accounts["a"].plan.slots[0]]
     nbytes = int(payload[16:24].view(np.uint64)[0])
     body = payload[wire.HEADER_BYTES : nbytes].view(np.uint16)
     if kind == "count":

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine.lane import Lane
-from hvd_compress.exchange import Accumulator, Hosts, Plan, Raw, aligned_empty
+from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.adagrad import Accumulator
+from hvd_compress.exchange.hosts import Hosts
+from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.exchange.plan import Plan
+from hvd_compress.exchange.raw import Raw
 
 __all__ = ["Pack"]
 
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 
 
-class Pack(Lane):
+class Pack:
     """Lays tensors too small to compress into one buffer, which travels uncompressed as one payload.
+
+    Nothing is owed of them. A value that is not finite stays one, where a compressor would give up the whole tensor.
 
     Args:
         name: of the pack, the same on all ranks.
@@ -29,7 +33,7 @@ class Pack(Lane):
         plan: of all elements together, see `shape_of`.
         position: of this rank among those that take part.
         hosts: of the ranks, for a hierarchical exchange.
-        accumulator_of_all: of all elements, for AdaGrad, which every rank applies to the sums.
+        accumulator: of all elements, for AdaGrad, which every rank applies to the sums.
     """
 
     compressor: ClassVar[Compressor] = Raw()
@@ -42,10 +46,11 @@ class Pack(Lane):
         plan: Plan,
         position: int,
         hosts: Hosts | None = None,
-        accumulator_of_all: Accumulator | None = None,
+        accumulator: Accumulator | None = None,
     ) -> None:
-        super().__init__(name, plan, self.compressor, position, hosts)
-        self.accumulator_of_all = accumulator_of_all
+        self.name = name
+        self.account = Account(name, plan, self.compressor, position, hosts)
+        self.accumulator = accumulator
         self.shapes = dict(members)
         self._places: dict[str, slice] = {}
         at = 0
@@ -70,7 +75,7 @@ class Pack(Lane):
         return self._places[member]
 
     def part(self, member: str) -> Array:
-        """Return a member's elements in the buffer: its gradient before `encode`, its sum after `finish`."""
+        """Return a member's elements in the buffer: its gradient until all have come, its sum after the exchange."""
         return self.buffer[self._places[member]]
 
     def put(self, member: str, values: Array | None) -> bool:
@@ -83,27 +88,22 @@ class Pack(Lane):
         """Return the share of the pack's bytes and seconds that the member has to bear."""
         return self.part(member).size / self.buffer.size
 
-    def arrive(self, payloads: Sequence[Bytes]) -> bool:
-        # nothing is owed of small tensors, so they can be decoded before it is known whether the step is kept; and
-        # a value that is not finite stays one, where a compressor would give up the whole tensor
-        finite = super().arrive(payloads)
-        self._decode(self.buffer, 1.0)
-        if self.accumulator_of_all is not None:
-            return self.accumulator_of_all.precondition(self.buffer) and finite
-        return finite and bool(np.isfinite(self.buffer).all())
+    def arrive(self) -> bool:
+        """Take the sum that was decoded into the buffer; returns whether it is finite."""
+        if self.accumulator is not None:
+            return self.accumulator.precondition(self.buffer)
+        return bool(np.isfinite(self.buffer).all())
 
-    def finish(self, keep: bool, scale: float) -> Array:
-        begin = time.perf_counter()
-        accumulator = self.accumulator_of_all
-        self.buffer *= np.float32(scale if accumulator is None else accumulator.loss_scale)
-        if accumulator is not None:
-            accumulator.settle(keep)
-        self.abandon()
-        self.note("finish", 1, time.perf_counter() - begin)
-        return self.buffer
+    def finish(self, keep: bool, scale: float) -> None:
+        """End the step: make the sum what members get."""
+        self.buffer *= np.float32(scale if self.accumulator is None else self.accumulator.loss_scale)
+        self._end(keep)
 
     def abandon(self) -> None:
-        super().abandon()
-        if self.accumulator_of_all is not None:
-            self.accumulator_of_all.settle(keep=False)
+        """Forget a step in flight."""
+        self._end(keep=False)
+
+    def _end(self, keep: bool) -> None:
+        if self.accumulator is not None:
+            self.accumulator.settle(keep)
         self._missing = set(self._places)

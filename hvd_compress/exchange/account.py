@@ -1,0 +1,191 @@
+"""Keep account of one tensor on one rank: what it still owes, and what its exchanges have cost."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.compressors import Compressor, Key
+from hvd_compress.exchange.adagrad import Accumulator
+from hvd_compress.exchange.counters import Counters
+from hvd_compress.exchange.hosts import Hosts
+from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.exchange.plan import Plan, ring_bytes
+from hvd_compress.kernels.common import norm
+
+__all__ = ["Account"]
+
+Array = npt.NDArray[Any]
+
+
+class Account:
+    """Holds what is kept of a tensor from one step to the next.
+
+    Args:
+        name: of the tensor, the same on all ranks; it keys the randomness.
+        plan: sizes and bounds, equal on all ranks.
+        compressor: of the whole tensor.
+        position: of this rank among those that take part.
+        hosts: of the ranks, for a hierarchical exchange.
+        itemsize: bytes per element of the uncompressed gradient, for the statistics.
+        accumulator: of the elements that this rank owns; with it, results are AdaGrad's updates.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: Plan,
+        compressor: Compressor,
+        position: int,
+        hosts: Hosts | None = None,
+        itemsize: int = 4,
+        accumulator: Accumulator | None = None,
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.position = position
+        self.hosts = hosts
+        self.chunk = position if hosts is None else hosts.chunk_of(position)
+        """The chunk that this rank owns."""
+        self.keeps_residual = compressor.feedback
+        """Whether error feedback is on."""
+        self.owner_keeps_residual = any(answer.feedback for answer in plan.answer_compressors)
+        """Whether it is on for sums."""
+        self.residual: Array | None = None
+        """Of the elements in `shard`."""
+        self.owner_residual: Array | None = None
+        """Of the elements in `owned`: in units of the sum, with an accumulator in units of the update."""
+        self.pending: Array | None = None
+        """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
+        shard only."""
+        self.accumulator = accumulator
+        self.step = 0
+        self.counters = Counters()
+        self.dense_bytes = ring_bytes(plan.numel * itemsize, plan.ranks)
+        """What one allreduce of the uncompressed gradient would send."""
+        self._seed = compressor.seed
+
+    @cached_property
+    def owned(self) -> slice | None:
+        """The elements whose sum this rank makes; None if there are none."""
+        if self.plan.exchange == "allgather":
+            return None
+        return next((part for chunk, part in self.plan.chunks if chunk == self.chunk), None)
+
+    @cached_property
+    def shard(self) -> slice:
+        """The elements that this rank encodes: all, or in a hierarchical exchange its share of its host's sum."""
+        if self.hosts is None:
+            return slice(0, self.plan.numel)
+        return self.shard_of(self.position)
+
+    def shard_of(self, position: int) -> slice:
+        """Return the elements that a rank of this host encodes in a hierarchical exchange."""
+        if self.hosts is None:
+            raise RuntimeError(f"the exchange of {self.name!r} is not hierarchical: it has no shards")
+        chunks = self.hosts.shard_of(position)
+        return slice(self.plan.bounds[chunks.start], self.plan.bounds[chunks.stop])
+
+    @cached_property
+    def sent_chunks(self) -> list[tuple[int, slice]]:
+        """The number and elements of each chunk that this rank encodes and that has a payload."""
+        wanted = range(len(self.plan.slots)) if self.hosts is None else self.hosts.shard_of(self.position)
+        return [(chunk, part) for chunk, part in self.plan.chunks if chunk in wanted]
+
+    def key_of(self, hop: int, chunk: int) -> Key:
+        """Return what random choices depend on in this step: in hop 0 for gradients, in hop 1 for sums."""
+        return Key(self._seed, self.name, self.step, self.position, hop, chunk)
+
+    # -- residuals -----------------------------------------------------------------------------------------------
+
+    def fit_residual(self, dtype: npt.DTypeLike) -> Array:
+        """Return the residual in this type, zeros if there is none yet."""
+        self.residual = _fitted(self.residual, self.shard, dtype)
+        return self.residual
+
+    def fit_owner_residual(self, dtype: npt.DTypeLike) -> Array:
+        """Return the owner's residual, of the sums of `owned`, in this type."""
+        self.owner_residual = _fitted(self.owner_residual, self.owned or slice(0, 0), dtype)
+        return self.owner_residual
+
+    def is_owing(self) -> bool:
+        """Tell whether this rank still owes anything of this tensor."""
+        return any(r.any() for r in self._debts())
+
+    def inherit(self, other: Account) -> None:
+        """Take over the step number and residuals of an account of the same tensor with another compressor or plan.
+
+        One that keeps no residuals takes none: they are debts then (`Ledger.inherit`), and would count twice.
+        """
+        self.step = other.step
+        if not self.keeps_residual:
+            return
+        if other.residual is not None or other.pending is not None:
+            self.take_residual(other.whole_residual())
+        if other.owner_residual is not None and other.owned is not None:
+            self.take_owed(other.owned.start, other.owner_residual)
+
+    def take_residual(self, values: Array) -> None:
+        """Take over a residual of all elements, and its memory."""
+        self.residual, self.pending = None, None
+        if self.shard == slice(0, values.size):
+            self.residual = values
+        elif values.any():
+            self.pending = values
+
+    def take_owed(self, start: int, values: Array) -> None:
+        """Take over an owner's residual of the elements from `start`, in units of the sum, whoever owns them now."""
+        # with AdaGrad owners owe updates: what is owed in units of the sum has to go with the next gradients
+        if self.accumulator is None and self.owned == slice(start, start + values.size):
+            self.owner_residual = values
+            return
+        # both kinds of residual are in units of the sum
+        whole = self.whole_residual(values.dtype)
+        whole[start : start + values.size] += values
+        self.take_residual(whole)
+
+    def whole_residual(self, dtype: npt.DTypeLike = np.float32) -> Array:
+        """Return what this rank owes as a sender, of all elements: the residual itself, or a new array."""
+        residual, pending = self.residual, self.pending
+        if residual is not None and residual.size == self.plan.numel:
+            return residual
+        known = pending if residual is None else residual
+        whole = aligned_empty(self.plan.numel, dtype if known is None else known.dtype)
+        whole[...] = 0 if pending is None else pending
+        if residual is not None:
+            whole[self.shard] += residual
+        return whole
+
+    def all_owed(self) -> Array:
+        """Return all that this rank owes, as a sender and as an owner; may use the residuals' memory for it."""
+        owed = self.whole_residual()
+        if self.owner_residual is not None and self.owned is not None:
+            owed[self.owned] += self.owner_residual
+        return owed
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residuals, which are in units of scaled gradients; updates have no scale."""
+        for owed in (self.residual, self.pending, self.owner_residual if self.accumulator is None else None):
+            if owed is not None:
+                owed *= factor
+
+    def residual_norm(self) -> float:
+        """Compute the Euclidean norm of what this rank still owes."""
+        return math.hypot(*(norm(owed) for owed in self._debts()))
+
+    def _debts(self) -> list[Array]:
+        return [r for r in (self.residual, self.pending, self.owner_residual) if r is not None]
+
+
+def _fitted(residual: Array | None, part: slice, dtype: npt.DTypeLike) -> Array:
+    if residual is None:
+        # complete before anybody sees it: statistics may be asked for on another thread
+        new = aligned_empty(part.stop - part.start, dtype)
+        new[...] = 0
+        return new
+    # the model may have been converted to another type since
+    return residual.astype(dtype, copy=False)

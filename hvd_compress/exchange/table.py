@@ -1,0 +1,165 @@
+"""One table of a bucket: payloads of a message that kernels of one kind make or read in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvd_compress.compressors import Compressor, Key, tables
+from hvd_compress.errors import WireError
+from hvd_compress.kernels.table import (
+    ADD,
+    COLUMNS,
+    DIMENSIONS,
+    FLAGS,
+    GRADIENT,
+    GROUP,
+    LIMIT,
+    NONFINITE,
+    NUMEL,
+    PAYLOAD,
+    ROOM,
+    USED,
+    X,
+)
+
+if TYPE_CHECKING:
+    from hvd_compress.exchange.message import Part
+
+__all__ = ["Damaged", "Table"]
+
+Numbers = npt.NDArray[np.int64]
+Dtype = np.dtype[Any]
+
+
+class Damaged(WireError):
+    """A payload is damaged: the one of a tensor, given by its number in the bucket."""
+
+    def __init__(self, tensor: int, reason: WireError) -> None:
+        super().__init__(str(reason))
+        self.tensor = tensor
+
+
+class Table:
+    """Rows of payloads, with what is the same in every step filled in.
+
+    Args:
+        compressor: of all of them, with one kind of kernels for all of their groups.
+        numbers: of the parts.
+        parts: of the message.
+    """
+
+    def __init__(self, compressor: Compressor, numbers: Sequence[int], parts: Sequence[Part]) -> None:
+        self.compressor = compressor
+        self.has_feedback = compressor.feedback
+        """Whether residuals are encoded, to which gradients are added."""
+        self.numbers = np.array(numbers, np.int64)
+        """Of the parts, in their message."""
+        chosen = [parts[i] for i in numbers]
+        self.tensors = np.array([part.tensor for part in chosen], np.int64)
+        """The number of the tensor of each row."""
+        self.held = list(dict.fromkeys(self.tensors.tolist()))
+        """The numbers of its tensors."""
+        self._chunks = [part.chunk for part in chosen]
+        self._starts = np.array([part.start for part in chosen], np.int64)
+        self.rows = np.zeros((len(chosen), COLUMNS), np.int64)
+        self.rows[:, NUMEL] = [part.numel for part in chosen]
+        self.rows[:, GROUP] = [part.group for part in chosen]
+        self.rows[:, LIMIT] = [compressor.limit_of(part.numel, part.group) for part in chosen]
+        self.rows[:, DIMENSIONS] = 1
+        self.rows[:, ADD] = [part.adds for part in chosen]
+        # kernels want at least one element
+        is_empty = any(part.numel == 0 for part in chosen)
+        self._kernels = None if is_empty else compressor.kernels(chosen[0].group)
+        self._slots = np.array([part.slot for part in chosen], np.int64)
+
+    def encode(
+        self,
+        x_at: Numbers,
+        gradients_at: Numbers | None,
+        places: Numbers,
+        dtype: Dtype,
+        key_of: Callable[[int, int], Key],
+        used: Numbers,
+    ) -> None:
+        """Encode tensors into the slots at `places`, and fill `used` with the bytes of their payloads.
+
+        Args:
+            x_at: where the residual of each tensor lies, or its values where there are no gradients.
+            gradients_at: where its gradient lies; None without error feedback.
+            places: where the slot of each part lies.
+            dtype: of both.
+            key_of: (number of a tensor, chunk): what random choices depend on.
+            used: by part.
+
+        Raises:
+            ContractError: see `tables.encode`.
+        """
+        rows = self._placed(x_at, gradients_at, places, self._slots, dtype)
+        try:
+            tables.encode(
+                self.compressor,
+                self._kernels,
+                rows,
+                tables.LIKE[dtype],
+                lambda i: key_of(int(self.tensors[i]), self._chunks[i]),
+            )
+        finally:
+            # what is encoded can be taken back, whatever happens to the next one
+            used[self.numbers] = rows[:, USED]
+
+    def check(self, places: Numbers, sizes: Numbers, flags: Numbers) -> bool:
+        """Check payloads that have come and fill `flags`, by part; returns whether all values are finite.
+
+        Raises:
+            Damaged: the first one that is not as expected.
+        """
+        rows = self.rows
+        rows[:, PAYLOAD], rows[:, ROOM] = places[self.numbers], sizes[self.numbers]
+        bad = tables.check(self.compressor, rows)
+        if bad >= 0:
+            raise self._damaged(bad, tables.LIKE[np.dtype(np.float32)])
+        flags[self.numbers] = rows[:, FLAGS]
+        return not np.bitwise_or.reduce(rows[:, FLAGS]) & NONFINITE
+
+    def decode(
+        self, outs_at: Numbers, places: Numbers, sizes: Numbers, flags: Numbers, dtype: Dtype, scale: float
+    ) -> None:
+        """Decode payloads that `check` has passed into the tensors at `outs_at`, times `scale`.
+
+        Raises:
+            Damaged: the first one with a damaged body.
+        """
+        rows = self._placed(outs_at, None, places, sizes, dtype)
+        rows[:, FLAGS] = flags[self.numbers]
+        bad = tables.decode(self.compressor, self._kernels, rows, tables.LIKE[dtype], scale)
+        if bad >= 0:
+            raise self._damaged(bad, tables.LIKE[dtype])
+
+    def take_back(
+        self, x_at: Numbers, gradients_at: Numbers, lost: npt.NDArray[np.bool_], places: Numbers, dtype: Dtype,
+        used: Numbers,
+    ) -> None:  # fmt: skip
+        """Make residuals what they were before `encode`; gradients that are lost stay owed."""
+        rows = self._placed(x_at, gradients_at, places, self._slots, dtype)
+        rows[lost[self.tensors], GRADIENT] = 0
+        rows[:, USED] = used[self.numbers]
+        tables.take_back(self.compressor, self._kernels, rows, tables.LIKE[dtype])
+
+    def _placed(
+        self, x_at: Numbers, gradients_at: Numbers | None, places: Numbers, room: Numbers, dtype: Dtype
+    ) -> Numbers:
+        """Return the rows with these addresses, of whole tensors and of slots."""
+        offsets = dtype.itemsize * self._starts
+        rows = self.rows
+        rows[:, X] = x_at[self.tensors] + offsets
+        rows[:, GRADIENT] = 0 if gradients_at is None else gradients_at[self.tensors] + offsets
+        rows[:, PAYLOAD] = places[self.numbers]
+        rows[:, ROOM] = room if room is self._slots else room[self.numbers]
+        return rows
+
+    def _damaged(self, i: int, like: Any) -> Damaged:
+        return Damaged(int(self.tensors[i]), tables.explain(self.compressor, self.rows[i], like))
