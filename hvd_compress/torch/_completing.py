@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import horovod.torch as hvd
 import torch
@@ -16,9 +16,8 @@ from hvd_compress.engine import Ledger
 from hvd_compress.errors import GradientError, MismatchError
 from hvd_compress.torch._beginning import compare_beginnings
 from hvd_compress.torch._engine import precondition
-from hvd_compress.torch._sending import EXCHANGED
+from hvd_compress.torch._sending import EXCHANGED, Sending
 from hvd_compress.torch._staging import all_finite
-from hvd_compress.torch._step import Step
 from hvd_compress.torch._waits import Wait
 
 __all__ = ["Completing"]
@@ -29,14 +28,14 @@ _RECIPE = (
 )
 
 
-class Completing(Step):
+class Completing(Sending):
     """Methods of `Overrides` that complete a step."""
 
-    def _is_hooked(self: Any) -> bool:
+    def _is_hooked(self) -> bool:
         """Whether backward passes tell this optimizer of their gradients."""
         return hasattr(self, "_members")
 
-    def _refuse_while_open(self: Any, what: str, kind: type[Exception]) -> None:
+    def _refuse_while_open(self, what: str, kind: type[Exception]) -> None:
         if self._is_open:
             raise kind(
                 f"{what} between loss.backward() and step() or synchronize(): gradients are being exchanged, since "
@@ -44,7 +43,7 @@ class Completing(Step):
             )
 
     @torch.no_grad()
-    def _combining(self: Any) -> Iterator[Wait]:
+    def _combining(self) -> Iterator[Wait]:
         """Complete the exchange of a step, after which `.grad` is the combined gradient: yields what is waited for."""
         try:
             if self._alone is not None:
@@ -74,7 +73,7 @@ class Completing(Step):
             self._given = {}
             raise
 
-    def _combining_ranks(self: Any) -> Iterator[Wait]:
+    def _combining_ranks(self) -> Iterator[Wait]:
         if self._engine is not None and not self._has_compared:
             yield from self._comparing()
         # told at the end: the step has to be the same on all ranks
@@ -93,11 +92,10 @@ class Completing(Step):
             self._plain_steps += 1
             self._sparse_steps.update(self._sparse_now)
             self._sparse_now.clear()
-        changes = self._steering is not None and self._steering.end()
-        if changes:
+        if self._steering is not None and self._steering.end():
             self._count_plain()
             followed = self._make_engine(self._steering.routing)
-            followed.inherit(self._engine)
+            followed.inherit(self._known_engine())
             self._engine = followed
             self._begin_way()
         elif self._engine is not None and not self._is_plain:
@@ -105,7 +103,7 @@ class Completing(Step):
         if changed is not None:
             self._warn_of_change(changed)
 
-    def _wait_first_where_others_would_meet(self: Any) -> None:
+    def _wait_first_where_others_would_meet(self) -> None:
         """See `Wrapping.agree_again`: of what Horovod reduces, this is refused if another rank's parameters changed."""
         if self._engine is None or self._engine.buckets:
             return
@@ -113,7 +111,7 @@ class Completing(Step):
         if met in self._handles:
             self._handles = {met: self._handles[met], **self._handles}
 
-    def _comparing(self: Any) -> Iterator[Wait]:
+    def _comparing(self) -> Iterator[Wait]:
         """Let all ranks know which gradients are sparse, and tell the user if their parameters differ."""
         beginning = yield from compare_beginnings(self._members.by_name, self._wrapping.label, self.process_set)
         self._sparse_dims = beginning.sparse_dims
@@ -128,7 +126,7 @@ class Completing(Step):
                 stacklevel=2,
             )
 
-    def _ungroup(self: Any) -> None:
+    def _ungroup(self) -> None:
         """Turn a group's entry into one of each of its parameters."""
         for group in [g for g in self._handles if isinstance(g, tuple)]:
             handles, ctxs = self._handles[group]
@@ -138,12 +136,13 @@ class Completing(Step):
         for group in self._group_counts:
             self._group_counts[group] = 0
 
-    def _submit_missing(self: Any) -> None:
+    def _submit_missing(self) -> None:
         """Start what no hook has started, in the order of the parameters."""
-        started = set(self._engine.put_off) if self._waiting else set()
+        engine = self._engine
+        started = set(engine.put_off) if engine is not None and self._waiting else set()
         for p, (handle, _) in self._handles.items():
             if handle is not None:
-                started.update(map(self._parameter_names.get, p if isinstance(p, tuple) else (p,)))
+                started.update(map(self._parameter_names.__getitem__, p if isinstance(p, tuple) else (p,)))
         if self._adagrad is not None:
             self._leave_out_resting()
         if len(started) == len(self._requires_update):
@@ -155,9 +154,10 @@ class Completing(Step):
                 # one memory for several elements, as `expand` makes it, cannot hold a result
                 p.grad = p.grad.contiguous()
             self._handles[p] = self._allreduce_grad_async(p)
-            self._given[name] = p.grad
+            # it has one now, if it had none
+            self._given[name] = cast(torch.Tensor, p.grad)
 
-    def _changed_early(self: Any) -> str | None:
+    def _changed_early(self) -> str | None:
         """A tensor that was changed after fewer passes than a step may have, and so before its exchange."""
         if self._has_warned or self._engine is None or self._is_plain:
             return None
@@ -167,7 +167,7 @@ class Completing(Step):
                 return name
         return None
 
-    def _warn_of_change(self: Any, name: str) -> None:
+    def _warn_of_change(self, name: str) -> None:
         self._has_warned = True
         warnings.warn(
             f"the gradient of {name!r} was changed after fewer than backward_passes_per_step="
@@ -177,13 +177,14 @@ class Completing(Step):
             stacklevel=2,
         )
 
-    def _leave_out_resting(self: Any) -> None:
+    def _leave_out_resting(self) -> None:
         """Go on without the tensors that are frozen now, in exchanges that were laid out with them."""
+        engine = self._known_engine()
         for name in self._members.resting:
-            if self._engine.exchanges(name):
-                self._engine.start(name, None)
+            if engine.exchanges(name):
+                engine.start(name, None)
 
-    def _submit_missing_groups(self: Any) -> None:
+    def _submit_missing_groups(self) -> None:
         """Start the groups in which a tensor got no gradient, where all is Horovod's own.
 
         Its `synchronize` (l. 259-271) would send their tensors one by one, and ranks that have all gradients the group:
@@ -203,9 +204,9 @@ class Completing(Step):
                 elif p.grad.is_sparse:
                     p.grad = p.grad.to_dense()
             self._handles[group] = self._grouped_allreduce_grad_async(group)
-            self._given.update((self._parameter_names[p], p.grad) for p in group)
+            self._given.update((self._parameter_names[p], cast(torch.Tensor, p.grad)) for p in group)
 
-    def _complete(self: Any, finite: bool, harms: list[GradientError]) -> None:
+    def _complete(self, finite: bool, harms: list[GradientError]) -> None:
         """Decide the whole step, when all is here: one value that is not finite takes all residuals back.
 
         In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
@@ -216,7 +217,7 @@ class Completing(Step):
         for p, output in self._waited():
             # where nothing is owed, nothing depends on it
             finite = finite and (not owes or all_finite(output))
-            if self._adagrad is not None:
+            if self._adagrad is not None and engine is not None:
                 finite = precondition(engine, self._parameter_names[p], output) and finite
             results[self._parameter_names[p]] = output
         if engine is not None:
@@ -233,13 +234,13 @@ class Completing(Step):
             # gradients are the combined ones all the same: replicas stay equal where the error is caught
             raise harms[0]
 
-    def _forget_handles(self: Any) -> None:
+    def _forget_handles(self) -> None:
         # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
         handled = [p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))]
         self._allreduce_delay.update(dict.fromkeys(handled, self.backward_passes_per_step))
         self._handles.clear()
 
-    def _waited(self: Any) -> Any:
+    def _waited(self) -> Any:
         """(parameter, sum) of all that Horovod has reduced itself."""
         for key, (handle, ctx) in self._handles.items():
             if handle is EXCHANGED:
@@ -254,7 +255,7 @@ class Completing(Step):
                 compression = self._dense_compression(self._parameter_names[key])
                 yield key, compression.decompress(hvd.synchronize(handle), ctx)
 
-    def _take_result(self: Any, name: str, p: torch.Tensor, output: torch.Tensor) -> None:
+    def _take_result(self, name: str, p: torch.Tensor, output: torch.Tensor) -> None:
         """Make a combined gradient what `.grad` is, in its memory where that can hold it."""
         gradient = p.grad
         if gradient is None:
@@ -269,7 +270,7 @@ class Completing(Step):
         else:
             gradient.copy_(output)
 
-    def _harms(self: Any) -> list[GradientError]:
+    def _harms(self) -> list[GradientError]:
         """What to tell the user of gradients that are not what they were when they were handed over."""
         given, versions = self._given, self._versions
         return [
@@ -278,7 +279,7 @@ class Completing(Step):
             if name in given and (p.grad is not given[name] or p.grad._version != versions[name])
         ]
 
-    def _harm(self: Any, name: str, gradient: torch.Tensor | None) -> GradientError:
+    def _harm(self, name: str, gradient: torch.Tensor | None) -> GradientError:
         if gradient is None:
             return GradientError(
                 f"the gradient of {name!r} was cleared while it was exchanged. Clear gradients after step(). {_RECIPE}"
@@ -288,7 +289,7 @@ class Completing(Step):
             "Register hooks that change gradients before the optimizer is wrapped"
         )
 
-    def _wait_for_dense(self: Any) -> None:
+    def _wait_for_dense(self) -> None:
         """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step.
 
         Those that fail are over, too: an elastic run restores its state after a step that has failed.
@@ -301,7 +302,7 @@ class Completing(Step):
                 elif handle is not None and handle is not EXCHANGED:
                     hvd.synchronize(handle)
 
-    def _precondition_alone(self: Any, ledger: Ledger[Any]) -> None:
+    def _precondition_alone(self, ledger: Ledger[Any]) -> None:
         """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
         finite = True
         for name, p in self._members.by_name.items():

@@ -9,26 +9,26 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_compress.errors import GradientError, UnsupportedError
+from hvd_compress.torch._completing import Completing
 from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._horovod import form_groups
 from hvd_compress.torch._members import Members
 from hvd_compress.torch._owners import refuse_retired
-from hvd_compress.torch._step import Step
 from hvd_compress.torch._waits import run_together
 from hvd_compress.torch._wrapping import in_use
 
 __all__ = ["Backward"]
 
 
-class Backward(Step):
+class Backward(Completing):
     """Methods of `Overrides` that backward passes call."""
 
-    def _register_hooks(self: Any) -> None:
+    def _register_hooks(self) -> None:
         self._given, self._versions, self._sparse_dims = {}, {}, {}
         self._members = Members(self._parameter_names, partial(_on_gradient, weakref.ref(self)))
         self._take_members()
 
-    def _take_members(self: Any) -> dict[str, torch.Tensor]:
+    def _take_members(self) -> dict[str, torch.Tensor]:
         """Take over which parameters take gradients now; returns those that never did so before."""
         new: dict[str, torch.Tensor] = self._members.take(self.param_groups)
         self._requires_update = set(self._members.by_name.values())
@@ -40,17 +40,16 @@ class Backward(Step):
             form_groups(self)
         return new
 
-    def _take_gradient(self: Any, name: str, p: Any) -> None:
+    def _take_gradient(self, name: str, p: Any) -> None:
         """What Horovod's hook (l. 226-251) does, in a fraction of the time for tensors that wait for others."""
         if not self._is_open and self._members.is_of(name, p, self.param_groups):
             self._open(name, p)
         if name not in self._members.by_name or not self._is_open:
             # a parameter that was taken out of the groups: no step begins with it
             return
-        gradient = p.grad
-        bucket = self._waiting.get(name)
+        gradient, engine, bucket = p.grad, self._engine, self._waiting.get(name)
         left = None if bucket is None else bucket.put_off(name, gradient)
-        if left is None:
+        if bucket is None or left is None or engine is None:
             self._take_slowly(name, p)
             return
         if self._steering is not None:
@@ -59,11 +58,11 @@ class Backward(Step):
         if not self._is_queued or len(self._given) == len(self._requires_update):
             self._queue_end()
         if left == 0:
-            self._engine.start_together(bucket)
+            engine.start_together(bucket)
         elif left % _TENSORS_PER_PROGRESS == 0:
-            self._engine.progress()
+            engine.progress()
 
-    def _take_slowly(self: Any, name: str, p: Any) -> None:
+    def _take_slowly(self, name: str, p: Any) -> None:
         if name in self._given:
             self._refuse_pass(name)
         if p.grad.requires_grad:
@@ -78,19 +77,19 @@ class Backward(Step):
         elif not self._has_warned and not p.grad._is_view():
             self._versions[name] = p.grad._version
 
-    def _refuse_pass(self: Any, name: str) -> NoReturn:
+    def _refuse_pass(self, name: str) -> NoReturn:
         raise GradientError(
             f"gradient of {name!r} was computed more than backward_passes_per_step={self.backward_passes_per_step} "
             "times before step() or zero_grad(). Call one of them after each backward pass, also after one that has "
             "failed, or increase backward_passes_per_step"
         )
 
-    def _queue_end(self: Any) -> None:
+    def _queue_end(self) -> None:
         """Let this backward pass call `_on_backward_end`; twice does no harm."""
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._is_queued = True
 
-    def _on_backward_end(self: Any) -> None:
+    def _on_backward_end(self) -> None:
         """Complete the exchange if all gradients of this rank are here, so that `.grad` is what is to be used."""
         self._is_queued = False
         for name, p in self._new_members():
@@ -104,16 +103,16 @@ class Backward(Step):
             # others, of which this pass has computed all gradients too, and this one, in the order of all ranks
             run_together([other._combining() for other in in_use() if other._is_ready()])
 
-    def _new_members(self: Any) -> list[tuple[str, torch.Tensor]]:
+    def _new_members(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters that were hooked in the middle of this pass, when it had computed their gradients already."""
         new, self._new = self._new, {}
         return [(name, p) for name, p in new.items() if p.grad is not None and name not in self._given]
 
-    def _is_ready(self: Any) -> bool:
+    def _is_ready(self) -> bool:
         """Whether all gradients of this rank have come."""
         return self._is_open and len(self._given) == len(self._requires_update)
 
-    def _open(self: Any, name: str | None = None, p: torch.Tensor | None = None) -> None:
+    def _open(self, name: str | None = None, p: torch.Tensor | None = None) -> None:
         """Begin a step, whose first gradient is that of parameter `p`; now and then a collective."""
         if self._retired:
             refuse_retired()
@@ -125,19 +124,14 @@ class Backward(Step):
             self._renew()
         self._is_open, self._is_queued = True, False
 
-    def _was_combined(self: Any, name: str, gradient: Any) -> bool:
+    def _was_combined(self, name: str, gradient: Any) -> bool:
         """Whether a gradient is a combined one to which a pass has added, and nobody has written in between."""
         if self._combined is None or self._combined.get(name) is not gradient:
             return False
         # a GradScaler may have skipped the step, and the user have set the gradient to zero
-        return bool(gradient._version == self._versions[name] + 1)
+        return gradient is not None and bool(gradient._version == self._versions[name] + 1)
 
-    def _close(self: Any) -> None:
-        """The step is made, or given up."""
-        self._is_open, self._combined, self._synchronized = False, None, False
-        self._given, self._versions, self._new = {}, {}, {}
-
-    def _renew(self: Any) -> None:
+    def _renew(self) -> None:
         """Parameters were frozen, unfrozen, added or converted: let all ranks compare, and go on; a collective call."""
         engine = self._engine
         self._count_plain()
@@ -152,10 +146,10 @@ class Backward(Step):
         self._wrapping.agree_again(self, engine)
         self._has_compared = False
         self._wrapping.equip(self)
-        self._engine.inherit(engine)
+        self._known_engine().inherit(engine)
         self._begin_way()
 
-    def _refuse_growth(self: Any, engine: Engine, has_grown: bool) -> None:
+    def _refuse_growth(self, engine: Engine, has_grown: bool) -> None:
         """With AdaGrad, tensors may be left out of exchanges, but none can join them."""
         new = [name for name in self._members.by_name if not (engine.exchanges(name) or name in engine.dense)]
         if new or has_grown:

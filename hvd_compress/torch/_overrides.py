@@ -14,12 +14,10 @@ from typing import Any, NoReturn
 from hvd_compress.engine import empty_state, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
-from hvd_compress.torch._completing import Completing
 from hvd_compress.torch._engine import with_tensors
 from hvd_compress.torch._handing import Backward
 from hvd_compress.torch._horovod import HorovodOptimizer
 from hvd_compress.torch._scaling import told_by_scaler
-from hvd_compress.torch._sending import Sending
 from hvd_compress.torch._steering import left_out
 from hvd_compress.torch._waits import run_together
 
@@ -32,10 +30,10 @@ _NEEDS_NO_CONTEXT = (
 )
 
 
-class Overrides(Backward, Sending, Completing):
+class Overrides(Backward):
     """Methods laid over Horovod's `_DistributedOptimizer`; see `_horovod.make_class`."""
 
-    def synchronize(self: Any) -> None:
+    def synchronize(self) -> None:
         """Wait until the gradients of all ranks are combined in `p.grad`.
 
         Where all parameters have got gradients, they are when `backward()` returns, and this does nothing.
@@ -44,7 +42,7 @@ class Overrides(Backward, Sending, Completing):
         self._synchronized = self._combined is not None
         self._combine()
 
-    def _combine(self: Any) -> None:
+    def _combine(self) -> None:
         if self._combined is not None or not self._is_hooked():
             return
         if not self._is_open:
@@ -53,15 +51,15 @@ class Overrides(Backward, Sending, Completing):
         run_together([self._combining()])
 
     @property
-    def _step_supports_amp_scaling(self: Any) -> bool:
+    def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler is to leave gradients alone: what it writes leaves no trace (their versions stay)."""
         return bool(self._is_open)
 
     @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self: Any, value: bool) -> None:
+    def _step_supports_amp_scaling(self, value: bool) -> None:
         """A fused optimizer inside says so of itself; scales are taken off before its step."""
 
-    def _refuse_early_look(self: Any, told: dict[str, Any]) -> None:
+    def _refuse_early_look(self, told: dict[str, Any]) -> None:
         """Raise GradientError if a GradScaler, which has told this, has seen gradients that were being exchanged."""
         if told and self._is_open:
             # other ranks need the exchange
@@ -72,7 +70,7 @@ class Overrides(Backward, Sending, Completing):
                 "scaler.unscale_(opt) and scaler.step(opt)"
             )
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
         with told_by_scaler(self) as told:
             self._refuse_early_look(told)
@@ -87,7 +85,7 @@ class Overrides(Backward, Sending, Completing):
 
         return super(self.__class__, self).step(combined)  # type: ignore[misc]
 
-    def _combine_for_step(self: Any) -> None:
+    def _combine_for_step(self) -> None:
         if self._should_synchronize:
             if self._synchronized:
                 # a kind that Python hides unless it is asked for: this is right here, and a habit of many
@@ -99,7 +97,7 @@ class Overrides(Backward, Sending, Completing):
             )
         self._close()
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as `torch.optim.Optimizer.zero_grad` does.
 
         Raises:
@@ -109,7 +107,7 @@ class Overrides(Backward, Sending, Completing):
         self._close()
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
-    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+    def set_backward_passes_per_step(self, passes: int) -> None:
         """As Horovod's.
 
         Raises:
@@ -120,12 +118,12 @@ class Overrides(Backward, Sending, Completing):
         if self._engine is not None:
             self._begin_waiting()
 
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
         self._give_up()
         HorovodOptimizer.load_state_dict(self, *args, **kwargs)
 
-    def _give_up(self: Any) -> None:
+    def _give_up(self) -> None:
         """Wait for what is in flight, and forget the step; all ranks do so at the same point."""
         if self._engine is not None:
             self._sparse_now.clear()
@@ -135,18 +133,18 @@ class Overrides(Backward, Sending, Completing):
             self._steering.abandon()
         self._close()
 
-    def _owned(self: Any) -> set[int]:
+    def _owned(self) -> set[int]:
         """Which parameters this one exchanges, by their ids."""
         return set(map(id, self._requires_update))
 
-    def retire(self: Any) -> None:
+    def retire(self) -> None:
         """Another optimizer takes over the parameters: let them go, and refuse to go on."""
         if self._is_hooked():
             self._give_up()
             self._members.release()
         self._retired = True
 
-    def compression_stats(self: Any) -> dict[str, Any]:
+    def compression_stats(self) -> dict[str, Any]:
         """Bytes, seconds and residual norms of all steps so far on this rank.
 
         Returns:
@@ -164,7 +162,7 @@ class Overrides(Backward, Sending, Completing):
             self._count_plain()
             return {"compressor": self._wrapping.name, **self._engine.stats(), **chosen}
 
-    def compression_state_dict(self: Any) -> dict[str, Any]:
+    def compression_state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
 
         Returns:
@@ -178,7 +176,7 @@ class Overrides(Backward, Sending, Completing):
             self._count_plain()
             return self._engine.state_dict()
 
-    def load_compression_state_dict(self: Any, state: dict[str, Any]) -> None:
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the residuals that `compression_state_dict` returned on this rank.
 
         Raises:
@@ -195,7 +193,7 @@ class Overrides(Backward, Sending, Completing):
         else:
             refuse_residuals(state)
 
-    def set_loss_scale(self: Any, loss_scale: float) -> None:
+    def set_loss_scale(self, loss_scale: float) -> None:
         """Tell the residuals the scale of the losses to come, `scaler.get_scale()`, before each backward pass.
 
         Residuals are in units of the scaled gradients; without this call a changed scale would weigh what is still
@@ -213,7 +211,7 @@ class Overrides(Backward, Sending, Completing):
         if holder is not None:
             holder.set_loss_scale(float(loss_scale))
 
-    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
             "a DistributedOptimizer cannot be copied or pickled: it exchanges the gradients of the parameters that it "
             "was made for. Save state_dict() and compression_state_dict(), and wrap an optimizer of the other model"

@@ -27,7 +27,7 @@ NOT_SENT = None, None
 class Sending(Step):
     """Methods of `Overrides` that hand gradients over."""
 
-    def _allreduce_grad_async(self: Any, p: torch.Tensor) -> tuple[Any, Any]:
+    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Any, Any]:
         if self._steering is not None:
             self._steering.begin()
         if self._alone is not None or (self._engine is not None and not self._has_compared):
@@ -57,20 +57,20 @@ class Sending(Step):
         p.grad = self._engine.with_debt(name, p.grad)
         return self._summed(p)
 
-    def _goes_sparse(self: Any, name: str, gradient: torch.Tensor | None) -> bool:
+    def _goes_sparse(self, name: str, gradient: torch.Tensor | None) -> bool:
         """Whether a tensor is gathered, not summed: the same on all ranks, whatever this one's gradient is."""
         if self._engine is None:
             # as Horovod does
             return gradient is not None and gradient.is_sparse
         return name in self._sparse_dims
 
-    def _no_gradient(self: Any, name: str, p: torch.Tensor) -> torch.Tensor:
+    def _no_gradient(self, name: str, p: torch.Tensor) -> torch.Tensor:
         dims = self._sparse_dims[name]
         indices = torch.zeros((dims, 0), dtype=torch.int64, device=p.device)
         values = torch.zeros((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
         return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False)
 
-    def _summed(self: Any, p: Any) -> tuple[Any, Any]:
+    def _summed(self, p: Any) -> tuple[Any, Any]:
         """Horovod's allreduce of a gradient (l. 187-214), under a name of this optimizer's own."""
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         sent, ctx = self._compression.compress(gradient)
@@ -81,18 +81,18 @@ class Sending(Step):
         )  # fmt: skip
         return handle, ctx
 
-    def _sparse_gathered(self: Any, p: Any) -> tuple[Any, Any]:
+    def _sparse_gathered(self, p: Any) -> tuple[Any, Any]:
         name = self._parameter_names[p]
         self._sparse_now.add(name)
         return sparse_allreduce_async(p.grad, name + self._wrapping.label, self.op, self.process_set), None
 
-    def _dense_compression(self: Any, name: str) -> Any:
+    def _dense_compression(self, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
         if not self._chooses:
             return self._horovods
-        return dense_route(self._engine.routing.compressor_of(name))
+        return dense_route(self._known_engine().routing.compressor_of(name))
 
-    def _grouped_allreduce_grad_async(self: Any, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
+    def _grouped_allreduce_grad_async(self, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
         """A group is a bucket of ours, or one operation of Horovod's (l. 216-224) where nothing is compressed."""
         is_horovods = self._engine is None or self._is_plain
         if not is_horovods or not self._is_group_dense(ps):
@@ -101,19 +101,19 @@ class Sending(Step):
         name = self._parameter_names[ps[0]] + self._wrapping.label
         return hvd.grouped_allreduce_async_(list(sent), name=name, op=self.op, process_set=self.process_set), ctxs
 
-    def _is_group_dense(self: Any, ps: tuple[Any, ...]) -> bool:
+    def _is_group_dense(self, ps: tuple[Any, ...]) -> bool:
         if self._alone is not None or (self._engine is not None and not self._has_compared):
             return False
         return not any(self._goes_sparse(self._parameter_names[p], p.grad) or p.grad.is_sparse for p in ps)
 
-    def _check_dense(self: Any, name: str, gradient: torch.Tensor) -> None:
+    def _check_dense(self, name: str, gradient: torch.Tensor) -> None:
         if gradient.is_sparse and not self.sparse_as_dense:
             raise UnsupportedError(
                 f"{self._adagrad!r} with a sparse gradient of {name!r}: its elements would need accumulators of their "
                 "own on all ranks. Use sparse_as_dense=True"
             )
 
-    def _count_dense(self: Any, name: str, tensor: torch.Tensor, times: int = 1) -> None:
+    def _count_dense(self, name: str, tensor: torch.Tensor, times: int = 1) -> None:
         kind = self._compression, tensor.dtype
         if kind not in self._sent_itemsizes:
             # asked once, not in every hook
@@ -121,38 +121,40 @@ class Sending(Step):
             self._sent_itemsizes[kind] = sent.element_size()
         # no nbytes: sparse gradients that are made dense have none
         numel, itemsize = tensor.numel(), tensor.element_size()
-        self._engine.count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize, times)
+        self._known_engine().count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize, times)
 
-    def _count_plain(self: Any) -> None:
+    def _count_plain(self) -> None:
         """Bring the counters up to date; before anything that reads them or changes the way."""
         steps, sparse = self._plain_steps, self._sparse_steps
         self._plain_steps, self._sparse_steps = 0, Counter()
         if steps:
-            self._engine.count_step(steps)
-            for name in self._engine.dense:
+            engine = self._known_engine()
+            engine.count_step(steps)
+            for name in engine.dense:
                 self._count_dense(name, self._members.by_name[name], steps - sparse[name])
 
     # -- which way the next step goes ----------------------------------------------------------------------------
 
-    def _begin_way(self: Any) -> None:
+    def _begin_way(self) -> None:
         """Between steps, with an engine that is new, or whose debts have changed: find out what hooks are to do."""
         self._begin_plain()
         self._begin_waiting()
 
-    def _begin_plain(self: Any) -> None:
+    def _begin_plain(self) -> None:
         """Find out whether the next step is Horovod's own."""
+        engine = self._known_engine()
         if not self._chooses:
-            self._is_plain = not self._engine.owes
+            self._is_plain = not engine.owes
         else:
             # of groups that Horovod sends, `_steering` would not see when the first one starts
-            way = self._engine.only_way if self._groups is None else None
+            way = engine.only_way if self._groups is None else None
             self._is_plain = way is not None
             if way is not None:
                 self._compression = dense_route(way)
 
-    def _begin_waiting(self: Any) -> None:
+    def _begin_waiting(self) -> None:
         """Find out which gradients only wait for others."""
         is_each_its_own = self._groups is None and self.backward_passes_per_step == 1 and self._has_compared
-        self._waiting = self._engine.waiting() if is_each_its_own else {}
+        self._waiting = self._known_engine().waiting() if is_each_its_own else {}
         for name in self._sparse_dims if not self.sparse_as_dense else ():
             self._waiting.pop(name, None)

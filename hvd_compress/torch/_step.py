@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 
 from hvd_compress.engine import Ledger, Routing
@@ -22,6 +23,25 @@ __all__ = ["Step"]
 
 class Step:
     """Attributes of `Overrides`; those that have no value here are set where an optimizer is wrapped, or its hooks."""
+
+    # of torch's and Horovod's optimizers, which `_horovod.make_class` lays these methods over
+    param_groups: list[dict[str, Any]]
+    op: Any
+    process_set: hvd.ProcessSet
+    backward_passes_per_step: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    _compression: Any
+    _parameter_names: dict[torch.Tensor, str]
+    _requires_update: set[torch.Tensor]
+    _allreduce_delay: dict[torch.Tensor, int]
+    _handles: dict[Any, Any]
+    _groups: Any
+    _group_counts: dict[tuple[torch.Tensor, ...], int]
+    _p_to_group: dict[torch.Tensor, tuple[torch.Tensor, ...]]
+    _should_synchronize: bool
+    _synchronized: bool
+    _make_hook: Callable[[torch.Tensor], Callable[..., None]]
 
     _engine: Engine | None = None
     _steering: Steering | None = None
@@ -66,3 +86,14 @@ class Step:
     _horovods: Any
     _make_engine: Callable[[Routing], Engine]
     _sent_itemsizes: dict[tuple[Any, torch.dtype], int]
+
+    def _close(self) -> None:
+        """The step is made, or given up."""
+        self._is_open, self._combined, self._synchronized = False, None, False
+        self._given, self._versions, self._new = {}, {}, {}
+
+    def _known_engine(self) -> Engine:
+        """The engine, where there is something to exchange."""
+        if self._engine is None:
+            raise RuntimeError("this rank exchanges nothing, and has no engine")
+        return self._engine
