@@ -249,7 +249,8 @@ def join_server(
     """
     size, position, server = int(comm.size), int(comm.rank), settings.server
     # first of all, so that whatever is refused below is refused on all ranks
-    agree(settings.description(tensors), "mpi", lambda data, name: b"".join(_gathered(mpi, comm, data)))
+    told = settings.description(tensors)
+    agree(told, lambda data, name: b"".join(_gathered(mpi, comm, data)), "hvd_compress.fingerprint.mpi")
     for compression in (settings.compression, settings.answer):
         check_patterns(compression, [t.name for t in tensors])
     if size < 2:

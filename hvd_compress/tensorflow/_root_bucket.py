@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel
-from hvd_compress.mpi import Channel, Pending
+from hvd_compress.mpi import Channel
 from hvd_compress.tensorflow._bucket import Bucket
 
 __all__ = ["RootBucket", "after_others", "let_others_follow"]
@@ -61,8 +61,9 @@ class RootBucket(Bucket):
         channel: Channel,
     ) -> None:
         super().__init__(lanes, pack, process_set, wire_names)
+        channel.answer_bytes = self.answer_bytes
         self._channel = channel
-        self._pending: Pending | None = None
+        self._pending: Any = None
 
     def lay_advance(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         started = [tf.size(first) for first, *_ in of_all]
@@ -88,15 +89,11 @@ class RootBucket(Bucket):
         super().abandon()
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
-        assert self.root is not None
-        if collective == "alltoall":
-            self._pending = self._channel.gather(self.root, parcel)
-        else:
-            self._pending = self._channel.answer(self.root, parcel.buffer, self.answer_bytes)
+        self._pending = self._channel.start(collective, self.name, parcel.buffer, parcel.sizes, self.root or 0)
         return super()._handed_on(parcel, collective)
 
     def _awaited(self) -> Any:
         if self._pending is None:
             raise RuntimeError(f"nothing is under way for {self.name!r}")
         pending, self._pending = self._pending, None
-        return pending.wait()
+        return self._channel.wait(pending)

@@ -16,12 +16,17 @@ from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Parcel, aligned_empty
-from hvd_compress.torch._calls import Calls
+from hvd_compress.ranks import Ranks
 from hvd_compress.torch._staging import Held, has_room, hold, version_of
 
-__all__ = ["Bucket"]
+__all__ = ["Bucket", "collective_name"]
 
 Array = np.ndarray[Any, Any]
+
+
+def collective_name(collective: str, name: str, label: str = "") -> str:
+    """What Horovod knows a collective of a bucket by; `name` is that of the bucket."""
+    return f"hvd_compress.{collective}.{name}{label}"
 
 
 class Bucket(engine.Bucket):
@@ -30,12 +35,14 @@ class Bucket(engine.Bucket):
     Args:
         lanes: of the compressed tensors by name.
         pack: of the small ones, if there are any.
-        calls: that run the collectives.
+        ranks: that run the collectives.
+        label: what tells the collectives from those of other optimizers with tensors of the same names.
     """
 
-    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, calls: Calls) -> None:
+    def __init__(self, lanes: Mapping[str, Lane], pack: Pack | None, ranks: Ranks, label: str = "") -> None:
         super().__init__(lanes, pack)
-        self._calls = calls
+        self._between = ranks
+        self._label = label
         self.waiting = frozenset(name for name in self.tensors if self.waits(name))
         """Names of the tensors that are encoded together, once all of them have come."""
         self._numels = {name: math.prod(self.shape_of(name)) for name in self.tensors}
@@ -127,12 +134,12 @@ class Bucket(engine.Bucket):
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self.is_between and self._calls.is_done(self._handle):
+        if self.is_between and self._between.is_done(self._handle):
             self.wait_next()
 
     def is_over(self) -> bool:
         """Whether the collective that is in flight, if any, is complete."""
-        return self._handle is None or self._calls.is_done(self._handle)
+        return self._handle is None or self._between.is_done(self._handle)
 
     # -- when backward has ended ---------------------------------------------------------------------------------
 
@@ -252,14 +259,16 @@ class Bucket(engine.Bucket):
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
-        self._handle = self._calls.start(collective, self, parcel)
+        # named by tensor and stage: ranks may issue them in any order
+        name = collective_name(collective, self.name, self._label)
+        self._handle = self._between.start(collective, name, parcel.buffer, parcel.sizes, self.root or 0)
         self._waiting_for, self.is_between = collective, collective != self.collectives[-1]
         self.count("start_seconds", time.perf_counter() - begin)
 
     def _receive(self) -> Array:
         begin = time.perf_counter()
         try:
-            array = self._calls.wait(self._handle)
+            array = self._between.wait(self._handle)
         finally:
             # a handle that has failed cannot be asked again
             self._ended()

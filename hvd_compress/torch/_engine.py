@@ -9,11 +9,11 @@ import horovod.torch as hvd
 import numpy.typing as npt
 import torch
 
-from hvd_compress.cost import HorovodCollectives
 from hvd_compress.engine import Lane, Ledger, Pack, Routing, Tensor, Worker, has_cores
-from hvd_compress.exchange import AdaGrad, Hosts
+from hvd_compress.exchange import AdaGrad, Hosts, ParameterServer
+from hvd_compress.mpi import start_root_messages
 from hvd_compress.torch._bucket import Bucket
-from hvd_compress.torch._calls import calls_for
+from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._staging import overlapping
 from hvd_compress.torch._waits import Wait
 
@@ -74,16 +74,23 @@ class Engine(Ledger[Bucket]):
         resting: Iterable[tuple[str, torch.Tensor]] = (),
         label: str = "",
     ) -> None:
-        make_calls = calls_for(routing.exchange, process_set, label)
+        ranks, messages = TorchRanks(process_set), None
+        if isinstance(routing.exchange, ParameterServer) and routing.exchange.transport == "mpi":
+            messages = start_root_messages(hvd, ranks)
 
         def make_bucket(lanes: dict[str, Lane], pack: Pack | None) -> Bucket:
-            return Bucket(lanes, pack, make_calls())
+            if messages is None:
+                return Bucket(lanes, pack, ranks, label)
+            channel = messages.channel()
+            bucket = Bucket(lanes, pack, channel)
+            channel.answer_bytes = bucket.answer_bytes
+            return bucket
 
         hosts = None
         if routing.exchange == "hierarchical":
-            hosts = Hosts.of_names(HorovodCollectives(hvd, torch.from_numpy, process_set).host_numbers())
+            hosts = Hosts.of_names(ranks.host_numbers())
         super().__init__(
-            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts,
+            routing, ranks.size, ranks.position, described(tensors), make_bucket, groups, pays_debts, hosts,
             adagrad, scale, described(resting),
         )  # fmt: skip
         self.scale = scale

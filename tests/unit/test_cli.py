@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvd_compress import FP16, NoCompression, OneBit, Threshold, TopK, __version__
+from hvd_compress import FP16, NoCompression, OneBit, ThreadRanks, Threshold, TopK, __version__
 from hvd_compress.cli import advise, bench, check, main, ranks
 from hvd_compress.cli import predict as predictions
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
@@ -700,18 +700,13 @@ def test_the_probe_of_a_real_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found["mpi"] or len(found["libraries"]) == 1
 
 
-class _Lonely:
-    """A rank that Horovod has found no other for."""
-
-    ranks, local_size, position, framework, ranks_per_host = 1, 1, 0, "torch", 1
-
-
 @pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_ranks_that_do_not_find_each_other(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "4")
-    (line,) = check._with_ranks(_Lonely())  # type: ignore[arg-type]
+    (lines,) = ThreadRanks.run_all(1, lambda alone: list(check._with_ranks(ranks.OpenRanks("torch", alone, None))))
+    (line,) = lines
     assert (line.found, line.verdict) == ("4 were started, but do not find each other", check.MISSING)
     assert "mpirun of the MPI that Horovod was built with" in line.remedy
 
