@@ -57,7 +57,9 @@ def start_root_messages(hvd: Any, ranks: Ranks) -> RootMessages:
         # optimizers come and go, communicators are few, and freeing one would have to wait for all ranks
         if in_world in _messages:
             comm.Free()
-    return _messages.setdefault(in_world, RootMessages(mpi, comm))
+        else:
+            _messages[in_world] = RootMessages(mpi, comm)
+    return _messages[in_world]
 
 
 def communicator(hvd: Any, ranks: Ranks, asked: str, lacking: str, instead: str) -> tuple[Session, Any]:
