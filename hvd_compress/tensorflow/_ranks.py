@@ -86,7 +86,7 @@ class TensorFlowRanks(HorovodRanks):
         return tf.function(run, autograph=False).get_concrete_function(*inputs)
 
     def _call(self, collective: str, name: str, root: int, values: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
-        common = {"name": name, "ignore_name_scope": True, "process_set": self._process_set}
+        common = {"name": name, "process_set": self._process_set}
         if collective == "allreduce":
             return hvd.allreduce(values, op=hvd.Sum, **common)
         if collective == "allgather":
