@@ -256,15 +256,17 @@ def test_a_link_whose_bytes_take_no_time() -> None:
     assert {row.break_even for row in rows[1:]} == {0.0}
 
 
-class _Ranks:
-    """One rank, as `advise.tried` asks it."""
+class _One:
+    """A rank as `advise.tried` asks it."""
 
-    def __init__(self, framework: str) -> None:
-        self.framework = framework
-        self.position = 0
+    position = 0
 
     def maximum(self, values: list[float]) -> list[float]:
         return values
+
+
+def opened(framework: str) -> ranks.OpenRanks:
+    return ranks.OpenRanks(framework, _One(), None)  # type: ignore[arg-type]
 
 
 ROWS = [Prediction(NoCompression(), "dense", 8.0, 25.0), Prediction(FP16(), "dense", 4.0, 10.0),
@@ -283,7 +285,7 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
     asked = []
 
     class Rehearsal:
-        def __init__(self, ranks: _Ranks, shapes: list[tuple[int, ...]], step: float) -> None:
+        def __init__(self, ranks: _One, shapes: list[tuple[int, ...]], step: float) -> None:
             assert (shapes, step) == ([(8, 8)], 0.25)
 
         def seconds(self, compressor: object, exchange: str) -> float:
@@ -298,7 +300,7 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
 
     monkeypatch.setattr(rehearse, "Rehearsal", Rehearsal)
     monkeypatch.setattr(advise.time, "perf_counter", lambda: now)
-    rows = advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25)  # type: ignore[arg-type]
+    rows = advise.tried(ROWS, opened("torch"), [(8, 8)], 0.25)
     assert asked == ([(OneBit(), "allgather"), (FP16(), "dense")] * 3 + [(FP16(), "dense")] * 2)[:number]
     # the last trial knows those before
     assert rows[0] == ROWS[0]
@@ -310,11 +312,11 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
 
 @pytest.mark.parametrize(("framework", "shape"), [("tensorflow", (8, 8)), ("torch", (2**14, 2**14))])
 def test_predictions_stand_without_torch_and_for_what_fills_the_memory(framework: str, shape: tuple[int, int]) -> None:
-    assert advise.tried(ROWS, _Ranks(framework), [shape], 0.25) == ROWS  # type: ignore[arg-type]
+    assert advise.tried(ROWS, opened(framework), [shape], 0.25) == ROWS
 
 
 def test_predictions_stand_where_trials_are_given_no_time() -> None:
-    assert advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25, limit=0.0) == ROWS  # type: ignore[arg-type]
+    assert advise.tried(ROWS, opened("torch"), [(8, 8)], 0.25, limit=0.0) == ROWS
 
 
 FREE = "with float32 1000 ms"
