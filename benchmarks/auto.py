@@ -111,10 +111,10 @@ class _Foreseen:
         from hvd_compress.cost import measure_network, slowest_speeds
 
         self._compressors = {name: compression_of(name) for name in CANDIDATES}
-        self._ranks = open_ranks()
-        self._network = measure_network(self._ranks)
+        self._opened = open_ranks()
+        self._network = measure_network(self._opened.ranks)
         computing = [c for name, c in self._compressors.items() if name != CANDIDATES[0]]
-        self._speeds = slowest_speeds(computing, self._ranks)
+        self._speeds = slowest_speeds(computing, self._opened.ranks)
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class _Foreseen:
 
         taken = {compressor: self._exchange_of(compressor, shapes) for compressor in self._compressors.values()}
         rows = predict(shapes, self._network, self._speeds, alone)
-        rows = tried([row for row in rows if row.exchange == taken[row.compressor]], self._ranks, shapes, alone)
+        rows = tried([row for row in rows if row.exchange == taken[row.compressor]], self._opened, shapes, alone)
         seconds = {row.compressor: row.seconds for row in rows}
         return {name: seconds[compressor] for name, compressor in self._compressors.items()}
 
@@ -142,7 +142,9 @@ class _Foreseen:
             return "dense"
         routing = Routing(compressor)
         tensors = {str(i): Tensor(str(i), shape) for i, shape in enumerate(shapes)}
-        buckets = [[tensors[name] for name in names] for names in routing.divided(tensors.values(), self._ranks.ranks)]
+        buckets = [
+            [tensors[name] for name in names] for names in routing.divided(tensors.values(), self._opened.ranks.size)
+        ]
         largest = max(buckets, key=lambda bucket: sum(math.prod(tensor.shape) for tensor in bucket))
         work = bucket_work(largest, compressor, routing, self._network, Speed())
         assert work is not None

@@ -26,6 +26,7 @@ from hvd_compress.compressors import (
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.schedules import ConstantThreshold, DasoSchedule, SlopeThreshold
+from hvd_compress.thread_ranks import ThreadRanks
 from hvd_compress.topology import Exponential, FullyConnected, Graph, Ring
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Policy",
     "Ring",
     "SlopeThreshold",
+    "ThreadRanks",
     "Threshold",
     "TopK",
     "decode",

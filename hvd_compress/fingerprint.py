@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hvd_compress import wire
@@ -29,8 +29,6 @@ DIGEST_BYTES = 32
 _MOST_SHOWN = 200
 
 _VERSIONS = ("package version", "wire version")
-
-_calls: Counter[str] = Counter()
 
 
 def serialize(description: dict[str, Any]) -> bytes:
@@ -82,9 +80,7 @@ def scope_of(process_set: Any) -> str:
     return hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
 
 
-def agree(
-    description: dict[str, Any], scope: str, allgather: Callable[[bytes, str], bytes], name: str | None = None
-) -> None:
+def agree(description: dict[str, Any], allgather: Callable[[bytes, str], bytes], name: str) -> None:
     """Compare the description of this rank, and `versions`, with all others; a collective call, but for elastic runs.
 
     In elastic runs nothing is compared: a new rank comes here while the others wait in their states' `sync`, or train.
@@ -92,38 +88,29 @@ def agree(
 
     Args:
         description: JSON-able.
-        scope: of the ranks that compare, see `scope_of`.
         allgather: bytes of this rank and the name of the collective -> bytes of all ranks, joined in their order.
-        name: of the collective, where another rank may start one that is not ours under the same name: Horovod then
-            raises an error on both. By default a number.
+        name: of the collective; Horovod raises an error on both ranks where another one starts something else by it.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
-    if is_elastic():
-        return
-    if name is None:
-        # numbered by call and ranks: all ranks wrap their optimizers in the same order, or are told so here
-        name = _numbered(scope)
-    text, mine = _told(description)
-    with waiting(f"for all ranks to compare {_shortened(text)} with each other ({name})"):
-        _compare(allgather(mine, name), text, mine, name, allgather)
+    if not is_elastic():
+        begin_agreement(description, lambda data, label: partial(allgather, data, label), name)()
 
 
 def begin_agreement(
-    description: dict[str, Any], scope: str, start: Callable[[bytes, str], Callable[[], bytes]]
+    description: dict[str, Any], start: Callable[[bytes, str], Callable[[], bytes]], name: str
 ) -> Callable[[], None]:
     """Begin what `agree` does, and return what ends it, for ranks that have something to do meanwhile.
 
     Args:
         description: JSON-able.
-        scope: of the ranks that compare, see `scope_of`.
         start: starts an allgather of bytes by name, and returns what waits for it.
+        name: of the collective.
 
     Returns:
         What ends it, and raises MismatchError on all ranks.
     """
-    name = _numbered(scope)
     text, mine = _told(description)
     wait = start(mine, name)
 
@@ -132,12 +119,6 @@ def begin_agreement(
             _compare(wait(), text, mine, name, lambda data, label: start(data, label)())
 
     return end
-
-
-def _numbered(scope: str) -> str:
-    name = f"hvd_compress.fingerprint.{scope}.{_calls[scope]}"
-    _calls[scope] += 1
-    return name
 
 
 def _told(description: dict[str, Any]) -> tuple[bytes, bytes]:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from hvd_compress.cost import HorovodCollectives
-from hvd_compress.daso import Groups, Nodes, Ranks
+from hvd_compress.daso import Groups, Nodes
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.ranks import Ranks
 
 __all__ = ["HorovodNodes", "NodeSets"]
 
@@ -41,23 +41,17 @@ class HorovodNodes:
 
     Args:
         hvd: Horovod for the framework.
-        tensor: makes a tensor of an array.
         known_sets: tells the ranks of all process sets by their number.
-        ranks_of: makes `daso.Ranks` of a process set that this rank is in.
-        require_agreement: of the edge.
+        ranks_of: makes `Ranks` of a process set that this rank is in.
     """
 
     def __init__(
         self,
         hvd: Any,
-        tensor: Callable[[Any], Any],
         known_sets: Callable[[], Mapping[int, Sequence[int]]],
         ranks_of: Callable[[Any], Ranks],
-        require_agreement: Callable[[dict[str, Any], Any], None],
     ) -> None:
-        self._require_agreement = require_agreement
         self._hvd = hvd
-        self._tensor = tensor
         self._known_sets = known_sets
         self._ranks_of = ranks_of
         self._numbers = count()
@@ -87,11 +81,12 @@ class HorovodNodes:
         hvd = self._hvd
         is_dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
         told = {"ranks_per_node": ranks_per_node, "process sets may be added": is_dynamic}
-        self._require_agreement(told, hvd.global_process_set)
+        everyone = self._ranks_of(hvd.global_process_set)
+        everyone.agree(told)
         if ranks_per_node is not None:
             nodes = Nodes.of_equal(hvd.size(), ranks_per_node)
         else:
-            nodes = Nodes.of_numbers(HorovodCollectives(hvd, self._tensor, None).host_numbers())
+            nodes = Nodes.of_numbers(everyone.host_numbers())
         by_ranks = {tuple(ranks): number for number, ranks in self._known_sets().items()}
         found: dict[tuple[int, ...], Any] = {tuple(range(nodes.size)): hvd.global_process_set}
         for ranks in _needed(nodes):

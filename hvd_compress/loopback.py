@@ -1,9 +1,8 @@
-"""Run N ranks in one process: the same stages as on a cluster, with collectives that are list operations."""
+"""Run N ranks in one process and one thread: the stages of a cluster, with collectives on lists of arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from hvd_compress.exchange import (
     make_plan,
     plan_together,
 )
+from hvd_compress.thread_ranks import delivered
 
 __all__ = ["Loopback"]
 
@@ -197,23 +197,11 @@ class Loopback:
 
     def _run(self, collective: str, parcels: list[Parcel], root: int | None = None) -> list[Bytes]:
         """Run a collective; returns what each rank receives."""
-        if collective == "broadcast" and root is not None:
-            self.bytes_sent[root] += (self.ranks - 1) * parcels[root].buffer.size
-            return [parcels[root].buffer] * self.ranks
-        if collective == "allgather":
-            return [self._allgather(parcels)] * self.ranks
-        return self._alltoall(parcels)
-
-    def _alltoall(self, parcels: list[Parcel]) -> list[Bytes]:
-        parts = []
         for rank, parcel in enumerate(parcels):
-            sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
-            offsets = np.cumsum((0, *sizes))
-            parts.append([parcel.buffer[a:b].copy() for a, b in pairwise(offsets)])
-            self.bytes_sent[rank] += sum(sizes) - sizes[rank]
-        return [np.concatenate([parts[sender][rank] for sender in range(self.ranks)]) for rank in range(self.ranks)]
-
-    def _allgather(self, parcels: list[Parcel]) -> Bytes:
-        for rank, parcel in enumerate(parcels):
-            self.bytes_sent[rank] += (self.ranks - 1) * parcel.buffer.size
-        return np.concatenate([parcel.buffer for parcel in parcels])
+            if collective == "allgather" or (collective == "broadcast" and rank == root):
+                self.bytes_sent[rank] += (self.ranks - 1) * parcel.buffer.size
+            elif collective != "broadcast":
+                sizes = parcel.sizes or (parcel.buffer.size // self.ranks,) * self.ranks
+                self.bytes_sent[rank] += sum(sizes) - sizes[rank]
+        buffers, sizes_of_all = [parcel.buffer for parcel in parcels], [parcel.sizes for parcel in parcels]
+        return delivered(collective, buffers, sizes_of_all, root or 0)

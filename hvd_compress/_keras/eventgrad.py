@@ -114,8 +114,8 @@ class EventGraDCallback(LateMember, LinkedCallback):
             tensors = tensors_of(weights, arrays_of(self.link, weights))
             process_set = self.link.all_ranks if self._process_set is None else self._process_set
             takes_part = process_set.included() and process_set.size() > 1
-            collectives = self.link.collectives(process_set) if takes_part else None
-            member = self._made(tensors, collectives)
+            ranks = self.link.ranks(process_set) if takes_part else None
+            member = self._made(tensors, ranks, self.link.one_sided)
             self._keys = keys
             return member
         if keys != self._keys:

@@ -6,10 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from hvd_compress.engine import check_settings, refuse_other_ops
 from hvd_compress.exchange import ParameterServer
-from hvd_compress.gossip import Collectives
+from hvd_compress.gossip import OneSided
 from hvd_compress.horovod_nodes import HorovodNodes
+from hvd_compress.ranks import Ranks
 
 __all__ = ["Exchange", "Link"]
 
@@ -44,7 +47,8 @@ class Link(ABC):
         hvd: Horovod for the framework.
         allreduce: of the edge.
         horovod_compressor: of the edge.
-        require_agreement: of the edge.
+        ranks: makes `Ranks` of a process set that this rank is in.
+        one_sided: see `OneSided`.
         nodes: of the edge.
         object_state: Horovod's class for the state of elastic runs.
         functions: of the edge, with its `allgather`, `broadcast` and `reducescatter`.
@@ -55,19 +59,20 @@ class Link(ABC):
         hvd: Any,
         allreduce: Callable[..., Any],
         horovod_compressor: Callable[[Any], Any],
-        require_agreement: Callable[[dict[str, Any], Any], None],
+        ranks: Callable[[Any], Ranks],
+        one_sided: OneSided,
         nodes: HorovodNodes,
         object_state: type,
         functions: Any,
     ) -> None:
         self._functions = functions
+        self.ranks, self.one_sided = ranks, one_sided
         self.nodes, self.object_state = nodes, object_state
         self.broadcast_object, self.elastic_run = hvd.broadcast_object, hvd.elastic.run
         self.none, self.average_op, self.all_ranks = hvd.Compression.none, hvd.Average, hvd.global_process_set
         self._hvd = hvd
         self._allreduce = allreduce
         self._horovod_compressor = horovod_compressor
-        self._require_agreement = require_agreement
 
     # -- what is the same for all ------------------------------------------------------------------------------------
 
@@ -114,8 +119,10 @@ class Link(ABC):
         Raises:
             MismatchError: the ranks have values of other names.
         """
-        self._require_agreement({"names of the metrics": list(names)}, self.all_ranks)
-        return self.mean(values, "hvd_compress.metrics")
+        ranks = self.ranks(self.all_ranks)
+        ranks.agree({"names of the metrics": list(names)})
+        means: list[float] = ranks.mean("hvd_compress.metrics", np.array(values, np.float64)).tolist()
+        return means
 
     def allreduce(self, value: Any, **settings: Any) -> Any:
         """See `Interface.allreduce`."""
@@ -147,10 +154,6 @@ class Link(ABC):
         """What can be made a tensor, as one that Horovod takes."""
 
     @abstractmethod
-    def mean(self, values: Sequence[float], name: str) -> list[float]:
-        """Averages over all ranks, in float64; a collective call."""
-
-    @abstractmethod
     def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> Exchange:
         """An exchange for the gradients of Keras variables; a collective call."""
 
@@ -169,7 +172,3 @@ class Link(ABC):
     @abstractmethod
     def values(self, variable: Any) -> Any:
         """The values of a Keras variable as a NumPy array."""
-
-    @abstractmethod
-    def collectives(self, process_set: Any) -> Collectives:
-        """Operations on arrays among the ranks of a process set, which this one is one of."""

@@ -36,7 +36,7 @@ from hvd_compress import BF16, FP16, QSGD, Adaptive, OneBit, TopK
 from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
 from hvd_compress.cli.predict import Prediction, predict
-from hvd_compress.cli.ranks import Ranks, is_launched, open_ranks
+from hvd_compress.cli.ranks import OpenRanks, is_launched, open_ranks
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, seconds_argument, show_bandwidth, whole_argument
 from hvd_compress.cli.verdict import as_fields, report
 from hvd_compress.compressors import Compressor
@@ -102,9 +102,9 @@ def run(options: argparse.Namespace) -> int:
     with working(options.json):
         shapes = _shapes(options)
         if measured:
-            ranks = open_ranks()
-            network, rows = _with_ranks(ranks, shapes, options)
-            if ranks.position:
+            opened = open_ranks()
+            network, rows = _with_ranks(opened, shapes, options)
+            if opened.ranks.position:
                 return 0
             link = "measured just now"
         else:
@@ -151,27 +151,30 @@ def _on_paper(shapes: list[Shape], options: argparse.Namespace) -> tuple[Network
     return network, [row for row in rows if row.compresses]
 
 
-def _with_ranks(ranks: Ranks, shapes: list[Shape], options: argparse.Namespace) -> tuple[Network, list[Prediction]]:
+def _with_ranks(
+    opened: OpenRanks, shapes: list[Shape], options: argparse.Namespace
+) -> tuple[Network, list[Prediction]]:
     """Measure the network and the kernels, predict, and try ways with real ranks; a collective call."""
+    ranks = opened.ranks
     # with other shapes, trials would be other collectives
     number = float(zlib.crc32(repr(shapes).encode()))
     if ranks.maximum([number, -number]) != [number, -number]:
         raise MismatchError(
             "the ranks were given different shapes or models: start all of them with the same arguments"
         )
-    if ranks.ranks == 1:
+    if ranks.size == 1:
         return Network.on_paper(1e9, 0.0, 1), []
-    network = measure_network(ranks, ranks.hosts, ranks.position)
+    network = measure_network(ranks, opened.hosts)
     speeds = slowest_speeds(CANDIDATES, ranks)
-    (lacking,) = ranks.maximum([float(not has_cores(ranks.local_size))])
+    (lacking,) = ranks.maximum([float(not has_cores(ranks.on_host().size))])
     rows = predict(shapes, network, speeds, options.step_seconds, not lacking)
     rows = [row for row in rows if row.compresses]
-    return network, tried(rows, ranks, shapes, options.step_seconds, options.trial_seconds)
+    return network, tried(rows, opened, shapes, options.step_seconds, options.trial_seconds)
 
 
 def tried(
     rows: Sequence[Prediction],
-    ranks: Ranks,
+    opened: OpenRanks,
     shapes: Sequence[Shape],
     step: float = 0.0,
     limit: float = _ALL_TRIALS_SECONDS,
@@ -183,16 +186,17 @@ def tried(
 
     Args:
         rows: of `predict`.
-        ranks: all of them.
+        opened: all ranks.
         shapes: of the gradients, in the order of the forward pass.
         step: seconds of a step without communication.
         limit: seconds after which no further trial begins.
     """
+    ranks = opened.ranks
     # all ranks must try the same
     seconds = ranks.maximum([row.seconds for row in rows])
     few = sum(math.prod(shape) for shape in shapes) <= _MOST_TRIED_NUMEL
     order = sorted((i for i, s in enumerate(seconds) if s <= _LONGEST_TRIED), key=lambda i: seconds[i])
-    if ranks.framework != "torch" or not few or not order or not limit:
+    if opened.framework != "torch" or not few or not order or not limit:
         return list(rows)
     from hvd_compress.cli.rehearse import Rehearsal  # an estimate on paper needs no framework
 

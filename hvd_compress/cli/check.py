@@ -28,7 +28,7 @@ from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, To
 from hvd_compress.cli.finding import MISSING, NOTE, OK, Finding, last_line
 from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.launchers import Built, attempt, launchers
-from hvd_compress.cli.ranks import Ranks, is_launched, launched, open_ranks
+from hvd_compress.cli.ranks import OpenRanks, is_launched, launched, open_ranks
 from hvd_compress.errors import MissingError
 from hvd_compress.kernels.jit import unkept
 from hvd_compress.loopback import Loopback
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each finding as soon as it is found; returns the same exit code on all ranks."""
-    rank, ranks = launched("rank"), None
+    rank, opened = launched("rank"), None
     show = _Lines(rank, options.json)
     with working(options.json):
         # other ranks of a host would find the same, and compete for its cores
@@ -101,16 +101,16 @@ def run(options: argparse.Namespace) -> int:
             show(finding)
         if is_launched():
             try:
-                ranks = open_ranks()
+                opened = open_ranks()
             except MissingError as error:
                 show(Finding("ranks", str(error), MISSING, _BUILD))
         else:
             show(Finding("ranks", "one process", NOTE, "horovodrun -np 2 --gloo hvd-compress check tries real ones"))
-        for finding in () if ranks is None else _with_ranks(ranks):
+        for finding in () if opened is None else _with_ranks(opened):
             show(finding)
         missing = any(f.verdict == MISSING for f in show.findings)
-        if ranks is not None:
-            missing = any(ranks.maximum([float(missing)]))
+        if opened is not None:
+            missing = any(opened.ranks.maximum([float(missing)]))
     if rank == 0 and options.json:
         print_json({"missing": missing, "rank": rank, "findings": [asdict(f) for f in show.findings]})
     elif rank == 0:
@@ -249,25 +249,25 @@ def _kernels() -> Iterator[Finding]:
         yield Finding("kernels", found, OK)
 
 
-def _with_ranks(ranks: Ranks) -> Iterator[Finding]:
+def _with_ranks(opened: OpenRanks) -> Iterator[Finding]:
     """Run the two collectives of an exchange, with values that can only be right."""
-    started = launched("size")
-    if ranks.ranks != started:
+    started, ranks = launched("size"), opened.ranks
+    size, position = ranks.size, ranks.position
+    if size != started:
         remedy = "start them with the mpirun of the MPI that Horovod was built with, or with horovodrun --gloo"
         yield Finding("ranks", f"{started} were started, but do not find each other", MISSING, remedy)
         return
-    yield Finding("ranks", f"{ranks.ranks}, {ranks.ranks_per_host} per host, horovod.{ranks.framework}", OK)
-    if ranks.ranks > ranks.local_size:
+    yield Finding("ranks", f"{size}, {opened.per_host} per host, horovod.{opened.framework}", OK)
+    if size > ranks.on_host().size:
         yield from _between_hosts(os.environ)
     # rank r sends to rank i i + 1 bytes of value 16 r + i
-    sent = np.concatenate([np.full(i + 1, (16 * ranks.position + i) % 251, np.uint8) for i in range(ranks.ranks)])
-    received = ranks.alltoall(sent, [i + 1 for i in range(ranks.ranks)], "check.alltoall")
-    expected = [
-        (16 * sender + ranks.position) % 251 for sender in range(ranks.ranks) for _ in range(ranks.position + 1)
-    ]
+    sent = np.concatenate([np.full(i + 1, (16 * position + i) % 251, np.uint8) for i in range(size)])
+    received = ranks.run("alltoall", "hvd_compress.cli.check.alltoall", sent, [i + 1 for i in range(size)])
+    expected = [(16 * sender + position) % 251 for sender in range(size) for _ in range(position + 1)]
     yield _verdict("alltoall", received.tolist() == expected)
-    gathered = ranks.allgather(np.full(ranks.position + 1, ranks.position % 251, np.uint8), "check.allgather")
-    yield _verdict("allgather", gathered.tolist() == [r % 251 for r in range(ranks.ranks) for _ in range(r + 1)])
+    mine = np.full(position + 1, position % 251, np.uint8)
+    gathered = ranks.run("allgather", "hvd_compress.cli.check.allgather", mine)
+    yield _verdict("allgather", gathered.tolist() == [r % 251 for r in range(size) for _ in range(r + 1)])
 
 
 def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from hvd_compress.cost import HorovodCollectives
 from hvd_compress.errors import MissingError, UnsupportedError
 from hvd_compress.exchange import Hosts
 from hvd_compress.missing import missing_horovod
+from hvd_compress.ranks import Ranks
 
-__all__ = ["Ranks", "is_launched", "launched", "open_ranks"]
-
-Array = npt.NDArray[Any]
+__all__ = ["OpenRanks", "is_launched", "launched", "open_ranks", "ranks_of"]
 
 # what horovodrun with Gloo, and mpirun of Open MPI, MPICH and their kin, tell the processes that they start
 _VARIABLES = {
@@ -25,7 +20,7 @@ _VARIABLES = {
     "local rank": ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
     "local size": ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
-_FRAMEWORKS = ("torch", "tensorflow")
+_FRAMEWORKS = {"torch": "TorchRanks", "tensorflow": "TensorFlowRanks"}
 
 
 def launched(what: str) -> int:
@@ -43,56 +38,46 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _VARIABLES["rank"])
 
 
-class Ranks(HorovodCollectives):
-    """Blocking collectives on NumPy arrays, and those of `hvd_compress.cost.Collectives` for measuring.
+class OpenRanks(NamedTuple):
+    """All ranks of a run, as the command line knows them.
 
     Args:
         framework: "torch" or "tensorflow".
+        ranks: their collectives.
+        hosts: which of them share a host; None where hosts have different numbers of them, so no hierarchy to speak of.
+    """
+
+    framework: str
+    ranks: Ranks
+    hosts: Hosts | None
+
+    @property
+    def per_host(self) -> int:
+        """How many ranks share a host; 1 where their numbers differ."""
+        return 1 if self.hosts is None else self.hosts.per_host
+
+
+def ranks_of(framework: str) -> OpenRanks:
+    """Start Horovod for a framework; a collective call.
 
     Raises:
         MissingError: the framework, or Horovod for it.
     """
-
-    def __init__(self, framework: str) -> None:
-        self.framework = framework
-        try:
-            # horovod.torch alone can be imported where it was built without torch
-            importlib.import_module(f"horovod.{framework}.mpi_ops")
-            hvd: Any = importlib.import_module(f"horovod.{framework}")
-        except Exception as error:
-            raise missing_horovod(framework, error) from error
-        module: Any = importlib.import_module(framework)
-        hvd.init()
-        super().__init__(hvd, module.from_numpy if framework == "torch" else module.constant)
-        self.local_size: int = hvd.local_size()
-        self.hosts = self._found_hosts()
-        """Which ranks share a host; None where hosts have different numbers of them, so no hierarchy to speak of."""
-
-    @property
-    def ranks_per_host(self) -> int:
-        """How many ranks share a host; 1 where their numbers differ."""
-        return 1 if self.hosts is None else self.hosts.per_host
-
-    def _found_hosts(self) -> Hosts | None:
-        try:
-            return Hosts.of_names(self.host_numbers())
-        except UnsupportedError:
-            return None
-
-    def allgather(self, array: Array, name: str) -> Array:
-        """All ranks' arrays, joined along the first axis."""
-        gathered: Array = self._hvd.allgather(self._tensor(array), name=f"hvd_compress.cli.{name}").numpy()
-        return gathered
-
-    def alltoall(self, array: Array, splits: list[int], name: str) -> Array:
-        """The parts of all ranks for this one; `splits` are the sizes of this rank's parts."""
-        sizes = self._tensor(np.array(splits, np.int32))
-        received = self._hvd.alltoall(self._tensor(array), splits=sizes, name=f"hvd_compress.cli.{name}")
-        joined: Array = received[0].numpy()
-        return joined
+    try:
+        # horovod.torch alone can be imported where it was built without torch
+        importlib.import_module(f"horovod.{framework}.mpi_ops")
+        hvd: Any = importlib.import_module(f"horovod.{framework}")
+    except Exception as error:
+        raise missing_horovod(framework, error) from error
+    hvd.init()
+    ranks: Ranks = getattr(importlib.import_module(f"hvd_compress.{framework}._ranks"), _FRAMEWORKS[framework])()
+    try:
+        return OpenRanks(framework, ranks, Hosts.of_names(ranks.host_numbers()))
+    except UnsupportedError:
+        return OpenRanks(framework, ranks, None)
 
 
-def open_ranks() -> Ranks:
+def open_ranks() -> OpenRanks:
     """Start Horovod; a collective call.
 
     Raises:
@@ -101,7 +86,7 @@ def open_ranks() -> Ranks:
     reasons = []
     for framework in _FRAMEWORKS:
         try:
-            return Ranks(framework)
+            return ranks_of(framework)
         except MissingError as error:
             reasons.append(str(error))
     raise MissingError(

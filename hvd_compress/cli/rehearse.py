@@ -19,9 +19,9 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress.cli.predict import BACKWARD_SHARE
-from hvd_compress.cli.ranks import Ranks
 from hvd_compress.compressors import Compressor
 from hvd_compress.kernels.checksum import checksum
+from hvd_compress.ranks import Ranks
 
 __all__ = ["Rehearsal"]
 

@@ -1,12 +1,11 @@
 """Predict what exchanges and steps cost from links and kernels, measured or on paper, and choose by that.
 
-All of it is numbers; the caller says whose collectives are timed, by handing in a Horovod module.
+All of it is numbers; the caller says whose collectives are timed, by handing in `hvd_compress.ranks.Ranks`.
 """
 
 from __future__ import annotations
 
 from hvd_compress.cost.choose import Configuration, Corrector, configurations, pick
-from hvd_compress.cost.collectives import Collectives, HorovodCollectives
 from hvd_compress.cost.explore import Explorer
 from hvd_compress.cost.line import Line, fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
@@ -28,11 +27,9 @@ from hvd_compress.cost.watch import Watch
 
 __all__ = [
     "COLLECTIVES",
-    "Collectives",
     "Configuration",
     "Corrector",
     "Explorer",
-    "HorovodCollectives",
     "Job",
     "Line",
     "Link",

@@ -1,4 +1,4 @@
-"""Measure links and kernels as all ranks feel them, by a few collectives that the caller provides."""
+"""Measure links and kernels as all ranks feel them, by a few collectives of the `Ranks` that the caller provides."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from statistics import median
 import numpy as np
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.cost.collectives import Collectives, HorovodCollectives
 from hvd_compress.cost.line import fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.exchange import Hosts, ring_bytes
 from hvd_compress.kernels.checksum import checksum
+from hvd_compress.ranks import Ranks
 
 __all__ = ["measure_link", "measure_network", "network_of", "sent_bytes", "slowest_speeds"]
 
@@ -31,7 +31,7 @@ _LONGEST_SECONDS = 0.4
 _LOADED_SECONDS = 0.05
 _COMPUTED_WORDS = 2**14  # 128 KiB: some microseconds a call, in the second-level cache
 
-_known: dict[tuple[str, int, bool], Network] = {}
+_known: dict[tuple[type, str, int, bool], Network] = {}
 
 
 def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
@@ -41,115 +41,123 @@ def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
     return (ranks - 1) * nbytes / (ranks if collective == "alltoall" else 1)
 
 
-def measure_hosts(collectives: Collectives, hosts: Hosts, position: int, link: Link) -> tuple[Link, Link]:
+def measure_hosts(ranks: Ranks, hosts: Hosts, link: Link) -> tuple[Link, Link]:
     """Measure the alltoalls of a hierarchical exchange inside hosts and between them; a collective call.
 
     Args:
-        collectives: of all ranks.
+        ranks: all of them.
         hosts: of the ranks.
-        position: of this rank.
         link: between all ranks, from which the other collectives are taken.
 
     Returns:
         The links inside hosts, by the bytes that a rank sends, and between them, by those of all ranks of a host.
     """
-    inside = fit_line(_points(collectives, "alltoall", hosts.inside(position)))
-    between = fit_line(
-        (hosts.per_host * sent, s) for sent, s in _points(collectives, "alltoall", hosts.between(position))
-    )
+    inside = fit_line(_points(ranks, "alltoall", hosts.inside(ranks.position)))
+    points = _points(ranks, "alltoall", hosts.between(ranks.position))
+    between = fit_line((hosts.per_host * sent, s) for sent, s in points)
     return replace(link, alltoall=inside), replace(link, alltoall=between)
 
 
-def measure_link(collectives: Collectives) -> Link:
+def measure_link(ranks: Ranks) -> Link:
     """Fit a link to collectives of growing size; a few seconds at most. Equal on all ranks; a collective call.
 
     Raises:
         ValueError: a single rank has no link.
     """
-    if collectives.ranks < 2:
+    if ranks.size < 2:
         raise ValueError("a link has two ends: start two ranks or more")
-    return Link.fit((c, sent, seconds) for c in COLLECTIVES for sent, seconds in _points(collectives, c))
+    return Link.fit((c, sent, seconds) for c in COLLECTIVES for sent, seconds in _points(ranks, c))
 
 
-def measure_network(collectives: Collectives, hosts: Hosts | None = None, position: int = 0) -> Network:
+def measure_network(ranks: Ranks, hosts: Hosts | None = None) -> Network:
     """Measure a network, in a few seconds at most; equal on all ranks, a collective call.
 
     Args:
-        collectives: of all ranks.
+        ranks: all of them.
         hosts: of the ranks; without them, the links inside hosts are not told from those between them.
-        position: of this rank.
 
     Raises:
         ValueError: a single rank has no link.
     """
-    link = measure_link(collectives)
-    core = measure_core(collectives, link)
-    (copying,) = collectives.maximum([copy_speed().per_unit / 4])
+    link = measure_link(ranks)
+    core = measure_core(ranks, link)
+    (copying,) = ranks.maximum([copy_speed().per_unit / 4])
     per_host = 1 if hosts is None else hosts.per_host
-    network = Network(collectives.ranks, link, per_host, core=core, copying=copying)
+    network = Network(ranks.size, link, per_host, core=core, copying=copying)
     if hosts is None or hosts.per_host == 1 or hosts.count == 1:
         return network
-    inside, between = measure_hosts(collectives, hosts, position, link)
+    inside, between = measure_hosts(ranks, hosts, link)
     return replace(network, inside=inside, between=between)
 
 
-def network_of(collectives: HorovodCollectives, with_hosts: bool) -> Network:
+def network_of(ranks: Ranks, with_hosts: bool) -> Network:
     """Measure the network, once in a process as long as the ranks stay the same; a collective call.
 
     Args:
-        collectives: of the ranks.
+        ranks: that share it.
         with_hosts: tell the links inside hosts from those between them.
     """
-    key = (collectives.name, collectives.ranks, with_hosts)
+    key = (type(ranks), ranks.name, ranks.size, with_hosts)
     mine = _known[key].link.alltoall.per_unit if key in _known else -1.0
-    # ranks that joined since know nothing, and others may remember another set of the same number
-    most, least = collectives.maximum([mine, -mine])
+    # ranks that joined since know nothing
+    most, least = ranks.maximum([mine, -mine])
     if most != -least or most < 0:
-        hosts = Hosts.of_names(collectives.host_numbers()) if with_hosts else None
-        _known[key] = measure_network(collectives, hosts, collectives.position)
+        hosts = Hosts.of_names(ranks.host_numbers()) if with_hosts else None
+        _known[key] = measure_network(ranks, hosts)
     return _known[key]
 
 
-def slowest_speeds(compressors: Iterable[Compressor], collectives: Collectives) -> dict[Compressor, Speed]:
+def slowest_speeds(compressors: Iterable[Compressor], ranks: Ranks) -> dict[Compressor, Speed]:
     """Measure kernels on all ranks at once and return the slowest rank's speeds; a collective call."""
     speeds = {}
     for compressor in compressors:
         speed_of(compressor)  # compiles, before all measure at the same time
-        collectives.maximum([0.0])
-        speeds[compressor] = Speed.from_numbers(collectives.maximum(measure_speed(compressor).numbers()))
+        ranks.maximum([0.0])
+        speeds[compressor] = Speed.from_numbers(ranks.maximum(measure_speed(compressor).numbers()))
     return speeds
 
 
-def measure_core(collectives: Collectives, link: Link) -> dict[str, float]:
+def measure_core(ranks: Ranks, link: Link) -> dict[str, float]:
     """Measure what share (0 to 1) of each collective's time is lost to computing meanwhile; equal on all ranks.
 
     It is 0 where every rank has a core to spare, 1 where collectives and computing take turns. The ranks of a host
     compute at the same time, as they do in training.
 
     Args:
-        collectives: of all ranks.
+        ranks: all of them.
         link: as measured among them.
     """
     shares = []
     for collective in COLLECTIVES:
         size = next((s for s in reversed(_SIZES) if link.seconds(collective, s) < _LOADED_SECONDS), _SIZES[0])
-        nbytes = _buffer_bytes(collective, size, collectives.ranks)
+        nbytes = _buffer_bytes(collective, size, ranks.size)
         calls = math.ceil(_LOADED_SECONDS / link.seconds(collective, size))
-        run = partial(_run_often, collectives, collective, nbytes, calls)
+        run = partial(_run_often, _prepared(ranks, collective, nbytes), calls)
         run()
-        collectives.maximum([0.0])  # so that all begin together
+        ranks.maximum([0.0])  # so that all begin together
         idle, _ = _computed_during(partial(time.sleep, _LOADED_SECONDS))
-        collectives.maximum([0.0])
+        ranks.maximum([0.0])
         alone = _elapsed(run)
         computed, loaded = _computed_during(run)
         # both may give way: what computes, and the collective
         shares.append(min(1.0, max(0.0, 1.0 - computed / idle) + max(0.0, 1.0 - alone / loaded)))
-    return dict(zip(COLLECTIVES, collectives.maximum(shares), strict=True))
+    return dict(zip(COLLECTIVES, ranks.maximum(shares), strict=True))
 
 
-def _run_often(collectives: Collectives, collective: str, nbytes: int, calls: int) -> None:
+def _run_often(run: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
-        collectives.run(collective, nbytes)
+        run()
+
+
+def _prepared(ranks: Ranks, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> Callable[[], object]:
+    """One of `COLLECTIVES` with a buffer of `nbytes` on this rank; an alltoall may send to `peers` only."""
+    dtype = {"allreduce": np.float32, "allreduce_half": np.float16}.get(collective, np.uint8)
+    buffer = np.zeros(nbytes // np.dtype(dtype).itemsize, dtype)
+    name = f"hvd_compress.measure.{collective}.{nbytes}" + ("" if peers is None else ".peers")
+    sizes = None
+    if peers is not None:
+        sizes = [nbytes // len(peers) if rank in peers else 0 for rank in range(ranks.size)]
+    return ranks.repeated(collective.removesuffix("_half"), name, buffer, sizes)
 
 
 def _elapsed(call: Callable[[], object]) -> float:
@@ -187,30 +195,24 @@ def _buffer_bytes(collective: str, size: int, senders: int) -> int:
     return nbytes - nbytes % (8 * senders)
 
 
-def _points(collectives: Collectives, collective: str, peers: Sequence[int] | None = None) -> list[tuple[float, float]]:
+def _points(ranks: Ranks, collective: str, peers: Sequence[int] | None = None) -> list[tuple[float, float]]:
     """Measure (bytes that a rank sends, seconds) of growing sizes, until they take too long."""
     points = []
     slowest = 0.0
-    senders = collectives.ranks if peers is None else len(peers)
+    senders = ranks.size if peers is None else len(peers)
     for i, size in enumerate(_SIZES):
         nbytes = _buffer_bytes(collective, size, senders)
         expected = slowest * size / _SIZES[i - 1] if i else 0.0
         if i >= _LEAST_SIZES and expected > _LONGEST_SECONDS:
             break
         repeats = _SLOW_REPEATS if expected > _SLOW_SECONDS else _REPEATS
-        seconds = _seconds(collectives, collective, nbytes, repeats, peers)
+        seconds = _seconds(ranks, _prepared(ranks, collective, nbytes, peers), repeats)
         slowest = median(seconds)
         points += [(sent_bytes(collective, nbytes, senders), s) for s in seconds]
     return points
 
 
-def _seconds(
-    collectives: Collectives, collective: str, nbytes: int, repeats: int, peers: Sequence[int] | None = None
-) -> list[float]:
+def _seconds(ranks: Ranks, run: Callable[[], object], repeats: int) -> list[float]:
     # the first does not count: Horovod's cache does not know its name yet, and ranks come at different times
-    taken = []
-    for _ in range(repeats + 1):
-        begin = time.perf_counter()
-        collectives.run(collective, nbytes, peers)
-        taken.append(time.perf_counter() - begin)
-    return collectives.maximum(taken[1:])
+    taken = [_elapsed(run) for _ in range(repeats + 1)]
+    return ranks.maximum(taken[1:])

@@ -11,8 +11,8 @@ import numpy as np
 
 from hvd_compress import saved
 from hvd_compress.compressors import NoCompression
+from hvd_compress.daso.groups import Groups, means
 from hvd_compress.daso.lane import Array, Lane
-from hvd_compress.daso.ranks import Groups, means
 from hvd_compress.daso.settings import DasoSettings
 from hvd_compress.daso.sync import NodeSync
 from hvd_compress.errors import MismatchError, StateError
@@ -44,7 +44,7 @@ class Member:
         self.groups = groups
         self._described = {**settings.description(tensors), "nodes": [list(ranks) for ranks in groups.nodes.members]}
         if groups.everyone is not None:
-            groups.everyone.require_agreement(self._described)
+            groups.everyone.agree(self._described)
         for compression in (settings.compression, settings.blocking_compression):
             check_patterns(compression, [t.name for t in tensors])
         self._name = groups.name
@@ -145,7 +145,7 @@ class Member:
             MismatchError: the ranks have different numbers.
         """
         if self.groups.everyone is not None:
-            self.groups.everyone.require_agreement({"steps_per_epoch": steps_per_epoch})
+            self.groups.everyone.agree({"steps_per_epoch": steps_per_epoch})
         schedule = replace(self.settings.schedule, steps_per_epoch=steps_per_epoch)
         self.settings = replace(self.settings, schedule=schedule)
         self.clock.schedule = schedule
@@ -186,7 +186,7 @@ class Member:
         if self.groups.everyone is None:
             return
         described = [[name, list(x.shape), str(x.dtype)] for name, x in arrays.items()]
-        self.groups.everyone.require_agreement({"averaged at the end of an epoch": described})
+        self.groups.everyone.agree({"averaged at the end of an epoch": described})
         averaged = means(self.groups.everyone, list(arrays.values()), self._name)
         for x, mean in zip(arrays.values(), averaged, strict=True):
             x[...] = mean.reshape(x.shape)

@@ -13,11 +13,11 @@ import numpy.typing as npt
 from hvd_compress import saved
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Piece, Share
-from hvd_compress.daso.ranks import Ranks
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import COLLECTIVES, Account, Bucket, Parcel, aligned_empty, plan_together, ring_bytes
 from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy, compressor_for
+from hvd_compress.ranks import Ranks
 from hvd_compress.waiting import waiting
 
 __all__ = ["ShareSync"]
@@ -258,7 +258,7 @@ class ShareSync:
         self._later = [(1, partial(self._start_part, part)) for part in parts[1:]]
 
     def _start_part(self, part: Array) -> None:
-        self._handles.append(self._across.start("allreduce", part, f"{self._name}.part.{len(self._handles)}"))
+        self._handles.append(self._across.start("allreduce", f"{self._name}.part.{len(self._handles)}", part))
 
     def _start_the_rest(self) -> None:
         while self._later:
@@ -274,7 +274,7 @@ class ShareSync:
         return received
 
     def _send_parcel(self, collective: str, parcel: Parcel) -> None:
-        self._change = self._across.start(collective, parcel.buffer, f"{self._name}.{collective}", parcel.sizes)
+        self._change = self._across.start(collective, f"{self._name}.{collective}", parcel.buffer, parcel.sizes)
         self._collective = collective
         ranks, me = self._across.size, self._across.position
         if collective == "allgather":

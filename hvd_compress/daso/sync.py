@@ -10,8 +10,8 @@ import numpy as np
 
 from hvd_compress import saved
 from hvd_compress.compressors import Compressor, NoCompression
+from hvd_compress.daso.groups import Groups
 from hvd_compress.daso.lane import Array, Lane, Share
-from hvd_compress.daso.ranks import Groups
 from hvd_compress.daso.settings import DasoSettings
 from hvd_compress.daso.share_sync import ShareSync
 from hvd_compress.errors import StateError
@@ -193,13 +193,13 @@ class NodeSync:
             return mine
         if self._settings.form == "sharded":
             self.bytes_inside += (within.size - 1) * mine.nbytes
-            return within.wait(within.start("allgather", mine, f"{self._name}.share"))
+            return within.run("allgather", f"{self._name}.share", mine)
         count = self._lane.size + (flight.kind == CHANGES and self._is_sent(0))
         if not self._sends_in(flight.group):
             mine = self._whole = self._whole if self._whole.size == count else np.empty(count, self._lane.dtype)
         else:
             self.bytes_inside += (within.size - 1) * mine.nbytes
-        return within.wait(within.start("broadcast", mine, f"{self._name}.share", None, flight.group))
+        return within.run("broadcast", f"{self._name}.share", mine, root=flight.group)
 
     # -- merging -----------------------------------------------------------------------------------------------------
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 from hvd_compress.gossip.alltoall import Alltoall
 from hvd_compress.gossip.averager import Transport
 from hvd_compress.gossip.loopback import GossipLoopback
-from hvd_compress.gossip.member import Collectives, LateMember, Member, collective_name
+from hvd_compress.gossip.member import LateMember, Member, OneSided
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
 from hvd_compress.tensors import Tensor
 
 __all__ = [
     "Alltoall",
-    "Collectives",
     "GossipLoopback",
     "GossipSettings",
     "LateMember",
     "Member",
     "Node",
+    "OneSided",
     "Tensor",
     "Transport",
-    "collective_name",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,10 @@ from hvd_compress.exchange import aligned_empty
 from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.message import cut_message
 from hvd_compress.gossip.node import Node
+from hvd_compress.ranks import Ranks
 from hvd_compress.waiting import waiting
 
 __all__ = ["Alltoall"]
-
-Words = npt.NDArray[np.int64]
 
 
 class Alltoall:
@@ -24,27 +23,20 @@ class Alltoall:
 
     Args:
         node: whose messages.
-        size: ranks of the process set.
-        start: starts an alltoall of words, cut by the splits of type int32, and returns what `wait` takes.
-        wait: returns the words that have come, in the order of their senders.
+        ranks: that take part.
+        name: of the alltoall.
     """
 
     waits = True
 
-    def __init__(
-        self,
-        node: Node,
-        size: int,
-        start: Callable[[Words, npt.NDArray[np.int32]], Any],
-        wait: Callable[[Any], Words],
-    ) -> None:
+    def __init__(self, node: Node, ranks: Ranks, name: str) -> None:
         self._node = node
-        self._start = start
-        self._wait = wait
+        self._ranks = ranks
+        self._name = name
         # always sent whole, with splits that say how much of it counts: Horovod's response cache knows a tensor by its
         # shape. Words, because splits count elements and have 32 bits
         self._buffer = aligned_empty(len(node.part.receivers) * node.capacity // 8, np.int64)
-        self._splits = np.zeros(size, np.int32)
+        self._splits = [0] * ranks.size
         self._handle: Any = None
 
     def send(self, arrays: Sequence[Array | None]) -> None:
@@ -63,7 +55,7 @@ class Alltoall:
         """Take over what the neighbours have sent."""
         handle, self._handle = self._handle, None
         with waiting("for its neighbours' messages in a step or average_parameters() of EventGraD"):
-            received = self._wait(handle).view(np.uint8)
+            received = self._ranks.wait(handle).view(np.uint8)
         at = 0
         for index in range(len(self._node.part.senders)):
             message = cut_message(received, at)
@@ -81,4 +73,4 @@ class Alltoall:
         for i, receiver in enumerate(self._node.part.receivers):
             self._buffer[i * words : (i + 1) * words] = self._buffer[:words]
             self._splits[receiver] = words
-        self._handle = self._start(self._buffer, self._splits)
+        self._handle = self._ranks.start("alltoall", self._name, self._buffer, self._splits)

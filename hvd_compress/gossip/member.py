@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_compress import saved
 from hvd_compress.errors import StateError
@@ -17,45 +15,14 @@ from hvd_compress.gossip.averager import Averager, Transport
 from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
+from hvd_compress.ranks import Ranks
 from hvd_compress.tensors import Tensor, averaged
 from hvd_compress.topology import ALONE, Neighbours
 
-__all__ = ["Collectives", "LateMember", "Member", "collective_name"]
+__all__ = ["LateMember", "Member", "OneSided"]
 
-
-_members: Counter[str] = Counter()
-
-
-def collective_name(scope: str) -> str:
-    """Name the collectives of one more member among the ranks of a `fingerprint.scope_of`."""
-    name = f"hvd_compress.gossip.{scope}.{_members[scope]}"
-    _members[scope] += 1
-    return name
-
-
-class Collectives(Protocol):
-    """What an edge can do with arrays among the ranks of a process set."""
-
-    size: int
-    position: int
-
-    def require_agreement(self, description: dict[str, Any]) -> None:
-        """Raise MismatchError on all ranks unless all say the same."""
-
-    def start(self, words: npt.NDArray[np.int64], splits: npt.NDArray[np.int32]) -> Any:
-        """Start an alltoall."""
-
-    def wait(self, handle: Any) -> npt.NDArray[np.int64]:
-        """Wait for an alltoall; returns what it brought, in the order of the senders."""
-
-    def mean(self, array: Array, name: str) -> Array:
-        """Average a flat float32 or float64 array over the ranks; all of them get the same bits."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def one_sided(self, node: Node, parts: Sequence[Neighbours]) -> Transport:
-        """Make the transport over MPI's one-sided operations."""
+OneSided = Callable[[Ranks, Node, Sequence[Neighbours]], Transport]
+"""Makes the transport over MPI's one-sided operations, of this rank's node and the parts of all ranks."""
 
 
 class Member:
@@ -64,24 +31,27 @@ class Member:
     Args:
         tensors: the same on all ranks.
         settings: the same on all ranks.
-        collectives: of the ranks that take part; None where this rank is alone.
+        ranks: that take part; None where this rank is alone.
+        one_sided: see `OneSided`.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], settings: GossipSettings, collectives: Collectives | None) -> None:
-        self._collectives = collectives
+    def __init__(
+        self, tensors: Sequence[Tensor], settings: GossipSettings, ranks: Ranks | None, one_sided: OneSided
+    ) -> None:
+        self._ranks = ranks
         self._settings = settings
         self._tensors = list(tensors)
         transport: Transport | None = None
-        if collectives is None:
+        self.name = ""
+        """Of the alltoall, and the beginning of the names of all other collectives."""
+        if ranks is None:
             node = settings.node(self._tensors, ALONE)
         else:
-            collectives.require_agreement(settings.description(self._tensors))
-            parts = settings.topology.neighbours(collectives.size)
-            node = settings.node(self._tensors, parts[collectives.position])
-            if settings.is_one_sided:
-                transport = collectives.one_sided(node, parts)
-            else:
-                transport = Alltoall(node, collectives.size, collectives.start, collectives.wait)
+            self.name = ranks.numbered("gossip")
+            ranks.agree(settings.description(self._tensors))
+            parts = settings.topology.neighbours(ranks.size)
+            node = settings.node(self._tensors, parts[ranks.position])
+            transport = one_sided(ranks, node, parts) if settings.is_one_sided else Alltoall(node, ranks, self.name)
         self._averager = Averager(node, transport, settings.overlap)
 
     def begin(self, arrays: Callable[[], Sequence[Array]]) -> None:
@@ -106,17 +76,17 @@ class Member:
         Raises:
             MismatchError: the ranks have other buffers, or call something else.
         """
-        if self._collectives is None:
+        if self._ranks is None:
             return
         self._averager.finish()
         described = [[name, list(b.shape), str(b.dtype)] for name, b in buffers.items()]
-        self._collectives.require_agreement({"EventGraD's call": "average_parameters()", "buffers": described})
+        self._ranks.agree({"EventGraD's call": "average_parameters()", "buffers": described})
         means = self._means([*arrays, *buffers.values()])
         for x, mean in zip([*arrays, *buffers.values()], means, strict=True):
             x[...] = mean.reshape(x.shape)
         self._averager.agree(arrays)
         # a rank that trains on must not send before all have taken over what was under way
-        self._collectives.barrier()
+        self._ranks.barrier(f"{self.name}.barrier")
 
     def consensus_distance(self, arrays: Sequence[Array]) -> float:
         """Compute the root of the mean over ranks of ‖x - mean of x‖²; a collective call.
@@ -124,19 +94,19 @@ class Member:
         Raises:
             MismatchError: some ranks call something else.
         """
-        if self._collectives is None:
+        if self._ranks is None:
             return 0.0
         self._averager.finish()
-        self._collectives.require_agreement({"EventGraD's call": "consensus_distance()"})
+        self._ranks.agree({"EventGraD's call": "consensus_distance()"})
         exact = [x.astype(np.float64) for x in arrays]
         square = sum(float(np.square(x - mean).sum()) for x, mean in zip(exact, self._means(exact), strict=True))
-        return math.sqrt(float(self._collectives.mean(np.array([square]), "consensus")[0]))
+        return math.sqrt(float(self._ranks.mean(f"{self.name}.consensus", np.array([square]))[0]))
 
     def _means(self, arrays: Sequence[Array]) -> list[Array]:
         """Average arrays over the ranks, flat, with one collective for all arrays of a dtype."""
-        assert self._collectives is not None
-        mean = self._collectives.mean
-        return averaged(arrays, lambda together: mean(together, f"mean.{together.dtype}"))
+        assert self._ranks is not None
+        mean = self._ranks.mean
+        return averaged(arrays, lambda together: mean(f"{self.name}.mean.{together.dtype}", together))
 
     def stats(self) -> dict[str, Any]:
         """See `event_stats` of the optimizers."""
@@ -157,10 +127,10 @@ class Member:
             checked = self._checked(state)
         except StateError as error:
             refusal = error
-        waits = self._collectives if self._settings.is_one_sided else None
+        waits = self._ranks if self._settings.is_one_sided else None
         if waits is not None:
             # also where the state is refused, or the others would wait there for ever
-            everywhere = waits.mean(np.array([float(refusal is None)]), "state")[0]
+            everywhere = waits.mean(f"{self.name}.state", np.array([float(refusal is None)]))[0]
             if refusal is None and everywhere < 1.0:
                 raise StateError("the event state of another rank was refused there, so none is taken over here")
         if refusal is not None:
@@ -170,7 +140,7 @@ class Member:
             self._averager.take_what_came()
         self._averager.load(checked)
         if waits is not None:
-            waits.barrier()
+            waits.barrier(f"{self.name}.barrier")
 
     def _checked(self, state: Any) -> dict[str, Any]:
         of_state = state.get("settings") if isinstance(state, dict) else None
@@ -182,8 +152,8 @@ class Member:
 
     def close(self) -> None:
         """Give up windows of one-sided messages; a collective call."""
-        if self._collectives is not None and self._settings.is_one_sided:
-            self._collectives.require_agreement({"EventGraD's call": "close()"})
+        if self._ranks is not None and self._settings.is_one_sided:
+            self._ranks.agree({"EventGraD's call": "close()"})
         self._averager.close()
 
     def _described(self) -> dict[str, Any]:
@@ -231,9 +201,9 @@ class LateMember:
         if self._member is not None:
             self._member.close()
 
-    def _made(self, tensors: Sequence[Tensor], collectives: Collectives | None) -> Member:
+    def _made(self, tensors: Sequence[Tensor], ranks: Ranks | None, one_sided: OneSided) -> Member:
         """Make the member and load the waiting state; one that it refuses is refused again in the next step."""
-        member = Member(tensors, self._settings, collectives)
+        member = Member(tensors, self._settings, ranks, one_sided)
         if self._saved:
             member.load_state_dict(self._saved)
         self._member = member

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from hvd_compress.mpi.async_server import AsyncParameterServer, join_server
-from hvd_compress.mpi.collectives import HorovodRanks
-from hvd_compress.mpi.root_messages import Channel, Pending
+from hvd_compress.mpi.root_messages import Channel
+from hvd_compress.mpi.start import communicator, start_one_sided, start_root_messages
 
 __all__ = [
     "AsyncParameterServer",
     "Channel",
-    "HorovodRanks",
-    "Pending",
+    "communicator",
     "join_server",
+    "start_one_sided",
+    "start_root_messages",
 ]

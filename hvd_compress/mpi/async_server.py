@@ -251,7 +251,8 @@ def join_server(
     """
     size, position, server = int(comm.size), int(comm.rank), settings.server
     # ranks compare first: what is refused below is then refused on all of them
-    agree(settings.description(tensors), "mpi", lambda data, name: b"".join(_gathered(mpi, comm, data)))
+    told = settings.description(tensors)
+    agree(told, lambda data, name: b"".join(_gathered(mpi, comm, data)), "hvd_compress.fingerprint.mpi")
     for compression in (settings.compression, settings.answer):
         check_patterns(compression, [t.name for t in tensors])
     if size < 2:

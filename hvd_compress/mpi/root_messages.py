@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.errors import HvdCompressError, UnsupportedError
-from hvd_compress.exchange import Parcel, aligned_empty
+from hvd_compress.exchange import aligned_empty
 from hvd_compress.mpi.links import MOST_BYTES, WORD
 from hvd_compress.mpi.session import Session
+from hvd_compress.ranks import Ranks
 from hvd_compress.waiting import waiting
 
 __all__ = ["Channel", "Pending", "RootMessages"]
@@ -228,8 +229,8 @@ class RootMessages:
         return Channel(self._wire, next(self._channels))
 
 
-class Channel:
-    """Carries the messages of one bucket, which are never taken for those of another.
+class Channel(Ranks):
+    """Carries the messages of one bucket, which are never taken for those of another: to its root, and back.
 
     Args:
         wire: see `Pending`.
@@ -237,28 +238,46 @@ class Channel:
     """
 
     def __init__(self, wire: _Wire, number: int) -> None:
+        super().__init__(wire.comm.size, wire.comm.rank, f"mpi.{number}")
         self._wire, self._comm = wire, wire.comm
         self._number = number
         self._memory: Bytes = aligned_empty(0, np.uint8)
+        self.answer_bytes = 0
+        """The most bytes that come back from the root, the same on all ranks; to be set before the first do."""
 
-    def gather(self, root: int, parcel: Parcel) -> Pending:
-        """Send the bucket's payloads to its root; the root receives those of all.
+    def start(
+        self, collective: str, name: str, array: Bytes, sizes: Sequence[int] | None = None, root: int = 0
+    ) -> Pending:
+        """Start an alltoall in which only the root gets something, or that which brings what the root has to all.
 
         Args:
-            root: position among the ranks.
-            parcel: what an alltoall would be given; its buffer is as long as a message can be, on all ranks.
+            collective: "alltoall"; or "broadcast", or the "allgather" in which nobody else has anything.
+            name: of no use here, where the channel tells messages apart.
+            array: of bytes. That of an alltoall is as long as a message can be, on all ranks; that of a broadcast is
+                the memory for what comes.
+            sizes: see `Ranks.start`.
+            root: see there.
 
         Raises:
             UnsupportedError: a message can be 16 GiB or larger.
         """
-        self._check(parcel.buffer.size)
-        used = parcel.buffer.size if parcel.sizes is None else parcel.sizes[root]
-        message = parcel.buffer[:used]
+        return self._gather(root, array, sizes) if collective == "alltoall" else self._answer(root, array)
+
+    def is_done(self, handle: Pending) -> bool:
+        return handle.is_done()
+
+    def wait(self, handle: Pending) -> Bytes:
+        return handle.wait()
+
+    def _gather(self, root: int, buffer: Bytes, sizes: Sequence[int] | None) -> Pending:
+        self._check(buffer.size)
+        used = buffer.size if sizes is None else sizes[root]
+        message = buffer[:used]
         if self._comm.rank != root:
             with self._wire.session:
                 request = self._comm.Isend(self._wire.words(message), root, self._tag(answers=False))
             return Pending(self._wire, {root: request}, message, [slice(0, 0)], [0])
-        ranks, most = self._comm.size, parcel.buffer.size
+        ranks, most = self._comm.size, buffer.size
         memory = self._room(ranks * most)
         slots = [slice(sender * most, (sender + 1) * most) for sender in range(ranks)]
         memory[slots[root]][:used] = message
@@ -270,17 +289,8 @@ class Channel:
             }
         return Pending(self._wire, requests, memory, slots, [used if r == root else None for r in range(ranks)])
 
-    def answer(self, root: int, message: Bytes, most: int) -> Pending:
-        """Send a root's message to all; the others receive it.
-
-        Args:
-            root: position among the ranks.
-            message: what the root sends; on others the memory for what comes, if it has that size.
-            most: the most bytes that it can have, the same on all ranks.
-
-        Raises:
-            UnsupportedError: it can have 16 GiB or more.
-        """
+    def _answer(self, root: int, message: Bytes) -> Pending:
+        most = self.answer_bytes
         self._check(most)
         tag = self._tag(answers=True)
         if self._comm.rank == root:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import Node, Transport
 from hvd_compress.mpi.root_messages import RootMessages
 from hvd_compress.mpi.session import Session, session
+from hvd_compress.ranks import Ranks
 from hvd_compress.topology import Neighbours
 
 __all__ = ["communicator", "start_one_sided", "start_root_messages"]
@@ -19,54 +22,52 @@ _messages: dict[tuple[int, ...], RootMessages] = {}
 """By the ranks, as MPI's world numbers them, that they go between."""
 
 
-def start_one_sided(
-    hvd: Any, node: Node, parts: Sequence[Neighbours], gathered: Callable[[int], Sequence[int]]
-) -> Transport:
+def start_one_sided(hvd: Any, ranks: Ranks, node: Node, parts: Sequence[Neighbours]) -> Transport:
     """Make the transport "one_sided" among the ranks of a process set; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
+        ranks: of the process set.
         node: of this rank.
         parts: of all ranks of the process set.
-        gathered: takes a number of this rank and returns those of all ranks of the process set.
 
     Raises:
         UnsupportedError: Horovod runs without MPI, or MPI without threads; mpi4py is missing on a rank.
     """
-    mpi, comm = communicator(hvd, gathered, 'transport="one_sided"', "one-sided operations", 'transport="alltoall"')
+    mpi, comm = communicator(hvd, ranks, 'transport="one_sided"', "one-sided operations", 'transport="alltoall"')
 
     from hvd_compress.mpi.one_sided import OneSided
 
     return OneSided(node, parts, mpi, comm)
 
 
-def start_root_messages(hvd: Any, gathered: Callable[[int], Sequence[int]]) -> RootMessages:
+def start_root_messages(hvd: Any, ranks: Ranks) -> RootMessages:
     """Make the transport "mpi" of `ParameterServer` among the ranks of a process set; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
-        gathered: takes a number of this rank and returns those of all ranks of the process set.
+        ranks: of the process set.
 
     Raises:
         UnsupportedError: as `start_one_sided`.
     """
-    mpi, comm = communicator(hvd, gathered, 'transport="mpi"', "messages between two ranks", 'transport="horovod"')
+    mpi, comm = communicator(hvd, ranks, 'transport="mpi"', "messages between two ranks", 'transport="horovod"')
     with mpi:
-        ranks = tuple(comm.group.Translate_ranks(range(comm.size), mpi.mpi.COMM_WORLD.group))
+        in_world = tuple(comm.group.Translate_ranks(range(comm.size), mpi.mpi.COMM_WORLD.group))
         # optimizers come and go, communicators are few, and freeing one would have to wait for all ranks
-        if ranks in _messages:
+        if in_world in _messages:
             comm.Free()
-    return _messages.setdefault(ranks, RootMessages(mpi, comm))
+        else:
+            _messages[in_world] = RootMessages(mpi, comm)
+    return _messages[in_world]
 
 
-def communicator(
-    hvd: Any, gathered: Callable[[int], Sequence[int]], asked: str, lacking: str, instead: str
-) -> tuple[Session, Any]:
+def communicator(hvd: Any, ranks: Ranks, asked: str, lacking: str, instead: str) -> tuple[Session, Any]:
     """Return MPI's session, and a communicator of the ranks of a process set alone; a collective call.
 
     Args:
         hvd: Horovod for a framework, started.
-        gathered: takes a number of this rank and returns those of all ranks of the process set.
+        ranks: of the process set.
         asked: what the user wants, for errors.
         lacking: what Gloo does not have.
         instead: what can be used without MPI.
@@ -85,7 +86,7 @@ def communicator(
         )
     # ranks of Horovod are those of MPI only if hvd.init() was given nothing else; every rank has a session before any
     # goes on
-    everyone = gathered(_rank_in_world())
+    everyone = ranks.run("allgather", "hvd_compress.mpi", np.array([_rank_in_world()], np.int64)).tolist()
     if _NO_MPI4PY in everyone:
         missing = [rank for rank, number in enumerate(everyone) if number == _NO_MPI4PY]
         raise UnsupportedError(
@@ -95,7 +96,7 @@ def communicator(
     mpi = session()
     with mpi:
         world = mpi.mpi.COMM_WORLD
-        return mpi, world.Create_group(world.group.Incl(list(everyone)))
+        return mpi, world.Create_group(world.group.Incl(everyone))
 
 
 def _rank_in_world() -> int:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.compressors import FP16
-from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
+from hvd_compress.cost import network_of, slowest_speeds
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
@@ -28,12 +28,12 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
+from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy, check_patterns
-from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._bucket import Nodes
 from hvd_compress.tensorflow._carried import carried_dtype, dense_allreduce, dense_grouped_allreduce
-from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._gradients import KINDS, Gradient, all_finite, first_value, kind_of, refuse_unfit, same
+from hvd_compress.tensorflow._ranks import TensorFlowRanks
 from hvd_compress.tensorflow._root_bucket import RootNodes, after_others, let_others_follow
 from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._turn import Turn
@@ -104,7 +104,7 @@ class GradientExchange(Ledger[Nodes]):
         self._compares = self.takes_part and compared
         self._compared: set[tuple[str, ...]] = set()
         if self._compares:
-            require_agreement(self._description(), process_set)
+            TensorFlowRanks(process_set).agree(self._description())
         check_patterns(settings.compression, [s.name for s in sources])
         ranks = process_set.size() if self.takes_part else 1
         position = process_set.rank() if self.takes_part else 0
@@ -293,7 +293,7 @@ class GradientExchange(Ledger[Nodes]):
         if kinds in self._compared:
             return
         told = {s.name: kind for s, kind in zip(self._sources, kinds, strict=True)}
-        require_agreement({KINDS: told}, self.settings.process_set)
+        TensorFlowRanks(self.settings.process_set).agree({KINDS: told})
         self._compared.add(kinds)
 
     # -- parts -------------------------------------------------------------------------------------------------------
@@ -360,9 +360,9 @@ class GradientExchange(Ledger[Nodes]):
         if isinstance(ours, Auto):
             # graphs are fixed, so predictions decide; measured at once, even while tracing
             with tf.init_scope(), tf.device("CPU:0"):
-                collectives = HorovodCollectives(hvd, tf.constant, settings.process_set)
-                network = network_of(collectives, with_hosts=settings.exchange == "hierarchical")
-                speeds = slowest_speeds((FP16(), *ours.candidates), collectives)
+                ranks = TensorFlowRanks(settings.process_set)
+                network = network_of(ranks, with_hosts=settings.exchange == "hierarchical")
+                speeds = slowest_speeds((FP16(), *ours.candidates), ranks)
                 self._pilot = Pilot(ours, tensors, routing, network, speeds)
             routing = self._pilot.routing()
         return routing
@@ -372,7 +372,7 @@ class GradientExchange(Ledger[Nodes]):
         if not self._waits:
             return lambda accounts, pack: Nodes(Bucket(accounts, pack), process_set, self._wire_names)
         with tf.init_scope(), tf.device("CPU:0"):
-            messages = TensorFlowCollectives(process_set).root_messages()
+            messages = start_root_messages(hvd, TensorFlowRanks(process_set))
 
         def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Nodes:
             return RootNodes(Bucket(accounts, pack), process_set, self._wire_names, messages.channel())
@@ -382,8 +382,7 @@ class GradientExchange(Ledger[Nodes]):
     def _found_hosts(self) -> Hosts | None:
         if not self.takes_part or self.settings.exchange != "hierarchical":
             return None
-        with tf.init_scope(), tf.device("CPU:0"):
-            return Hosts.of_names(HorovodCollectives(hvd, tf.constant, self.settings.process_set).host_numbers())
+        return Hosts.of_names(TensorFlowRanks(self.settings.process_set).host_numbers())
 
     def stats(self) -> dict[str, Any]:
         """The "total", "tensors" and, with `Auto`, "auto" of `compression_stats()`."""

@@ -12,9 +12,9 @@ import tensorflow as tf
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source, allowed_name
+from hvd_compress.tensorflow._ranks import TensorFlowRanks
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
@@ -160,7 +160,7 @@ def _require_agreement(
         compression, op, [[s.name, s.shape, s.dtype.name] for s in sources],
         **{"prescale_factor * postscale_factor": factor},
     )  # fmt: skip
-    require_agreement(told, process_set, name)
+    TensorFlowRanks(process_set).agree(told, name)
 
 
 def _horovods_name(name: str | None, tensors: Sequence[tf.Tensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,8 +13,9 @@ import tensorflow as tf
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import GossipSettings, LateMember, Member, Tensor
+from hvd_compress.mpi import start_one_sided
 from hvd_compress.schedules import SlopeThreshold, Trigger
-from hvd_compress.tensorflow._collectives import TensorFlowCollectives
+from hvd_compress.tensorflow._ranks import TensorFlowRanks
 from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._tape import describe_sources
 from hvd_compress.topology import Ring, Topology
@@ -119,7 +121,8 @@ class EventGraD(LateMember):
             ]
             process_set = self._process_set
             takes_part = process_set.included() and process_set.size() > 1
-            member = self._made(tensors, TensorFlowCollectives(process_set) if takes_part else None)
+            ranks = TensorFlowRanks(process_set) if takes_part else None
+            member = self._made(tensors, ranks, partial(start_one_sided, hvd))
             self._variables = given
             return member
         if [id(v) for v in given] != [id(v) for v in self._variables]:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.exchange import Bucket, Parcel
-from hvd_compress.mpi import Channel, Pending
+from hvd_compress.mpi import Channel
 from hvd_compress.tensorflow._bucket import Nodes
 
 __all__ = ["RootNodes", "after_others", "let_others_follow"]
@@ -58,8 +58,9 @@ class RootNodes(Nodes):
         channel: Channel,
     ) -> None:
         super().__init__(bucket, process_set, wire_names)
+        channel.answer_bytes = bucket.answer_bytes
         self._channel = channel
-        self._pending: Pending | None = None
+        self._pending: Any = None
 
     def lay_advance(self, sent: Sequence[tf.Tensor], of_all: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         started = [tf.size(first) for first, *_ in of_all]
@@ -85,15 +86,12 @@ class RootNodes(Nodes):
         super().abandon()
 
     def _handed_on(self, parcel: Parcel, collective: str) -> Any:
-        assert self.bucket.root is not None
-        if collective == "alltoall":
-            self._pending = self._channel.gather(self.bucket.root, parcel)
-        else:
-            self._pending = self._channel.answer(self.bucket.root, parcel.buffer, self.bucket.answer_bytes)
+        root = self.bucket.root or 0
+        self._pending = self._channel.start(collective, self.bucket.name, parcel.buffer, parcel.sizes, root)
         return super()._handed_on(parcel, collective)
 
     def _awaited(self) -> Any:
         if self._pending is None:
             raise RuntimeError(f"nothing is under way for {self.bucket.name!r}")
         pending, self._pending = self._pending, None
-        return pending.wait()
+        return self._channel.wait(pending)

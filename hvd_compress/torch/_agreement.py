@@ -8,20 +8,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.fingerprint import agree, check_agreement, scope_of, serialize
+from hvd_compress.fingerprint import agree, check_agreement, serialize
+from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = [
-    "Meeting",
-    "Place",
-    "is_mismatch",
-    "require_agreement",
-    "require_agreement_through",
-    "without_compression",
-]
+__all__ = ["Meeting", "Place", "is_mismatch", "require_agreement_through", "without_compression"]
+
+Array = np.ndarray[Any, Any]
+
+
+_MARK: Array = np.zeros(40, np.int8)
+"""As long as what is compared, so that both are of one shape."""
 
 
 class Place(NamedTuple):
@@ -38,17 +39,8 @@ class Place(NamedTuple):
     tensors: int = 1
 
 
-def require_agreement(description: dict[str, Any], process_set: hvd.ProcessSet) -> None:
-    """Compare `description` across the ranks of `process_set`; a collective call.
-
-    Raises:
-        MismatchError: on all ranks, naming the first difference.
-    """
-    agree(description, scope_of(process_set), lambda data, name: _gathered(data, name, process_set))
-
-
 def require_agreement_through(description: dict[str, Any], process_set: hvd.ProcessSet, place: Place) -> None:
-    """`require_agreement` in place of an operation that ranks are about to start who do not know of it.
+    """`Ranks.agree` in place of an operation that ranks are about to start who do not know of it.
 
     Raises:
         MismatchError: on all ranks, naming the first difference.
@@ -62,14 +54,9 @@ def _agree_at(meeting: Meeting, description: dict[str, Any], places: Sequence[Pl
 
     def allgather(data: bytes, its_name: str) -> bytes:
         # those that gather once more have all met
-        return meeting.gather(data, places) if its_name == name else _gathered(data, its_name, meeting.process_set)
+        return meeting.gather(data, places) if its_name == name else meeting.ranks.gather_bytes(data, its_name)
 
-    agree(description, scope_of(meeting.process_set), allgather, name)
-
-
-def _gathered(data: bytes, name: str, process_set: hvd.ProcessSet) -> bytes:
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return bytes(hvd.allgather(tensor, name=name, process_set=process_set).numpy().tobytes())
+    agree(description, allgather, name)
 
 
 class Meeting:
@@ -84,7 +71,8 @@ class Meeting:
     """
 
     def __init__(self, process_set: hvd.ProcessSet, name: str, started: Iterable[Place] = ()) -> None:
-        self.process_set = process_set
+        self.ranks = TorchRanks(process_set)
+        self._process_set = process_set
         self._name = name
         self._started = list(started)
         self._waiting: dict[Place, Any] = {}
@@ -112,22 +100,21 @@ class Meeting:
             HorovodInternalError: another rank has started that operation itself.
         """
         first, *others = places
-        self._start(first, torch.frombuffer(bytearray(mine), dtype=torch.int8))
+        self._start(first, np.frombuffer(mine, np.int8))
         for place in others:
             self._start(place)
         begin = time.monotonic()
         while time.monotonic() - begin < self._patience:
-            for place in [place for place, handle in self._waiting.items() if hvd.poll(handle)]:
+            for place in [place for place, handle in self._waiting.items() if self.ranks.is_done(handle)]:
                 try:
-                    result = hvd.synchronize(self._waiting.pop(place))
+                    gathered = self.ranks.wait(self._waiting.pop(place))
                 except HorovodInternalError as error:
                     # ranks that were about to start another one have failed as well, and come to the first one now
                     if place == first or "Mismatched" not in str(error):
                         raise
                 else:
                     if place == first:
-                        output = result[0] if isinstance(result, tuple) else result
-                        return bytes(output.to(torch.int8).numpy().tobytes())
+                        return gathered.astype(np.int8).tobytes()
             time.sleep(_SECONDS_BETWEEN_POLLS)
         raise HorovodInternalError("Mismatched programs: ranks do not compare what they call (int32)")
 
@@ -138,15 +125,14 @@ class Meeting:
             MismatchError: naming the first difference.
         """
         told = json.dumps([serialize(description).decode(), self._started]).encode() + _END
-        data = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-        name = f"hvd_compress.told.{self._name}"
-        handle = hvd.allgather_async(data, name=name, process_set=self.process_set)
+        data = np.frombuffer(bytearray(told), np.uint8)
+        handle = self.ranks.start("allgather", f"hvd_compress.told.{self._name}", data)
         begin = time.monotonic()
-        while not hvd.poll(handle):
+        while not self.ranks.is_done(handle):
             if time.monotonic() - begin > _SECONDS_TO_MEET:
                 raise MismatchError(without_compression(label, cause)) from cause
             time.sleep(_SECONDS_BETWEEN_POLLS)
-        everyone = hvd.synchronize(handle).numpy().tobytes().split(_END)[:-1]
+        everyone = self.ranks.wait(handle).tobytes().split(_END)[:-1]
         texts, started = zip(*map(json.loads, everyone), strict=True)
         for place in sorted({Place(*place) for of_rank in started for place in of_rank} - set(self._started)):
             self._start(place)
@@ -157,30 +143,31 @@ class Meeting:
             raise MismatchError(f"{label}: {error}") from cause
         raise cause
 
-    def _start(self, place: Place, mine: torch.Tensor | None = None) -> None:
+    def _start(self, place: Place, mine: Array = _MARK) -> None:
         """Start the operation of a place with elements of another type, which carry the bytes of this rank, or none."""
         self._started.append(place)
-        ranks, common = self.process_set.size(), {"name": place.name, "process_set": self.process_set}
-        mine = torch.zeros(_MARK_BYTES, dtype=torch.int8) if mine is None else mine
-        if place.collective == "allgather":
-            self._waiting[place] = hvd.allgather_async(mine, **common)
-        elif place.collective == "allreduce":
-            rows = torch.zeros((ranks, mine.numel()), dtype=torch.int32)
-            rows[self.process_set.rank()] = mine
-            self._waiting[place] = hvd.allreduce_async_(rows, op=hvd.Sum, **common)
-        elif place.collective == "grouped_allreduce":
+        ranks, sizes = self.ranks, None
+        if place.collective == "grouped_allreduce":
             marks = [torch.zeros(1, dtype=torch.int32) for _ in range(place.tensors)]
-            self._waiting[place] = hvd.grouped_allreduce_async_(marks, op=hvd.Sum, **common)
+            handle = hvd.grouped_allreduce_async_(marks, op=hvd.Sum, name=place.name, process_set=self._process_set)
+            self._waiting[place] = handle
+            return
+        if place.collective == "allreduce":
+            rows = np.zeros((ranks.size, mine.size), np.int32)
+            rows[ranks.position] = mine
+            given = rows.reshape(-1)
+        elif place.collective == "allgather":
+            given = mine.copy()
         else:
-            splits = torch.full((ranks,), mine.numel(), dtype=torch.int32)
-            self._waiting[place] = hvd.alltoall_async(mine.repeat(ranks), splits=splits, **common)
+            given, sizes = np.tile(mine, ranks.size), [mine.size] * ranks.size
+        self._waiting[place] = ranks.start(place.collective, place.name, given, sizes)
 
     def _finish(self) -> None:
         """Wait for what is under way, whatever comes of it."""
         while self._waiting:
             _, handle = self._waiting.popitem()
             try:
-                hvd.synchronize(handle)
+                self.ranks.wait(handle)
             except HorovodInternalError as error:
                 if "Mismatched" not in str(error):
                     raise
@@ -200,8 +187,6 @@ def without_compression(call: str, error: Exception) -> str:
 
 
 _END = b"\0"
-_MARK_BYTES = 40
-"""As many as are compared, so that a mark and what is compared are of one shape."""
 _SECONDS_BETWEEN_POLLS = 0.0005
 _SECONDS_TO_MEET = 10.0
 """After an operation that has failed on all ranks; those that do not come run programs without us."""

@@ -12,11 +12,11 @@ import torch
 from hvd_compress.async_server import AsyncServerSettings, Member
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.mpi import join_server
-from hvd_compress.torch._gossip import TorchCollectives
+from hvd_compress.mpi import communicator, join_server
 from hvd_compress.torch._horovod import laid_over
 from hvd_compress.torch._owners import check_sole_step, refuse_retired, take_over
 from hvd_compress.torch._parameters import Parameters, as_tensors, trained
+from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["AsyncParameterServerOptimizer"]
 
@@ -228,7 +228,8 @@ def AsyncParameterServerOptimizer(
 
 
 def _joined(values: _Values, settings: AsyncServerSettings, process_set: hvd.ProcessSet) -> Member:
-    mpi, comm = TorchCollectives(process_set).communicator(
-        "AsyncParameterServerOptimizer", "messages that two ranks alone know of", "DistributedOptimizer"
-    )
+    mpi, comm = communicator(
+        hvd, TorchRanks(process_set), "AsyncParameterServerOptimizer", "messages that two ranks alone know of",
+        "DistributedOptimizer",
+    )  # fmt: skip
     return join_server(values.parameters.tensors, settings, values, mpi, comm)

@@ -14,12 +14,17 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Bucket, Parcel, aligned_empty
-from hvd_compress.torch._calls import Calls
+from hvd_compress.ranks import Ranks
 from hvd_compress.torch._staging import Held, has_room, hold, version_of
 
-__all__ = ["Shipment"]
+__all__ = ["Shipment", "collective_name"]
 
 Array = np.ndarray[Any, Any]
+
+
+def collective_name(collective: str, name: str, label: str = "") -> str:
+    """What Horovod knows a collective of a bucket by; `name` is that of the bucket."""
+    return f"hvd_compress.{collective}.{name}{label}"
 
 
 class Shipment:
@@ -27,12 +32,14 @@ class Shipment:
 
     Args:
         bucket: its stages.
-        calls: that run the collectives.
+        ranks: that run the collectives.
+        label: what tells the collectives from those of other optimizers with tensors of the same names.
     """
 
-    def __init__(self, bucket: Bucket, calls: Calls) -> None:
+    def __init__(self, bucket: Bucket, ranks: Ranks, label: str = "") -> None:
         self.bucket = bucket
-        self._calls = calls
+        self._between = ranks
+        self._label = label
         self.tensors = bucket.tensors
         """The names of all tensors, in the order in which their gradients are expected."""
         self.waiting = frozenset(name for name in self.tensors if bucket.waits(name))
@@ -126,12 +133,12 @@ class Shipment:
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self.is_between and self._calls.is_done(self._handle):
+        if self.is_between and self._between.is_done(self._handle):
             self.wait_next()
 
     def is_over(self) -> bool:
         """Whether the collective that is in flight, if any, is complete."""
-        return self._handle is None or self._calls.is_done(self._handle)
+        return self._handle is None or self._between.is_done(self._handle)
 
     # -- when backward has ended ---------------------------------------------------------------------------------
 
@@ -266,14 +273,16 @@ class Shipment:
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
-        self._handle = self._calls.start(collective, self.bucket, parcel)
+        # named by tensor and stage: ranks may issue them in any order
+        name = collective_name(collective, self.bucket.name, self._label)
+        self._handle = self._between.start(collective, name, parcel.buffer, parcel.sizes, self.bucket.root or 0)
         self._waiting_for, self.is_between = collective, collective != self.bucket.collectives[-1]
         self.bucket.tally.seconds["start_seconds"] += time.perf_counter() - begin
 
     def _receive(self) -> Array:
         begin = time.perf_counter()
         try:
-            array = self._calls.wait(self._handle)
+            array = self._between.wait(self._handle)
         finally:
             # a handle that has failed cannot be asked again
             self._ended()

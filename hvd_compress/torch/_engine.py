@@ -9,11 +9,11 @@ import horovod.torch as hvd
 import numpy.typing as npt
 import torch
 
-from hvd_compress.cost import HorovodCollectives
 from hvd_compress.engine import Ledger, Routing, Tensor, Worker, has_cores
-from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
+from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
+from hvd_compress.mpi import start_root_messages
 from hvd_compress.torch._bucket import Shipment
-from hvd_compress.torch._calls import calls_for
+from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._staging import overlapping
 from hvd_compress.torch._waits import Wait
 
@@ -74,16 +74,23 @@ class Engine(Ledger[Shipment]):
         resting: Iterable[tuple[str, torch.Tensor]] = (),
         label: str = "",
     ) -> None:
-        make_calls = calls_for(routing.exchange, process_set, label)
+        ranks, messages = TorchRanks(process_set), None
+        if isinstance(routing.exchange, ParameterServer) and routing.exchange.transport == "mpi":
+            messages = start_root_messages(hvd, ranks)
 
         def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Shipment:
-            return Shipment(Bucket(accounts, pack), make_calls())
+            bucket = Bucket(accounts, pack)
+            if messages is None:
+                return Shipment(bucket, ranks, label)
+            channel = messages.channel()
+            channel.answer_bytes = bucket.answer_bytes
+            return Shipment(bucket, channel)
 
         hosts = None
         if routing.exchange == "hierarchical":
-            hosts = Hosts.of_names(HorovodCollectives(hvd, torch.from_numpy, process_set).host_numbers())
+            hosts = Hosts.of_names(ranks.host_numbers())
         super().__init__(
-            routing, process_set.size(), process_set.rank(), described(tensors), make_bucket, groups, pays_debts, hosts,
+            routing, ranks.size, ranks.position, described(tensors), make_bucket, groups, pays_debts, hosts,
             adagrad, scale, described(resting),
         )  # fmt: skip
         self.scale = scale

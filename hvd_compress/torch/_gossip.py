@@ -1,9 +1,10 @@
-"""Event-triggered averaging for torch, with Horovod's collectives on arrays."""
+"""Event-triggered averaging for torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
@@ -13,35 +14,22 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.errors import MismatchError
 from hvd_compress.gossip import GossipSettings, Member
-from hvd_compress.mpi import HorovodRanks
-from hvd_compress.torch._agreement import Place, require_agreement, require_agreement_through
+from hvd_compress.mpi import start_one_sided
+from hvd_compress.torch._agreement import Place, require_agreement_through
 from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors
+from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Gossip", "TorchCollectives"]
+__all__ = ["Gossip"]
 
 Array = np.ndarray[Any, Any]
 
 
-class TorchCollectives(HorovodRanks):
-    """See `gossip.Collectives`.
-
-    Args:
-        process_set: the ranks that take part; this rank is one of them.
-    """
-
-    def __init__(self, process_set: hvd.ProcessSet) -> None:
-        super().__init__(hvd, process_set, require_agreement)
-
-    def start(self, words: Array, splits: Array) -> Any:
-        """Start an alltoall."""
-        return hvd.alltoall_async(
-            torch.from_numpy(words), torch.from_numpy(splits), name=self._name, process_set=self._process_set
-        )
+class _Neighbours(TorchRanks):
+    """`TorchRanks` that say what it means when another rank takes no part."""
 
     def wait(self, handle: Any) -> Array:
-        """What it brought, in the order of the senders."""
         try:
-            received: Array = hvd.synchronize(handle)[0].numpy()
+            return super().wait(handle)
         except HorovodInternalError as error:
             if "Mismatched" not in str(error):
                 raise
@@ -49,23 +37,6 @@ class TorchCollectives(HorovodRanks):
                 "another rank cannot go on: its parameters were unfrozen, added or changed since they were wrapped, "
                 "which its own error says. All ranks must wrap a torch optimizer anew before such a step"
             ) from error
-        return received
-
-    def refuse(self, problem: str) -> None:
-        """Let all ranks know, in place of the alltoall that comes next, that this one cannot take part in it."""
-        # the caller raises what it knows, whatever the others say
-        with suppress(HorovodInternalError, MismatchError):
-            require_agreement_through({"EventGraD": problem}, self._process_set, Place("alltoall", self._name))
-
-    def mean(self, array: Array, name: str) -> Array:
-        """Over the ranks."""
-        named = f"{self._name}.{name}"
-        mean: Array = hvd.allreduce(torch.from_numpy(array), name=named, process_set=self._process_set).numpy()
-        return mean
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        hvd.barrier(process_set=self._process_set)
 
 
 class Gossip:
@@ -88,19 +59,23 @@ class Gossip:
         self._parameters = Parameters(parameters, "the EventGraD optimizer")
         self._buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
         self._overlap = settings.overlap
+        self._process_set = process_set
         takes_part = process_set.included() and process_set.size() > 1
-        self._collectives = TorchCollectives(process_set) if takes_part else None
-        self.member = Member(self._parameters.tensors, settings, self._collectives)
-        self._waits = not settings.is_one_sided
+        ranks = _Neighbours(process_set) if takes_part else None
+        self.member = Member(self._parameters.tensors, settings, ranks, partial(start_one_sided, hvd))
+        self._waits = takes_part and not settings.is_one_sided
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if parameters have changed so that they cannot be averaged; ranks that wait are told."""
         problem = self._parameters.problem(groups)
         if problem is None:
             return
-        if self._collectives is not None and self._waits:
+        if self._waits:
             self.member.drain()
-            self._collectives.refuse(problem)
+            # this rank raises what it knows, whatever the others say
+            with suppress(HorovodInternalError, MismatchError):
+                place = Place("alltoall", self.member.name)
+                require_agreement_through({"EventGraD": problem}, self._process_set, place)
         raise ValueError(problem)
 
     @torch.no_grad()

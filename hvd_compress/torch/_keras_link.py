@@ -15,13 +15,12 @@ from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import Ledger, Routing, average_share, description, exchanged
 from hvd_compress.exchange import Bucket
+from hvd_compress.mpi import start_one_sided
 from hvd_compress.policy import Auto, Policy, check_patterns
-from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._collectives import allreduce_async, broadcast_async, synchronize
 from hvd_compress.torch._engine import Engine, described, precondition
 from hvd_compress.torch._functions import allreduce
-from hvd_compress.torch._gossip import TorchCollectives
-from hvd_compress.torch._ranks import NODES
+from hvd_compress.torch._ranks import NODES, TorchRanks
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._steering import Steering, left_out
 from hvd_compress.torch.compression import horovod_compressor
@@ -50,11 +49,6 @@ class TorchLink(Link):
         # attributes of the object come first there too
         object.__setattr__(optimizer, method, torch.compiler.disable(getattr(optimizer, method)))
 
-    def mean(self, values: Sequence[float], name: str) -> list[float]:
-        mine = torch.tensor(list(values), dtype=torch.float64)
-        averages: list[float] = hvd.allreduce(mine, name=name, op=hvd.Average).tolist()
-        return averages
-
     def tensor(self, value: Any) -> torch.Tensor:
         tensor = torch.as_tensor(value).detach()
         # Horovod rejects scalars in most collectives
@@ -63,9 +57,6 @@ class TorchLink(Link):
     def values(self, variable: Any) -> Any:
         value = variable.value.detach().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-
-    def collectives(self, process_set: Any) -> TorchCollectives:
-        return TorchCollectives(process_set)
 
     def accumulators(self, passes: int) -> Any:
         raise NotImplementedError("Keras 2 has no torch backend")
@@ -107,7 +98,7 @@ class TorchExchange:
         )  # fmt: skip
         compared = {k: settings[k] for k in compared_keys}
         parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
-        require_agreement(description(compression, settings["op"], parameters, **compared), process_set)
+        TorchRanks(process_set).agree(description(compression, settings["op"], parameters, **compared))
         check_patterns(compression, self._names)
         ours, ranks = exchanged(compression), process_set.size()
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
@@ -233,4 +224,4 @@ class TorchExchange:
             holder.load_state_dict(state)
 
 
-LINK = TorchLink(hvd, allreduce, horovod_compressor, require_agreement, NODES, ObjectState, hvd)
+LINK = TorchLink(hvd, allreduce, horovod_compressor, TorchRanks, partial(start_one_sided, hvd), NODES, ObjectState, hvd)

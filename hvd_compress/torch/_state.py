@@ -9,8 +9,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.torch._agreement import require_agreement
 from hvd_compress.torch._collectives import broadcast_async_, synchronize
+from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -64,7 +64,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is None):
             p.grad = torch.zeros_like(p)
     shapes = [[[list(p.shape), str(p.dtype)] for p in group["params"]] for group in optimizer.param_groups]
-    require_agreement({"root_rank": root_rank, "parameter groups": shapes}, hvd.global_process_set)
+    TorchRanks().agree({"root_rank": root_rank, "parameter groups": shapes})
     tensors: list[torch.Tensor] = []
     is_root = hvd.rank() == root_rank
     told = _packed(_content(optimizer), tensors) if is_root else None

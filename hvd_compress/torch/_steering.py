@@ -9,12 +9,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
-import torch
+import numpy as np
 
 from hvd_compress.compressors import FP16
-from hvd_compress.cost import HorovodCollectives, network_of, slowest_speeds
+from hvd_compress.cost import network_of, slowest_speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.policy import Auto
+from hvd_compress.ranks import Ranks
+from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["Steering", "left_out"]
 
@@ -42,11 +44,10 @@ class Steering:
     """
 
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
-        collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
-        network = network_of(collectives, with_hosts=routing.exchange == "hierarchical")
-        speeds = slowest_speeds((FP16(), *auto.candidates), collectives)
-        self._name = f"hvd_compress.seconds.{_agreed_number(collectives)}"
-        self._process_set = process_set
+        self._ranks = TorchRanks(process_set)
+        network = network_of(self._ranks, with_hosts=routing.exchange == "hierarchical")
+        speeds = slowest_speeds((FP16(), *auto.candidates), self._ranks)
+        self._name = f"hvd_compress.seconds.{_agreed_number(self._ranks)}"
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
         self._wanted = self._pilot.seconds_wanted
         self._began: float | None = None
@@ -98,7 +99,7 @@ class Steering:
                 return False
             self._begin_gathering(seconds)
         handle, self._gathering = self._gathering, None
-        everyone = hvd.synchronize(handle).numpy()
+        everyone = self._ranks.wait(handle).reshape(self._ranks.size, -1)
         # not the largest: ranks end a step one after the other, and one that ends late has a shorter next step; the
         # more ranks compute after the last collective, the longer each step of the latest would look
         changes = self._pilot.observe(everyone.mean(axis=0).tolist())
@@ -109,10 +110,7 @@ class Steering:
         return changes
 
     def _begin_gathering(self, seconds: list[float]) -> None:
-        self._gathering = hvd.allgather_async(
-            torch.tensor([seconds], dtype=torch.float64), name=f"{self._name}.{len(seconds)}",
-            process_set=self._process_set,
-        )  # fmt: skip
+        self._gathering = self._ranks.start("allgather", f"{self._name}.{len(seconds)}", np.array(seconds))
 
     def _compared(self, spans: Sequence[_Span]) -> list[float]:
         """Seconds of steps, by which ways are compared while they are tried, and watched afterwards.
@@ -157,14 +155,14 @@ class Steering:
         return self._pilot.report()
 
 
-def _agreed_number(collectives: HorovodCollectives) -> int:
+def _agreed_number(ranks: Ranks) -> int:
     """Another one for each `Steering` of this rank, the same on all ranks of the process set; a collective call.
 
     Two optimizers may gather at once, so that their names have to differ. What ranks have counted may differ, since
     they are in different process sets, and these may be removed.
     """
     global _next_number
-    number = int(collectives.maximum([float(_next_number)])[0])
+    number = int(ranks.maximum([float(_next_number)])[0])
     _next_number = number + 1
     return number
 

@@ -9,19 +9,18 @@ from itertools import count
 from typing import Any
 
 import horovod.torch as hvd
-import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.cost import HorovodCollectives
 from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
-from hvd_compress.torch._agreement import Place, require_agreement, require_agreement_through
-from hvd_compress.torch._calls import collective_name
+from hvd_compress.torch._agreement import Place, require_agreement_through
+from hvd_compress.torch._bucket import collective_name
 from hvd_compress.torch._engine import Engine, described
 from hvd_compress.torch._owners import exchanging
+from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._steering import Steering
 
 __all__ = ["Wrapping", "in_use", "label_for"]
@@ -88,7 +87,7 @@ class Wrapping:
         Raises:
             MismatchError: on all ranks, naming the first difference.
         """
-        require_agreement(self.description(groups, names), self.process_set)
+        TorchRanks(self.process_set).agree(self.description(groups, names))
 
     def agree_again(self, optimizer: Any, engine: Engine) -> None:
         """Compare with all ranks after parameters were frozen, unfrozen, added or converted; a collective call.
@@ -179,8 +178,7 @@ def label_for(groups: list[dict[str, Any]], names: set[str], process_set: hvd.Pr
     ]
     free = next(i for i in range(len(used) + 1) if _label(i) not in used)
     # what is still in use may differ between ranks: Python collects garbage when it likes
-    collectives = HorovodCollectives(hvd, torch.from_numpy, process_set)
-    return _label(int(collectives.maximum([float(free)])[0]))
+    return _label(int(TorchRanks(process_set).maximum([float(free)])[0]))
 
 
 def _label(number: int) -> str:

@@ -30,11 +30,13 @@ _TORCH = {
     "functions": "test_functions",
     "interface": "test_interface",
     "parameter_server": "test_parameter_server",
+    "ranks": "test_ranks",
     "training": "test_training",
     "values": "test_values",
 }
 _TENSORFLOW = {
     "choosing_tensorflow": "test_choosing",
+    "ranks_tensorflow": "test_ranks",
     "tensorflow_adagrad": "test_adagrad",
     "tensorflow_values": "test_tensorflow",
 }

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from hvd_compress import FP16, NoCompression, OneBit, Threshold, TopK, __version__
+from hvd_compress import FP16, NoCompression, OneBit, ThreadRanks, Threshold, TopK, __version__
 from hvd_compress.cli import advise, bench, check, main, ranks
 from hvd_compress.cli import predict as predictions
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
@@ -256,15 +256,17 @@ def test_a_link_whose_bytes_take_no_time() -> None:
     assert {row.break_even for row in rows[1:]} == {0.0}
 
 
-class _Ranks:
-    """One rank, as `advise.tried` asks it."""
+class _One:
+    """A rank as `advise.tried` asks it."""
 
-    def __init__(self, framework: str) -> None:
-        self.framework = framework
-        self.position = 0
+    position = 0
 
     def maximum(self, values: list[float]) -> list[float]:
         return values
+
+
+def opened(framework: str) -> ranks.OpenRanks:
+    return ranks.OpenRanks(framework, _One(), None)  # type: ignore[arg-type]
 
 
 ROWS = [Prediction(NoCompression(), "dense", 8.0, 25.0), Prediction(FP16(), "dense", 4.0, 10.0),
@@ -283,7 +285,7 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
     asked = []
 
     class Rehearsal:
-        def __init__(self, ranks: _Ranks, shapes: list[tuple[int, ...]], step: float) -> None:
+        def __init__(self, ranks: _One, shapes: list[tuple[int, ...]], step: float) -> None:
             assert (shapes, step) == ([(8, 8)], 0.25)
 
         def seconds(self, compressor: object, exchange: str) -> float:
@@ -298,7 +300,7 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
 
     monkeypatch.setattr(rehearse, "Rehearsal", Rehearsal)
     monkeypatch.setattr(advise.time, "perf_counter", lambda: now)
-    rows = advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25)  # type: ignore[arg-type]
+    rows = advise.tried(ROWS, opened("torch"), [(8, 8)], 0.25)
     assert asked == ([(OneBit(), "allgather"), (FP16(), "dense")] * 3 + [(FP16(), "dense")] * 2)[:number]
     # the last trial knows those before
     assert rows[0] == ROWS[0]
@@ -310,11 +312,11 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
 
 @pytest.mark.parametrize(("framework", "shape"), [("tensorflow", (8, 8)), ("torch", (2**14, 2**14))])
 def test_predictions_stand_without_torch_and_for_what_fills_the_memory(framework: str, shape: tuple[int, int]) -> None:
-    assert advise.tried(ROWS, _Ranks(framework), [shape], 0.25) == ROWS  # type: ignore[arg-type]
+    assert advise.tried(ROWS, opened(framework), [shape], 0.25) == ROWS
 
 
 def test_predictions_stand_where_trials_are_given_no_time() -> None:
-    assert advise.tried(ROWS, _Ranks("torch"), [(8, 8)], 0.25, limit=0.0) == ROWS  # type: ignore[arg-type]
+    assert advise.tried(ROWS, opened("torch"), [(8, 8)], 0.25, limit=0.0) == ROWS
 
 
 FREE = "with float32 1000 ms"
@@ -700,18 +702,13 @@ def test_the_probe_of_a_real_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found["mpi"] or len(found["libraries"]) == 1
 
 
-class _Lonely:
-    """A rank that Horovod has found no other for."""
-
-    ranks, local_size, position, framework, ranks_per_host = 1, 1, 0, "torch", 1
-
-
 @pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_ranks_that_do_not_find_each_other(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "4")
-    (line,) = check._with_ranks(_Lonely())  # type: ignore[arg-type]
+    (lines,) = ThreadRanks.run_all(1, lambda alone: list(check._with_ranks(ranks.OpenRanks("torch", alone, None))))
+    (line,) = lines
     assert (line.found, line.verdict) == ("4 were started, but do not find each other", check.MISSING)
     assert "mpirun of the MPI that Horovod was built with" in line.remedy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 
 from hvd_compress.cost import COLLECTIVES, Line, Link, Network, measure, measure_link, measure_network, sent_bytes
@@ -30,13 +31,24 @@ class Clock:
 class Fake:
     """Collectives that take what a line says, and now and then much longer."""
 
-    def __init__(self, lines: dict[str, Line], ranks: int, clock: Clock) -> None:
-        self.lines, self.ranks, self.clock = lines, ranks, clock
+    position = 0
+
+    def __init__(self, lines: dict[str, Line], size: int, clock: Clock) -> None:
+        self.lines, self.size, self.clock = lines, size, clock
         self.calls: list[tuple[str, int]] = []
 
-    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
+    def repeated(
+        self, collective: str, name: str, array: np.ndarray, sizes: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        # halves are of a collective that is measured apart
+        measured = "allreduce_half" if array.dtype == np.float16 else collective
+        peers = None if sizes is None else tuple(rank for rank, size in enumerate(sizes) if size)
+        assert sizes is None or sum(sizes) == array.size
+        return lambda: self.pass_time(measured, array.nbytes, peers)
+
+    def pass_time(self, collective: str, nbytes: int, peers: Sequence[int] | None) -> None:
         self.calls.append((collective, nbytes))
-        senders = self.ranks if peers is None else len(peers)
+        senders = self.size if peers is None else len(peers)
         seconds = self.lines[collective](sent_bytes(collective, nbytes, senders))
         # the first call of a size, which does not count, and one of the repeats
         disturbed = self.calls.count((collective, nbytes)) in (1, 4)
@@ -86,18 +98,18 @@ def test_one_rank_has_no_link(clock: Clock) -> None:
 class TwoHosts(Fake):
     """Four ranks on two hosts, whose alltoalls are ten times as fast inside a host."""
 
-    def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
+    def pass_time(self, collective: str, nbytes: int, peers: Sequence[int] | None) -> None:
         # position 0 shares its host with 1, and its index with 2
         assert peers in (None, (0, 1), (0, 2))
         begin = self.clock.now
-        super().run(collective, nbytes, peers)
+        super().pass_time(collective, nbytes, peers)
         if peers == (0, 1):
             self.clock.now = begin + (self.clock.now - begin) / 10
 
 
 def test_links_inside_and_between_hosts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure_core", lambda *_: {"alltoall": 0.5})
-    network = measure_network(TwoHosts(TRUTH, 4, clock), Hosts.of_names(["a", "a", "b", "b"]), 0)
+    network = measure_network(TwoHosts(TRUTH, 4, clock), Hosts.of_names(["a", "a", "b", "b"]))
     assert (network.ranks, network.ranks_per_host, network.hosts, network.core) == (4, 2, 2, {"alltoall": 0.5})
     assert network.inside is not None
     assert network.between is not None
@@ -113,7 +125,7 @@ def test_a_hierarchy_needs_two_hosts_with_two_ranks(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     monkeypatch.setattr(measure, "measure_core", lambda *_: {})
-    network = measure_network(Fake(TRUTH, 3, clock), Hosts.of_names(names), 0)
+    network = measure_network(Fake(TRUTH, 3, clock), Hosts.of_names(names))
     assert (network.inside, network.between) == (None, None)
     assert network.ranks_per_host == names.count("a")
 
@@ -135,8 +147,8 @@ def test_what_collectives_and_computing_take_from_each_other(
         return (100, sleeps[-1]) if len(sleeps) > before else (computed, slower * (clock.now - begin))
 
     class Alone(Fake):
-        def run(self, collective: str, nbytes: int, peers: Sequence[int] | None = None) -> None:
-            self.clock.now += self.lines[collective](sent_bytes(collective, nbytes, self.ranks))
+        def pass_time(self, collective: str, nbytes: int, peers: Sequence[int] | None) -> None:
+            self.clock.now += self.lines[collective](sent_bytes(collective, nbytes, self.size))
 
         def maximum(self, values: list[float]) -> list[float]:
             return values

@@ -1,52 +1,40 @@
-"""What a measurement asks of Horovod: here a fake one, whose ranks say what the tests want them to say."""
+"""What a measurement asks of ranks: here of some that say what the tests want them to say."""
 
 from __future__ import annotations
 
 import socket
-import zlib
-from types import SimpleNamespace
+from threading import local
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hvd_compress import OneBit
-from hvd_compress.cost import HorovodCollectives, Network, measure, network_of, slowest_speeds
+from hvd_compress import OneBit, ThreadRanks
+from hvd_compress.cost import Network, measure, network_of, slowest_speeds
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Hosts
+from hvd_compress.ranks import OnHost
 
 
-class Tensor:
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
+class Told(ThreadRanks):
+    """Ranks with the places that a test gives them: (host's name, local rank, cross rank, local size)."""
 
-    def numpy(self) -> np.ndarray:
-        return self.array
+    places: list[tuple[str, int, int, int]]
+
+    def on_host(self) -> OnHost:
+        return OnHost(*self.places[self.position][1:])
 
 
 def host_numbers(monkeypatch: pytest.MonkeyPatch, ranks: list[tuple[str, int, int, int]]) -> list[list[int]]:
-    """On each rank: host numbers, where rank i is given its (host's name, local rank, cross rank, local size)."""
-    told: list[np.ndarray] = []
+    """On each rank: host numbers."""
+    here = local()
 
-    mine = SimpleNamespace(size=lambda: len(ranks), rank=lambda: len(found), process_set_id=1)
+    def program(told: ThreadRanks) -> list[int]:
+        here.name = ranks[told.position][0]
+        return told.host_numbers()
 
-    def gather(tensor: Tensor, name: str, process_set: Any) -> Tensor:
-        assert process_set is mine
-        told.append(tensor.array)
-        return Tensor(np.concatenate(told if len(told) == len(ranks) else everyone))
-
-    found: list[list[int]] = []
-    for name, local_rank, cross_rank, local_size in ranks:
-        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        everyone = [np.array([[zlib.crc32(n.encode()), a, b, c]], np.int64) for n, a, b, c in ranks]
-        hvd: Any = SimpleNamespace(
-            local_rank=lambda r=local_rank: r, cross_rank=lambda r=cross_rank: r, local_size=lambda s=local_size: s,
-            allgather=gather, __name__="horovod.fake",
-        )  # fmt: skip
-        found.append(HorovodCollectives(hvd, Tensor, mine).host_numbers())
-    # what ranks said of themselves is what the test took them to say
-    np.testing.assert_array_equal(np.concatenate(told), np.concatenate(everyone))
-    return found
+    monkeypatch.setattr(socket, "gethostname", lambda: here.name)
+    monkeypatch.setattr(Told, "places", ranks, raising=False)
+    return Told.run_all(len(ranks), program)
 
 
 # started host by host; one host after the other; and so that Horovod gives rank 0's number to rank 2 on another host
@@ -79,7 +67,7 @@ def test_uneven_hosts_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -
 class Others:
     """Collectives of two ranks, the other of which says what the test wants it to say, or the same as this one."""
 
-    name, ranks, position = "horovod.fake, process set 7", 2, 0
+    name, size, position = "7", 2, 0
 
     def __init__(self) -> None:
         self.remembered: float | None = None

@@ -531,7 +531,7 @@ def test_settings_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
             refused()
     assert compressor_of_call(NoCompression()) is None
     # nothing is compared either: the gather would wait for ranks that train
-    agree({"seed": 1}, "all", lambda *_: pytest.fail("a collective"))
+    agree({"seed": 1}, lambda *_: pytest.fail("a collective"), "test")
 
 
 def test_ops() -> None:

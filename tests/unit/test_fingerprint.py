@@ -71,7 +71,7 @@ def agreed(descriptions: list[dict[str, Any]], of_version: list[dict[str, Any]],
 
         here.rank = rank
         try:
-            agree(descriptions[rank], f"test of {rank}", allgather)
+            agree(descriptions[rank], allgather, "test")
         except MismatchError as error:
             return str(error)
         return ""

@@ -168,7 +168,7 @@ def test_members_that_average_parameters_look_at_patterns() -> None:
     with pytest.raises(ValueError, match="'nothing' matches none of the 1 tensors, such as 'w'"):
         GossipLoopback(tensors, 2, ConstantThreshold(0), compression=wrong)
     with pytest.raises(ValueError, match="'nothing' matches none"):
-        GossipMember(tensors, GossipSettings(ConstantThreshold(0), Ring(), compression=wrong), None)
+        GossipMember(tensors, GossipSettings(ConstantThreshold(0), Ring(), compression=wrong), None, pytest.fail)
 
 
 NAMES = {

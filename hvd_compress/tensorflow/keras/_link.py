@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -10,13 +11,12 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
 from hvd_compress._keras.link import Link
+from hvd_compress.mpi import start_one_sided
 from hvd_compress.tensorflow import _carried
-from hvd_compress.tensorflow._agreement import require_agreement
 from hvd_compress.tensorflow._carried import broadcast_variables
-from hvd_compress.tensorflow._collectives import TensorFlowCollectives
 from hvd_compress.tensorflow._exchange import GradientExchange, Settings
 from hvd_compress.tensorflow._functions import allreduce
-from hvd_compress.tensorflow._ranks import NODES
+from hvd_compress.tensorflow._ranks import NODES, TensorFlowRanks
 from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of
 from hvd_compress.tensorflow.compression import horovod_compressor
@@ -42,20 +42,11 @@ class TensorFlowLink(Link):
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
         broadcast_variables(variables, root_rank)
 
-    def mean(self, values: Sequence[float], name: str) -> list[float]:
-        with tf.device("CPU:0"):
-            mine = tf.constant(values, dtype=tf.float64)
-            averages: list[float] = hvd.allreduce(mine, name=name, op=hvd.Average).numpy().tolist()
-        return averages
-
     def tensor(self, value: Any) -> tf.Tensor:
         return tf.convert_to_tensor(value)
 
     def values(self, variable: Any) -> Any:
         return raw(variable).numpy()
-
-    def collectives(self, process_set: Any) -> TensorFlowCollectives:
-        return TensorFlowCollectives(process_set)
 
 
 class Accumulators:
@@ -102,4 +93,6 @@ class Accumulators:
             total.assign(tf.zeros_like(total))
 
 
-LINK = TensorFlowLink(hvd, allreduce, horovod_compressor, require_agreement, NODES, ObjectState, _carried)
+LINK = TensorFlowLink(
+    hvd, allreduce, horovod_compressor, TensorFlowRanks, partial(start_one_sided, hvd), NODES, ObjectState, _carried
+)

@@ -16,8 +16,8 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, Adaptive, DasoSchedule, NoCompression, OneBit, TopK
-from hvd_compress.cost import HorovodCollectives
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
+from hvd_compress.ranks import Ranks
 from hvd_compress.schedules import Moment
 from tests.parallel.cases import Cases
 
@@ -535,7 +535,7 @@ def nodes_that_horovod_reports_may_differ_in_size() -> None:
     if hvd.size() != 4:
         return
     model, other = network(), network()
-    with mock.patch.object(HorovodCollectives, "host_numbers", return_value=UNEVEN):
+    with mock.patch.object(Ranks, "host_numbers", return_value=UNEVEN):
         optimizer = wrapped(model, global_skips=1, batches_to_wait=0, ranks_per_node=None, momentum=0.0)
     train(optimizer, model, 0, 6)
     assert_same_everywhere(model)
@@ -569,7 +569,7 @@ def wrong_use_is_told_on_all_ranks() -> None:
     if hvd.size() == 4:
         numbers = [0, 1, 1, 0]
         with (
-            mock.patch.object(HorovodCollectives, "host_numbers", return_value=numbers),
+            mock.patch.object(Ranks, "host_numbers", return_value=numbers),
             pytest.raises(UnsupportedError, match=r"process set of the ranks \[0, 3\].*daso_process_sets"),
         ):
             wrapped(model, ranks_per_node=None)

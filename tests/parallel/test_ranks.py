@@ -1,0 +1,30 @@
+"""The contract of `Ranks`, which `tests/unit/test_ranks.py` shows for threads, on real ranks of both frameworks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launched, thorough
+from tests.parallel.workers import ranks, ranks_tensorflow
+
+STARTS = [(2, "gloo"), thorough(4, "mpi")]
+
+
+@pytest.mark.parametrize("case", ranks.cases)
+@pytest.mark.parametrize(("size", "launcher"), STARTS)
+def test_ranks(case: str, size: int, launcher: str) -> None:
+    launched("ranks", size, launcher).check(case)
+
+
+@pytest.mark.parametrize("case", ranks_tensorflow.cases)
+@pytest.mark.parametrize(("size", "launcher"), STARTS)
+def test_ranks_with_tensorflow(case: str, size: int, launcher: str) -> None:
+    launched("ranks_tensorflow", size, launcher).check(case)
+
+
+@pytest.mark.parametrize("topic", ["ranks", "ranks_tensorflow"])
+@pytest.mark.parametrize(("size", "launcher"), STARTS)
+def test_every_rank_took_part(topic: str, size: int, launcher: str) -> None:
+    outcome = launched(topic, size, launcher)
+    outcome.check_ended_well()
+    assert outcome.value("size") == dict.fromkeys(range(size), size)
