@@ -151,8 +151,11 @@ class Link(ABC):
         """Averages over all ranks, in float64; a collective call."""
 
     @abstractmethod
-    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> Exchange:
-        """An exchange for the gradients of Keras variables; a collective call."""
+    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool) -> Exchange:
+        """An exchange for the gradients of Keras variables; a collective call.
+
+        With `compares` it looks in the second step whether all ranks have the same variables, and warns.
+        """
 
     @abstractmethod
     def divided(self, gradient: Any, divisor: float) -> Any:

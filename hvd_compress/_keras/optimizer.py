@@ -42,6 +42,8 @@ class Distribution:
         self.accumulators: Any = link.accumulators(passes) if passes > 1 else None
         self.of_gradients: list[Any] = []
         self.local: list[Any] = []
+        self.is_broadcast = False
+        """Whether a callback makes the variables of all ranks the same, but those that are to differ."""
         self._link = link
         self._groups = groups
         self._scale_local = scale_local_gradients
@@ -130,7 +132,7 @@ class Distribution:
         if self.exchange is None:
             local = {self._link.key(v) for v in self.local}
             self._variables = [v for v in known if self._link.key(v) not in local]
-            exchange = self._link.exchange(self._variables, self._groups, self.settings)
+            exchange = self._link.exchange(self._variables, self._groups, self.settings, not self.is_broadcast)
             # what may be refused comes before anything is given up
             if self._replaced is not None:
                 exchange.inherit(self._replaced)

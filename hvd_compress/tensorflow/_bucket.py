@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvd_compress import engine
 from hvd_compress.engine import Lane, Pack
 from hvd_compress.exchange import Parcel, aligned_empty
+from hvd_compress.tensorflow._agreement import Place
 
 __all__ = ["Bucket"]
 
@@ -48,6 +49,11 @@ class Bucket(engine.Bucket):
         self._process_set = process_set
         self._wire_name = wire_names[self.name]
         self._left_at = 0.0
+
+    @property
+    def place(self) -> Place:
+        """The first collective."""
+        return Place(self.collectives[0], self._name_of(self.collectives[0]))
 
     # -- laying stages into the graph ------------------------------------------------------------------------------
 

@@ -9,10 +9,19 @@ from horovod.common import process_sets
 from horovod.common.util import split_list
 from tensorflow.python.ops import control_flow_util
 
-__all__ = ["ALLREDUCE", "BROADCAST", "is_compiled_by_xla", "known_process_sets", "overlay", "raw", "split_list"]
+__all__ = [
+    "ALLGATHER",
+    "ALLREDUCE",
+    "BROADCAST",
+    "is_compiled_by_xla",
+    "known_process_sets",
+    "overlay",
+    "raw",
+    "split_list",
+]
 
 # hvd.elastic.run takes an error of TensorFlow for one of Horovod where its text has such a name (elastic.py l. 54)
-ALLREDUCE, BROADCAST = "HorovodAllreduce.hvd_compress", "HorovodBroadcast.hvd_compress"
+ALLGATHER, ALLREDUCE, BROADCAST = (f"Horovod{kind}.hvd_compress" for kind in ("Allgather", "Allreduce", "Broadcast"))
 
 
 def is_compiled_by_xla() -> bool:
