@@ -224,6 +224,12 @@ class _Keras3(_Distributed):
         self._hvd.of_gradients = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
+    def _filter_empty_gradients(self: Any, grads: Any, vars: Any) -> Any:
+        if all(g is None for g in grads):
+            # Keras refuses a step without any gradient, and other ranks would wait for this one
+            self._hvd.combine(list(grads), list(vars), self._trainable_variables)
+        return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
+
     def _clip_gradients(self: Any, grads: Any) -> Any:
         combined = self._hvd.combine(grads, self._hvd.of_gradients, self._trainable_variables)
         return super()._clip_gradients(combined)  # type: ignore[misc]

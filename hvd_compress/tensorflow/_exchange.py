@@ -120,6 +120,7 @@ class GradientExchange(Ledger[Bucket]):
         """Whether anything depends on the steps before; not where this rank exchanges nothing."""
         return self.takes_part or self.accumulators is not None
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(self, gradients: Sequence[Gradient], loss_scale: tf.Tensor | None = None) -> list[Gradient]:
         """The combined gradients, in the order of the sources; None stays None.
 

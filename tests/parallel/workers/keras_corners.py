@@ -292,6 +292,9 @@ def a_gradient_that_is_missing_on_a_rank_later_is_an_error_on_all(compression: A
     for mine, others in ((0, None), (1, 2)):
         call = functools.partial(apply, mine if last else others)
         raises(MismatchError, call, "the ranks disagree on what kind", "None")
+    if KERAS == 3:
+        nothing = functools.partial(optimizer.apply_gradients, [(None, v) for v in variables])
+        raises(MismatchError, nothing if last else apply, "the ranks disagree on what kind", "None")
     assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
     for missing in (None, 0, None):
         apply(missing)

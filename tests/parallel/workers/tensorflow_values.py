@@ -633,6 +633,24 @@ def same_numbers(found: Any, expected: Any) -> None:
 
 
 @cases.each(TYPES)
+def an_elastic_state_holds_every_type(dtype: tf.DType) -> None:
+    shapes = ((3, 5), (), (0, 3))
+    mine = [tf.Variable(of_rank(horovod.rank(), shape, dtype)) for shape in shapes]
+    state = hvd.elastic.TensorFlowState(mine, step=horovod.rank())
+    state.save()
+    for variable in mine:
+        variable.assign(tf.zeros_like(variable))
+    state.restore()
+    for variable, shape in zip(mine, shapes, strict=True):
+        same_numbers(variable.read_value(), of_rank(horovod.rank(), shape, dtype))
+    state.sync()
+    state.restore()
+    for variable, shape in zip(mine, shapes, strict=True):
+        same_numbers(variable.read_value(), of_rank(0, shape, dtype))
+    assert state.step == 0
+
+
+@cases.each(TYPES)
 def every_type_is_moved(dtype: tf.DType) -> None:
     ranks = range(horovod.size())
     for shape in ((2 * horovod.size(), 3), (), (0, 3)):
