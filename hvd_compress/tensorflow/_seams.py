@@ -35,13 +35,14 @@ def raw(variable: Any) -> tf.Variable:
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
-def overlay(tape: tf.GradientTape, methods: type) -> Any:
+def overlay(tape: tf.GradientTape, methods: type, **attributes: Any) -> Any:
     """The same tape, recording included, as an object of a class with `methods` laid over those of its own.
 
     Horovod makes a new tape from three private attributes instead (tensorflow/__init__.py, l. 1130). The two objects
-    here share all attributes, so either can be entered, watched and reset.
+    here share all attributes but those given, so either can be entered, watched and reset, and wrapped again.
     """
-    cls = type(type(tape).__name__, (methods, type(tape)), {"__module__": type(tape).__module__})
+    body = {"__module__": type(tape).__module__, **attributes}
+    cls = type(type(tape).__name__, (methods, type(tape)), body)
     wrapped: Any = object.__new__(cls)
     wrapped.__dict__ = tape.__dict__
     return wrapped

@@ -243,7 +243,7 @@ def DistributedGradientTape(
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
         UnsupportedError: another `op`, or an elastic run with a compressor; `adagrad` with `Auto` or with
-            exchange="allgather"; `Auto` with a parameter server.
+            exchange="allgather"; `Auto` with a parameter server; a tape that is distributed already.
 
     Example, on one rank::
 
@@ -256,6 +256,11 @@ def DistributedGradientTape(
         >>> tape.gradient(loss, [w])[0].numpy().tolist()
         [2.0, 4.0]
     """
+    if isinstance(gradtape, _Overrides):
+        raise UnsupportedError(
+            "this tape is distributed already: its gradients are the combined ones, and would be combined twice. Wrap "
+            "a tape once, or the plain one again"
+        )
     groups = num_groups if num_groups and groups is None else groups
     compression = resolved(compression, exchange)
     check_settings(
@@ -265,15 +270,14 @@ def DistributedGradientTape(
     exchange = exchange_of(adagrad, exchange, compression)
     horovod_compressor(compression)
     refuse_other_ops(op, hvd.Average, hvd.Sum)
-    wrapped = overlay(gradtape, _Overrides)
-    wrapped._hvd_settings = Settings(
+    settings = Settings(
         compression, op, gradient_predivide_factor, sparse_as_dense, None, process_set, exchange, min_numel,
         bucket_bytes, device_dense, device_sparse, adagrad,
     )  # fmt: skip
-    wrapped._hvd_groups = groups
-    wrapped._hvd_scale_local = scale_local_gradients
-    wrapped._hvd_local = []
-    return wrapped
+    return overlay(
+        gradtape, _Overrides, _hvd_settings=settings, _hvd_groups=groups, _hvd_scale_local=scale_local_gradients,
+        _hvd_local=[],
+    )  # fmt: skip
 
 
 def PartialDistributedGradientTape(

@@ -301,6 +301,24 @@ def a_gradient_that_is_missing_on_a_rank_later_is_an_error_on_all(compression: A
     check_equal_on_all_ranks(model)
 
 
+@cases.add
+def a_layer_that_is_frozen_later_stays_as_it_is() -> None:
+    # what is owed of it must not go on moving it
+    model = trained(wrapped(), epochs=1)
+    model.get_layer("first").trainable = False
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(model.optimizer, loss)
+    before = [np.array(w) for w in model.get_layer("first").get_weights()]
+    others = [np.array(w) for w in model.get_weights()]
+    with warnings.catch_warnings():
+        # Keras tells of gradients that are not there
+        warnings.simplefilter("ignore")
+        model.fit(*data(), batch_size=16, verbose=0)
+    assert all((a == b).all() for a, b in zip(before, model.get_layer("first").get_weights(), strict=True))
+    assert not all((a == b).all() for a, b in zip(others, model.get_weights(), strict=True))
+    check_equal_on_all_ranks(model)
+
+
 def a_loss_scale_around_a_wrapped_optimizer_is_refused() -> None:
     raises(UnsupportedError, lambda: keras.optimizers.LossScaleOptimizer(wrapped()), "other way round")
 

@@ -779,6 +779,17 @@ def frozen_variables_stay_as_they_are_and_unfrozen_ones_are_exchanged() -> None:
 
 
 @cases.add
+def a_tape_that_is_wrapped_again_keeps_the_settings_of_each() -> None:
+    of = variables()
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.add_n([tf.reduce_sum(v) for v in of])
+    mean, total = wrapped(tape), wrapped(tape, op=hvd.Sum)
+    total.register_local_source(of[0])
+    for found, expected in ((mean.gradient(loss, of), 1.0), (total.gradient(loss, of[1:]), horovod.size())):
+        assert all(float(tf.reduce_max(tf.abs(g - expected))) < 1e-5 for g in found)
+
+
+@cases.add
 def what_cannot_be_done_is_refused() -> None:
     v = tf.Variable(tf.zeros([100, 200]))
 
@@ -790,6 +801,7 @@ def what_cannot_be_done_is_refused() -> None:
     whole = tf.Variable(tf.zeros([100, 200], tf.float32), shape=tf.TensorShape(None))
     raises(UnsupportedError, lambda: gradients([whole], [tf.ones([100, 200])], wrapped), "shape", "Compression.none")
     raises(ValueError, lambda: wrapped(tf.GradientTape(), exchange="ring"), "two_phase")
+    raises(UnsupportedError, lambda: wrapped(wrapped(tf.GradientTape())), "distributed already")
     raises(TypeError, lambda: wrapped(tf.GradientTape(), OneBit), "OneBit(...)")
     legacy = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     raises(UnsupportedError, lambda: hvd.DistributedOptimizer(legacy, compression=OneBit()), "DistributedGradientTape")
