@@ -16,6 +16,7 @@ from hvd_compress.engine import Bucket, Ledger
 from hvd_compress.errors import GradientError, MismatchError
 from hvd_compress.torch._beginning import compare_beginnings
 from hvd_compress.torch._engine import precondition
+from hvd_compress.torch._handing import sample_of
 from hvd_compress.torch._sending import EXCHANGED
 from hvd_compress.torch._staging import all_finite
 from hvd_compress.torch._step import Step
@@ -279,7 +280,9 @@ class Completing(Step):
             return GradientError(
                 f"the gradient of {name!r} was cleared while it was exchanged. Clear gradients after step(). {_RECIPE}"
             )
-        if gradient is given and gradient._version == self._versions[name]:
+        sample = self._samples.get(name)
+        is_same = sample is None or gradient.is_sparse or torch.equal(sample, sample_of(gradient))
+        if gradient is given and gradient._version == self._versions[name] and is_same:
             return None
         return GradientError(
             f"the gradient of {name!r} was changed while it was exchanged, and the change would be lost. {_RECIPE}. "
