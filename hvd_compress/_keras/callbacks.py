@@ -82,6 +82,13 @@ class BroadcastGlobalVariablesCallback(LinkedCallback):
         local = list(local_variables) if several else [local_variables]
         self._local = [v for v in local if v is not None]
 
+    def set_model(self, model: Any) -> None:
+        """Called by Keras before training."""
+        super().set_model(model)
+        optimizer = distributed(getattr(model, "optimizer", None))
+        if optimizer is not None:
+            optimizer._hvd.is_broadcast = True
+
     def register_local_var(self, var: Any) -> None:
         """Leave a variable to each rank."""
         self._local.append(var)

@@ -154,8 +154,11 @@ class Link(ABC):
         """What can be made a tensor, as one that Horovod takes."""
 
     @abstractmethod
-    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> Exchange:
-        """An exchange for the gradients of Keras variables; a collective call."""
+    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool) -> Exchange:
+        """An exchange for the gradients of Keras variables; a collective call.
+
+        With `compares` it looks in the second step whether all ranks have the same variables, and warns.
+        """
 
     @abstractmethod
     def divided(self, gradient: Any, divisor: float) -> Any:

@@ -1,10 +1,10 @@
-"""Names of Keras variables that a saved and loaded model has, too."""
+"""Names of Keras variables that a saved and loaded model has, too, and what is told of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["stable_name", "unique"]
+__all__ = ["not_broadcast", "stable_name", "unique"]
 
 
 def stable_name(path: str) -> str:
@@ -31,3 +31,13 @@ def unique(names: Sequence[str]) -> list[str]:
             other = f"{other}.{i}"
         found.append(other)
     return found
+
+
+def not_broadcast(name: str, rank: int) -> str:
+    """What users are told whose ranks have begun with different variables."""
+    return (
+        f"variable {name!r} of rank {rank} differs from that of rank 0, and will go on doing so: ranks exchange "
+        "gradients only. Give model.fit callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]. In a loop of "
+        "your own on TensorFlow, call hvd.broadcast_variables(model.variables, root_rank=0) before the first step or "
+        "after it"
+    )

@@ -42,6 +42,8 @@ class Distribution:
         self.accumulators: Any = link.accumulators(passes) if passes > 1 else None
         self.of_gradients: list[Any] = []
         self.local: list[Any] = []
+        self.is_broadcast = False
+        """Whether a callback makes the variables of all ranks the same, but those that are to differ."""
         self._link = link
         self._groups = groups
         self._scale_local = scale_local_gradients
@@ -130,7 +132,7 @@ class Distribution:
         if self.exchange is None:
             local = {self._link.key(v) for v in self.local}
             self._variables = [v for v in known if self._link.key(v) not in local]
-            exchange = self._link.exchange(self._variables, self._groups, self.settings)
+            exchange = self._link.exchange(self._variables, self._groups, self.settings, not self.is_broadcast)
             # what may be refused comes before anything is given up
             if self._replaced is not None:
                 exchange.inherit(self._replaced)
@@ -221,6 +223,12 @@ class _Keras3(_Distributed):
     def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
         self._hvd.of_gradients = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _filter_empty_gradients(self: Any, grads: Any, vars: Any) -> Any:
+        if all(g is None for g in grads):
+            # Keras refuses a step without any gradient, and other ranks would wait for this one
+            self._hvd.combine(list(grads), list(vars), self._trainable_variables)
+        return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
         combined = self._hvd.combine(grads, self._hvd.of_gradients, self._trainable_variables)

@@ -23,6 +23,16 @@ from hvd_compress.engine.choice import (
     resolved,
 )
 from hvd_compress.engine.estimate import bucket_work
+from hvd_compress.engine.kinds import (
+    DENSE,
+    NONE,
+    NOT_COMPARED,
+    SPARSE,
+    first_unequal,
+    kinds_told,
+    only_here,
+    only_there,
+)
 from hvd_compress.engine.ledger import Ledger
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
@@ -32,6 +42,10 @@ from hvd_compress.engine.worker import Worker, has_cores
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_MIN_NUMEL",
+    "DENSE",
+    "NONE",
+    "NOT_COMPARED",
+    "SPARSE",
     "Defaults",
     "Ledger",
     "Pilot",
@@ -48,9 +62,13 @@ __all__ = [
     "empty_state",
     "exchange_of",
     "exchanged",
+    "first_unequal",
     "has_cores",
     "horovod_compressor",
+    "kinds_told",
     "names_of_call",
+    "only_here",
+    "only_there",
     "op_of_call",
     "refuse_other_ops",
     "refuse_residuals",

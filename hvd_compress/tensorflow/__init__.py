@@ -38,6 +38,7 @@ from hvd_compress.tensorflow._carried import (
 from hvd_compress.tensorflow._elastic import TensorFlowKerasState, TensorFlowState
 from hvd_compress.tensorflow._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.tensorflow._gossip import EventGraD
+from hvd_compress.tensorflow._join import join
 from hvd_compress.tensorflow._optimizer import DistributedOptimizer
 from hvd_compress.tensorflow._tape import DistributedGradientTape, PartialDistributedGradientTape
 from hvd_compress.tensorflow.compression import Compression
@@ -60,6 +61,7 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
+    "join",
     "reducescatter",
 ]
 

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.exchange import Bucket, Parcel, aligned_empty
+from hvd_compress.tensorflow._agreement import Place
 
 __all__ = ["Nodes"]
 
@@ -41,6 +42,11 @@ class Nodes:
         self._process_set = process_set
         self._wire_name = wire_names[bucket.name]
         self._left_at = 0.0
+
+    @property
+    def place(self) -> Place:
+        """The first collective."""
+        return Place(self.bucket.collectives[0], self._name_of(self.bucket.collectives[0]))
 
     # -- laying stages into the graph ------------------------------------------------------------------------------
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -16,8 +14,9 @@ from hvd_compress.compressors import FP16
 from hvd_compress.cost import network_of, slowest_speeds
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
-    DEFAULT_BUCKET_BYTES,
-    DEFAULT_MIN_NUMEL,
+    DENSE,
+    NONE,
+    SPARSE,
     Ledger,
     Pilot,
     Routing,
@@ -27,57 +26,25 @@ from hvd_compress.engine import (
     exchanged,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
+from hvd_compress.exchange import Account, Bucket, Hosts, Pack, ParameterServer
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy, check_patterns
+from hvd_compress.tensorflow._agreement import Place
+from hvd_compress.tensorflow._beginning import lay_comparison
 from hvd_compress.tensorflow._bucket import Nodes
-from hvd_compress.tensorflow._carried import carried_dtype, dense_allreduce, dense_grouped_allreduce
-from hvd_compress.tensorflow._gradients import KINDS, Gradient, all_finite, first_value, kind_of, refuse_unfit, same
+from hvd_compress.tensorflow._dense import DenseWay
+from hvd_compress.tensorflow._gradients import Gradient, after, all_finite, first_value, kind_of, refuse_unfit
+from hvd_compress.tensorflow._kinds import KindsOfGradients
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
 from hvd_compress.tensorflow._root_bucket import RootNodes, after_others, let_others_follow
-from hvd_compress.tensorflow._seams import ALLREDUCE, is_compiled_by_xla, split_list
+from hvd_compress.tensorflow._seams import ALLGATHER, ALLREDUCE, is_compiled_by_xla, split_list
+from hvd_compress.tensorflow._settings import Settings, Source, claim
 from hvd_compress.tensorflow._turn import Turn
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
-__all__ = ["GradientExchange", "Settings", "Source", "allowed_name"]
+__all__ = ["GradientExchange", "in_use"]
 
-_names: Counter[tuple[int, str]] = Counter()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How gradients are combined; see `DistributedGradientTape` for the meaning of each.
-
-    `groups` holds a number, or one tuple of positions in the list of tensors for each group.
-    """
-
-    compression: Any = hvd.Compression.none
-    op: Any = hvd.Average
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-    groups: int | tuple[tuple[int, ...], ...] | None = None
-    process_set: hvd.ProcessSet = hvd.global_process_set
-    exchange: str | ParameterServer = "auto"
-    min_numel: int = DEFAULT_MIN_NUMEL
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    device_dense: str = ""
-    device_sparse: str = ""
-    adagrad: AdaGrad | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a gradient is of.
-
-    Args:
-        name: the same on all ranks, unique in its list.
-        shape: None where it is not known before a step.
-        dtype: of the gradient.
-    """
-
-    name: str
-    shape: tuple[int, ...] | None
-    dtype: tf.DType
+_in_use: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 
 
 class GradientExchange(Ledger[Nodes]):
@@ -86,25 +53,40 @@ class GradientExchange(Ledger[Nodes]):
     Args:
         settings: the same on all ranks.
         sources: of the gradients that `reduce` will be given, the same on all ranks.
-        compared: whether the ranks compare all this now, in a collective call.
+        compared: whether the ranks compare all this now, in a collective call, and later which gradients they have.
+        variables: among the sources, by name.
+        compares: whether ranks look in the second step whether they hold the same values of these.
 
     Raises:
         MismatchError: the ranks disagree; raised on all of them.
         UnsupportedError: a tensor to be compressed whose shape is not known, or whose type is no floating one.
     """
 
-    def __init__(self, settings: Settings, sources: Sequence[Source], compared: bool = True) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        sources: Sequence[Source],
+        compared: bool = True,
+        variables: Mapping[str, tf.Variable] | None = None,
+        compares: bool = True,
+    ) -> None:
         self.settings = settings
         self._sources = list(sources)
         self._compressor = exchanged(settings.compression)
-        self._wire_names = {s.name: _claim(s.name, settings.process_set) for s in sources}
+        self._wire_names = {s.name: claim(s.name, settings.process_set) for s in sources}
         process_set = settings.process_set
         # in an elastic run others may join
         self.takes_part = process_set.included() and (process_set.size() > 1 or is_elastic())
-        self._compares = self.takes_part and compared
-        self._compared: set[tuple[str, ...]] = set()
-        if self._compares:
+        self._kinds: KindsOfGradients | None = None
+        if self.takes_part and compared:
             TensorFlowRanks(process_set).agree(self._description())
+            if sources and not is_elastic():
+                # who joins an elastic run knows of no steps before
+                self._kinds = KindsOfGradients([s.name for s in sources], process_set, self._places)
+                _in_use.add(self)
+        self._compares = compares
+        # whose variables go, goes with them
+        self._variables = {name: weakref.ref(v) for name, v in (variables or {}).items()}
         check_patterns(settings.compression, [s.name for s in sources])
         ranks = process_set.size() if self.takes_part else 1
         position = process_set.rank() if self.takes_part else 0
@@ -121,6 +103,7 @@ class GradientExchange(Ledger[Nodes]):
         for source in sources:
             refuse_unfit(source.name, source.dtype, self.exchanges(source.name))
         self._horovods = horovod_compressor(settings.compression)
+        self._dense = DenseWay(settings, sources, self._wire_names, self._horovods_of)
         self._turn = Turn()
         self._compiled = tf.function(self._lay, autograph=False)
 
@@ -135,6 +118,7 @@ class GradientExchange(Ledger[Nodes]):
         """Whether anything depends on the steps before; not where this rank exchanges nothing."""
         return self.takes_part or self.accumulators is not None
 
+    @tf.autograph.experimental.do_not_convert
     def reduce(self, gradients: Sequence[Gradient], loss_scale: tf.Tensor | None = None) -> list[Gradient]:
         """The combined gradients, in the order of the sources; None stays None.
 
@@ -144,20 +128,50 @@ class GradientExchange(Ledger[Nodes]):
 
         Raises:
             UnsupportedError: the function is compiled by XLA, or a sparse gradient comes to AdaGrad.
-            MismatchError: a gradient is None, or sparse, on some ranks only; raised on all of them where that is so in
-                the first step, or from one step on.
+            MismatchError: a gradient is None, or sparse, on some ranks only, or a rank has called `join`; raised on all
+                of them, and within a `tf.function` as an error of TensorFlow.
         """
-        if self._compares:
-            self._compare_kinds(gradients)
-        if not self.keeps_state or all(g is None for g in gradients):
+        if self._kinds is not None:
+            self._kinds.begin(self._kinds_of(gradients))
+        elif not self.keeps_state or all(g is None for g in gradients):
             return list(gradients)
-        if tf.executing_eagerly():
+        if not tf.executing_eagerly():
+            return self._lay(list(gradients), loss_scale)
+        try:
             return list(self._compiled(list(gradients), loss_scale))
-        return self._lay(list(gradients), loss_scale)
+        except tf.errors.OpError as error:
+            explained = None if self._kinds is None else self._kinds.explained(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def places(self) -> list[Place]:
+        """The first collectives of a step in which all gradients are dense."""
+        return self._places([DENSE] * len(self._sources))
+
+    def agree_to_join(self) -> None:
+        """Make sure that no rank makes another compressed step before Horovod's `join`; a collective call.
+
+        Raises:
+            MismatchError: on all ranks, where others go on to a step.
+        """
+        if self._kinds is not None:
+            self._kinds.agree_to_join()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether ranks may make another compressed step; TensorFlow keeps graphs for longer than their variables."""
+        are_there = not self._variables or any(variable() is not None for variable in self._variables.values())
+        return bool(self.buckets) and are_there and self.settings.process_set.process_set_id == 0
 
     # -- the graph ---------------------------------------------------------------------------------------------------
 
     def _lay(self, gradients: list[Gradient], loss_scale: tf.Tensor | None) -> list[Gradient]:
+        # a scope, so that the names of collectives are what they are called by, however often they are in a graph
+        with tf.name_scope("hvd_compress"):
+            return self._lay_in_scope(gradients, loss_scale)
+
+    def _lay_in_scope(self, gradients: list[Gradient], loss_scale: tf.Tensor | None) -> list[Gradient]:
         if is_compiled_by_xla():
             raise UnsupportedError(
                 "jit_compile=True: XLA cannot compile the exchange of gradients, which runs in Python and in "
@@ -172,7 +186,7 @@ class GradientExchange(Ledger[Nodes]):
         }
         # exchanges run on the CPU, wherever the gradients are; TensorFlow copies them there and back
         with tf.device("CPU:0"):
-            turn = self._turn.read()
+            turn = self._lay_beginning(gradients)
             if self._waits:
                 turn = after_others(turn)
             if self.accumulators is not None:
@@ -186,6 +200,8 @@ class GradientExchange(Ledger[Nodes]):
             finite += are_finite
         ends = [first_value(g) for g in results if g is not None]
         with tf.device("CPU:0"):
+            if self._kinds is not None and all(g is None for g in gradients):
+                ends.append(self._lay_nothing(turn))
             # No deadlock: no node waits for a collective, and the first ones of all buckets come before the second ones
             buckets = [bucket for bucket in self.buckets if not exchanged.keys().isdisjoint(bucket.tensors)]
             payloads = [bucket.lay_encode(exchanged, turn) for bucket in buckets]
@@ -197,44 +213,44 @@ class GradientExchange(Ledger[Nodes]):
                 of_bucket, done = bucket.lay_finish(exchanged, keep, self._scale)
                 combined |= of_bucket
                 ends.append(done)
+            with tf.control_dependencies([keep, *ends]):
+                ends.append(self._lay_comparison(gradients, tf.identity(turn)))
             self._lay_end(prepared, [keep, *ends], turn)
             if self._waits:
                 let_others_follow([keep, *ends])
         return [combined.get(s.name, result) for s, result in zip(self._sources, results, strict=True)]
 
+    def _lay_beginning(self, gradients: list[Gradient]) -> tf.Tensor:
+        """The turn of this step, when all ranks have come to such a one."""
+        turn = self._turn.read()
+        return turn if self._kinds is None else self._kinds.lay(self._kinds_of(gradients), turn)
+
+    def _lay_comparison(self, gradients: list[Gradient], turn: tf.Tensor) -> tf.Tensor:
+        """Look whether ranks have the same variables, in the second step, when all ranks have made it."""
+        if self._kinds is None:
+            return turn
+        # ranks may add up sparse gradients in different orders
+        kinds = self._kinds_of(gradients)
+        names = [s.name for s, kind in zip(self._sources, kinds, strict=True) if kind != SPARSE]
+        found = {name: self._variables[name]() for name in names if self._compares and name in self._variables}
+        alive = {name: variable for name, variable in found.items() if variable is not None}
+        collective = f"{ALLGATHER}.variables.{self._wire_names[self._sources[0].name]}"
+        return lay_comparison([s.name for s in self._sources], alive, turn, collective, self.settings.process_set)
+
     def _lay_dense(self, gradients: list[Gradient], exchanged: set[str], turn: tf.Tensor) -> list[Gradient]:
-        """Results of what goes through Horovod's own allreduce, not before this step's turn; None for the others."""
-        ours = {i for i, source in enumerate(self._sources) if source.name in exchanged}
-        with tf.control_dependencies([turn]):
-            gradients = [g if g is None or i in ours else same(g) for i, g in enumerate(gradients)]
-        if not self.takes_part:
-            return gradients
-        settings = self.settings
-        factor = settings.gradient_predivide_factor if settings.op == hvd.Average else 1.0
-        reduce = {
-            "device_dense": settings.device_dense, "device_sparse": settings.device_sparse,
-            "op": settings.op, "prescale_factor": 1.0 / factor,
-            "postscale_factor": factor, "process_set": settings.process_set,
-        }  # fmt: skip
-        results: list[Gradient] = [None] * len(gradients)
-        for group in self._groups(gradients, ours):
-            if len(group) == 1 and settings.groups is None:
-                (i,) = group
-                name = _name_in_graph(f"{ALLREDUCE}.{self._wire_names[self._sources[i].name]}")
-                # Horovod names the two allgathers of a sparse gradient itself
-                results[i] = dense_allreduce(
-                    gradients[i], name=name, ignore_name_scope=True,
-                    compression=self._horovods_of(self._sources[i].name), **reduce,
-                )  # fmt: skip
-            elif group:
-                name = _name_in_graph(f"{ALLREDUCE}.grouped.{self._wire_names[self._sources[group[0]].name]}")
-                combined = dense_grouped_allreduce(
-                    [gradients[i] for i in group], name=name, ignore_name_scope=True,
-                    compression=self._horovods_of(self._sources[group[0]].name), **reduce,
-                )  # fmt: skip
-                for i, result in zip(group, combined, strict=True):
-                    results[i] = result
-        return results
+        """Results of what goes through Horovod's own collectives, not before this step's turn; None for the others."""
+        waiting = {
+            i: after(g, turn, i)
+            for i, (s, g) in enumerate(zip(self._sources, gradients, strict=True))
+            if g is not None and s.name not in exchanged
+        }
+        results = self._dense.lay(waiting) if self.takes_part else waiting
+        return [results.get(i) for i in range(len(gradients))]
+
+    def _lay_nothing(self, turn: tf.Tensor) -> tf.Tensor:
+        """A collective in a step without any gradient, for ranks to meet who have one."""
+        zero = tf.cast(turn, tf.float32)
+        return hvd.allreduce(zero, name=self._nothing(), ignore_name_scope=True, process_set=self.settings.process_set)
 
     def _lay_adagrad(self, combined: list[Gradient], turn: tf.Tensor) -> tuple[list[Gradient], list[tf.Tensor]]:
         """Updates of what went dense, and whether each is finite; None for the others."""
@@ -270,7 +286,7 @@ class GradientExchange(Ledger[Nodes]):
         The first of `ends` says whether the step is kept.
         """
         dense = [
-            (source.name, *self._dense_bytes(g, self._horovods_of(source.name)))
+            (source.name, *self._dense.bytes_of(source, g))
             for source, g in zip(self._sources, gradients, strict=True)
             if isinstance(g, tf.Tensor) and not self.exchanges(source.name) and g.shape.is_fully_defined()
         ]
@@ -284,19 +300,22 @@ class GradientExchange(Ledger[Nodes]):
 
         self._turn.write(tf.numpy_function(end, [turn, *ends], tf.int64, stateful=False))
 
-    def _compare_kinds(self, gradients: Sequence[Gradient]) -> None:
-        """Whether all ranks have gradients of the same kinds, which decide what collectives there are.
-
-        Only where they are of other kinds than in the steps before, as most never are.
-        """
-        kinds = tuple(kind_of(g, self.settings.sparse_as_dense) for g in gradients)
-        if kinds in self._compared:
-            return
-        told = {s.name: kind for s, kind in zip(self._sources, kinds, strict=True)}
-        TensorFlowRanks(self.settings.process_set).agree({KINDS: told})
-        self._compared.add(kinds)
-
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _kinds_of(self, gradients: Sequence[Gradient]) -> tuple[str, ...]:
+        return tuple(kind_of(g, self.settings.sparse_as_dense) for g in gradients)
+
+    def _places(self, kinds: Sequence[str]) -> list[Place]:
+        """The first collectives of a step with gradients of these kinds."""
+        ours = {s.name for s, k in zip(self._sources, kinds, strict=True) if k == DENSE and self.exchanges(s.name)}
+        others = {
+            i: k for i, (s, k) in enumerate(zip(self._sources, kinds, strict=True)) if k != NONE and s.name not in ours
+        }
+        of_buckets = [bucket.place for bucket in self.buckets if not ours.isdisjoint(bucket.tensors)]
+        return [*of_buckets, *self._dense.places(others)] or [Place("allreduce", self._nothing())]
+
+    def _nothing(self) -> str:
+        return f"{ALLREDUCE}.nothing.{self._wire_names[self._sources[0].name]}"
 
     def _prepared(self, gradient: Gradient, source: Source) -> Gradient:
         if gradient is None:
@@ -307,32 +326,6 @@ class GradientExchange(Ledger[Nodes]):
         if self.exchanges(source.name):
             gradient.shape.assert_is_compatible_with(source.shape)
         return gradient
-
-    def _groups(self, gradients: list[Gradient], ours: set[int]) -> list[list[int]]:
-        """Positions of dense gradients that Horovod is to combine together, each group in one way."""
-        return [
-            [i for i in group if self._horovods_of(self._sources[i].name) is way]
-            for group in self._whole_groups(gradients, ours)
-            for way in dict.fromkeys(self._horovods_of(self._sources[i].name) for i in group)
-        ]
-
-    def _whole_groups(self, gradients: list[Gradient], ours: set[int]) -> list[list[int]]:
-        left = [i for i, g in enumerate(gradients) if g is not None and i not in ours]
-        groups = self.settings.groups
-        if groups is None:
-            return [[i] for i in left]
-        if isinstance(groups, int):
-            return [list(part) for part in split_list(left, groups)] if left else []
-        named = [[i for i in group if i in left] for group in groups]
-        grouped = {i for group in named for i in group}
-        return named + [[i] for i in left if i not in grouped]
-
-    def _dense_bytes(self, gradient: tf.Tensor, horovods: Any) -> tuple[int, int]:
-        numel = int(np.prod(gradient.shape.as_list(), dtype=np.int64))
-        with tf.init_scope():
-            sent, _ = horovods.compress(tf.zeros([1], carried_dtype(gradient.dtype)))
-        pairs = 2 if gradient.dtype.is_complex else 1
-        return pairs * numel * sent.dtype.size, numel * gradient.dtype.size
 
     def _forget(self, turn: np.int64) -> np.int64:
         # of a step that has failed
@@ -414,26 +407,6 @@ class GradientExchange(Ledger[Nodes]):
         )  # fmt: skip
 
 
-def _claim(name: str, process_set: hvd.ProcessSet) -> str:
-    """`name` for collectives: what a graph allows, and unique in this process, on all ranks in the same way."""
-    allowed = allowed_name(name)
-    if is_elastic():
-        # who joins has not made what the others have; `_name_in_graph` makes it unique
-        return allowed
-    taken = _names[process_set.process_set_id, allowed]
-    _names[process_set.process_set_id, allowed] += 1
-    return f"{allowed}.again{taken}" if taken else allowed
-
-
-def allowed_name(name: str) -> str:
-    """`name` with what a graph does not allow in names replaced."""
-    return re.sub(r"[^A-Za-z0-9_.-]", ".", name)
-
-
-def _name_in_graph(name: str) -> str:
-    """`name` for Horovod; in an elastic run unique in the current graph, which does not depend on the graphs before."""
-    if not is_elastic():
-        return name
-    graph = tf.compat.v1.get_default_graph()
-    with graph.name_scope(None):
-        return str(graph.unique_name(name))
+def in_use() -> list[GradientExchange]:
+    """Exchanges of tapes and optimizers among all ranks in which these may make another compressed step."""
+    return [exchange for exchange in list(_in_use) if exchange.is_in_use]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -12,9 +13,11 @@ import tensorflow as tf
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.tensorflow._agreement import Place, is_mismatch
 from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
-from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source, allowed_name
-from hvd_compress.tensorflow._ranks import TensorFlowRanks
+from hvd_compress.tensorflow._exchange import GradientExchange
+from hvd_compress.tensorflow._meeting import Meeting
+from hvd_compress.tensorflow._settings import Settings, Source, allowed_name
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
@@ -59,18 +62,20 @@ def allreduce(
         UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress; a type that
             has no sum; an elastic run.
         MismatchError: the ranks disagree on op, type, shape, factors or compressor; on the first use of a name, raised
-            on all of them. A rank that does not compress at all there gets Horovod's error of mismatched operations.
+            on all of them. In a `tf.function` a rank that does not compress there gets Horovod's error of mismatched
+            operations.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
-    compressor = compressor_of_call(compression)
-    if compressor is None or isinstance(tensor, tf.IndexedSlices) or process_set.size() == 1:
+    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    factors = prescale_factor, postscale_factor
+    call = _call("allreduce", [tensor], name, compressor or horovods, average, op, factors, process_set)
+    if compressor is not None and not isinstance(tensor, tf.IndexedSlices) and process_set.size() > 1:
+        return _exchanged([tensor], call)[0]
+    with _uncompressed([tensor], call):
         return dense_allreduce(
-            tensor, average, device_dense, device_sparse, horovod_compressor(compression), op=op,
-            prescale_factor=prescale_factor, postscale_factor=postscale_factor, name=name, process_set=process_set,
-            ignore_name_scope=ignore_name_scope,
+            tensor, average, device_dense, device_sparse, horovods, op=op, prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor, name=name, process_set=process_set, ignore_name_scope=ignore_name_scope,
         )  # fmt: skip
-    factor = prescale_factor * postscale_factor
-    return _exchange([tensor], average, compressor, op, factor, name, process_set)[0]
 
 
 def grouped_allreduce(
@@ -87,15 +92,19 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
-    compressor = compressor_of_call(compression)
-    if compressor is None or process_set.size() == 1 or not tensors:
+    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    factors = prescale_factor, postscale_factor
+    if not tensors:
+        return []
+    call = _call("grouped_allreduce", tensors, name, compressor or horovods, average, op, factors, process_set)
+    if compressor is not None and process_set.size() > 1:
+        return _exchanged(tensors, call)
+    with _uncompressed(tensors, call):
         return dense_grouped_allreduce(
-            tensors, average, op, device_dense=device_dense, device_sparse=device_sparse,
-            compression=horovod_compressor(compression), prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor, process_set=process_set, ignore_name_scope=ignore_name_scope, name=name,
+            tensors, average, op, device_dense=device_dense, device_sparse=device_sparse, compression=horovods,
+            prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set,
+            ignore_name_scope=ignore_name_scope, name=name,
         )  # fmt: skip
-    factor = prescale_factor * postscale_factor
-    return _exchange(tensors, average, compressor, op, factor, name, process_set)
 
 
 def forget_residuals() -> None:
@@ -104,76 +113,172 @@ def forget_residuals() -> None:
     Functions that are traced already keep theirs.
     """
     _exchanges.clear()
+    _agreed.clear()
+
+
+class _Call(NamedTuple):
+    """What a call was given beside its tensors.
+
+    `compressor` is one of ours, or Horovod's where a call follows a compressed one of its name. `alone` and `grouped`
+    are the operations of a rank that does not compress.
+    """
+
+    function: str
+    name: str | None
+    compressor: Any
+    op: Any
+    factors: tuple[float, float]
+    process_set: hvd.ProcessSet
+    alone: Place
+    grouped: Place | None
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        return f"{self.function} of {self.name or self.alone.name!r}"
+
+    @property
+    def places(self) -> list[Place]:
+        """Where all ranks compare that do so, whatever they call, and where a call without compression would be."""
+        return [self.alone, *([] if self.grouped is None else [self.grouped])]
+
+    @property
+    def scope(self) -> tuple[Any, ...]:
+        """Whose calls are compared with each other."""
+        return self.name, self.process_set.process_set_id, self.process_set.size()
+
+    def told(self, sources: Sequence[Source]) -> dict[str, Any]:
+        """What ranks compare."""
+        return {
+            **description(self.compressor, self.op, [[i, s.shape, s.dtype.name] for i, s in enumerate(sources)]),
+            "function": self.function, "prescale_factor": self.factors[0], "postscale_factor": self.factors[1],
+        }  # fmt: skip
+
+
+class _Agreed(NamedTuple):
+    """The last call of a name, on which all ranks have agreed, and how its exchange begins."""
+
+    key: tuple[Any, ...]
+    first: list[Place]
+
+
+_agreed: dict[tuple[Any, ...], _Agreed] = {}
+
+
+def _call(
+    function: str,
+    tensors: Sequence[Any],
+    name: str | None,
+    compressor: Any,
+    average: bool | None,
+    op: Any,
+    factors: tuple[float, float],
+    process_set: hvd.ProcessSet,
+) -> _Call:
+    if isinstance(compressor, Compressor):
+        op = op_of_call(average, op, hvd.Average, hvd.Sum)
+    elif op is None:
+        op = hvd.Sum if average is False else hvd.Average
+    grouped = None
+    if function == "grouped_allreduce":
+        ends = [tensors[0], tensors[-1]]
+        grouped = Place(function, _horovods_name("HorovodGroupedAllreduce", name, ends), len(tensors))
+    alone = Place("allreduce", _horovods_name("HorovodAllreduce", name, tensors[:1]))
+    return _Call(function, name, compressor, op, factors, process_set, alone, grouped)
 
 
 @tf.autograph.experimental.do_not_convert
-def _exchange(
-    tensors: Sequence[Any],
-    average: bool | None,
-    compression: Compressor,
-    op: Any,
-    factor: float,
-    name: str | None,
-    process_set: hvd.ProcessSet,
-) -> list[Any]:
-    op = op_of_call(average, op, hvd.Average, hvd.Sum)
+def _exchanged(tensors: Sequence[Any], call: _Call) -> list[Any]:
     given = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors]
-    sources = [
-        Source(n, tuple(t.shape.as_list()) if t.shape.is_fully_defined() else None, t.dtype)
-        for t, n in zip(given, names_of_call(name, len(given)), strict=True)
-    ]
-    settings = Settings(_for_one_call(compression) if name is None else compression, op,
-                        process_set=process_set, min_numel=0)  # fmt: skip
-    key = (process_set.process_set_id, process_set.size(), op, compression, *sources)
-    exchange = _exchanges.get(key)
-    if exchange is None:
-        _require_agreement(compression, op, factor, sources, process_set, _horovods_name(name, given))
-        exchange = GradientExchange(settings, sources, compared=False)
-        if name is not None:
-            _exchanges[key] = exchange
+    sources = _sources(given, call)
+    exchange = _agreed_exchange(sources, call)
 
     @tf.custom_gradient
     def combine(*values: Any) -> Any:
         def refuse(*_: Any) -> Any:
             raise UnsupportedError(
-                f"a gradient through allreduce of {name!r} with {compression!r}: compression does not pass it on. "
-                "Use tf.stop_gradient on the tensor, or compression=hvd.Compression.none"
+                f"a gradient through allreduce of {call.name!r} with {call.compressor!r}: compression does not pass it "
+                "on. Use tf.stop_gradient on the tensor, or compression=hvd.Compression.none"
             )
 
         return exchange.reduce(values), refuse
 
-    combined = combine(*given)
+    try:
+        combined = combine(*given)
+    except tf.errors.OpError as error:
+        if not is_mismatch(error):
+            raise
+        # another rank compares this call, which differs from its last one: be told the same as that rank
+        Meeting(call.process_set, _base(call), exchange.places()).leave(call.label, call.told(sources), error)
+        raise
     combined = list(combined) if isinstance(combined, list | tuple) else [combined]
+    factor = call.factors[0] * call.factors[1]
     return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
 
 
-def _require_agreement(
-    compression: Compressor,
-    op: Any,
-    factor: float,
-    sources: Sequence[Source],
-    process_set: hvd.ProcessSet,
-    name: str,
-) -> None:
-    """Compare on the first use of a name what would make ranks wait for each other, or get different results."""
-    told = description(
-        compression, op, [[s.name, s.shape, s.dtype.name] for s in sources],
-        **{"prescale_factor * postscale_factor": factor},
-    )  # fmt: skip
-    TensorFlowRanks(process_set).agree(told, name)
+def _agreed_exchange(sources: Sequence[Source], call: _Call) -> GradientExchange:
+    """The exchange of a call, on which all ranks have agreed; a collective call for a new one."""
+    compressor, process_set, name = call.compressor, call.process_set, call.name
+    key = (process_set.process_set_id, process_set.size(), call.op, compressor, *sources)
+    _agree(sources, call, (*key, call.function, call.factors))
+    exchange = _exchanges.get(key)
+    if exchange is None:
+        settings = Settings(_for_one_call(compressor) if name is None else compressor, call.op,
+                            process_set=process_set, min_numel=0)  # fmt: skip
+        exchange = GradientExchange(settings, sources, compared=False)
+        if name is not None:
+            _exchanges[key] = exchange
+    if call.scope in _agreed:
+        _agreed[call.scope] = _agreed[call.scope]._replace(first=exchange.places())
+    return exchange
 
 
-def _horovods_name(name: str | None, tensors: Sequence[tf.Tensor]) -> str:
-    """What Horovod calls this operation on a rank that does not compress; of a group, its first tensor."""
-    several = len(tensors) > 1
+def _agree(sources: Sequence[Source], call: _Call, key: tuple[Any, ...]) -> None:
+    """Compare on the first use of a name, and where a call differs from the last one of its name."""
+    last = _agreed.get(call.scope)
+    if last is not None and last.key == key:
+        return
+    places = [*call.places, *([] if last is None else last.first)]
+    Meeting(call.process_set, _base(call)).require_agreement(call.label, call.told(sources), places)
+    if call.name is not None:
+        _agreed[call.scope] = _Agreed(key, [])
+
+
+@contextmanager
+def _uncompressed(tensors: Sequence[Any], call: _Call) -> Iterator[None]:
+    """A call without compression, of a name whose last one may have had it, or has it on another rank."""
+    if call.scope in _agreed and call.process_set.size() > 1:
+        _agree(_sources(tensors, call), call, ())
+        del _agreed[call.scope]
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if not is_mismatch(error):
+            raise
+        told = call.told(_sources(tensors, call))
+        Meeting(call.process_set, _base(call), call.places[-1:]).leave(call.label, told, error)
+        raise
+
+
+def _sources(tensors: Sequence[Any], call: _Call) -> list[Source]:
+    given = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors]
+    return [
+        Source(n, tuple(t.shape.as_list()) if t.shape.is_fully_defined() else None, t.dtype)
+        for t, n in zip(given, names_of_call(call.name, len(given)), strict=True)
+    ]
+
+
+def _base(call: _Call) -> str:
+    return allowed_name(call.alone.name)
+
+
+def _horovods_name(kind: str, name: str | None, tensors: Sequence[Any]) -> str:
+    """What Horovod calls an operation of a rank that does not compress; of a group, its first tensor."""
     if tf.executing_eagerly():
-        own = "HorovodGroupedAllreduce" if several else "HorovodAllreduce"
-    elif several:
-        own = name or f"HorovodGroupedAllreduce_{tensors[0].name}_{tensors[-1].name}"
-    else:
-        own = name or f"HorovodAllreduce_{tensors[0].name}"
-    scope = "" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_name_scope()
-    return f"{scope}/{allowed_name(own)}".strip("/") + (f"_1of{len(tensors)}" if several else "")
+        return kind
+    own = name or "_".join([kind, *(t.name for t in tensors)])
+    scope = tf.compat.v1.get_default_graph().get_name_scope()
+    return f"{scope}/{allowed_name(own)}".strip("/")
 
 
 def _for_one_call(compressor: Compressor) -> Compressor:

@@ -6,23 +6,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_compress.engine import DENSE, NONE, SPARSE
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["KINDS", "Gradient", "all_finite", "first_value", "kind_of", "refuse_unfit", "same"]
+__all__ = ["Gradient", "after", "all_finite", "first_value", "kind_of", "refuse_unfit"]
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
-KINDS = (
-    "what kind of gradient there is of each variable (None where the loss does not depend on it; "
-    "unconnected_gradients=tf.UnconnectedGradients.ZERO makes these dense, sparse_as_dense=True sparse ones)"
-)
-
 
 def kind_of(gradient: Gradient, sparse_as_dense: bool) -> str:
-    """What decides which collectives a gradient takes: "None", "sparse" or "dense"."""
+    """What decides which collectives a gradient takes: NONE, SPARSE or DENSE."""
     if gradient is None:
-        return "None"
-    return "sparse" if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense else "dense"
+        return NONE
+    return SPARSE if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense else DENSE
 
 
 def refuse_unfit(name: str, dtype: tf.DType, exchanged: bool) -> None:
@@ -34,11 +30,23 @@ def refuse_unfit(name: str, dtype: tf.DType, exchanged: bool) -> None:
         )
 
 
-def same(gradient: Gradient) -> Gradient:
-    """The gradient, but not before what it is made to wait for."""
+def after(gradient: Gradient, turn: tf.Tensor, position: int) -> Gradient:
+    """The gradient, but not before there is a turn.
+
+    No control dependency: a gradient may be a constant, and so would be what Horovod makes of it, which TensorFlow
+    would compute while it optimizes the graph, on the ranks where it is one. And gradients at different positions may
+    be one tensor, of which it would make one collective.
+    """
+    has_come = tf.greater_equal(turn, -position)
+
+    def wait(tensor: tf.Tensor) -> tf.Tensor:
+        waiting = tf.raw_ops.Switch(data=tensor, pred=has_come).output_true
+        waiting.set_shape(tensor.shape)
+        return waiting
+
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(tf.identity(gradient.values), tf.identity(gradient.indices), gradient.dense_shape)
-    return tf.identity(gradient)
+        return tf.IndexedSlices(wait(gradient.values), wait(gradient.indices), gradient.dense_shape)
+    return wait(gradient)
 
 
 def first_value(gradient: Gradient) -> tf.Tensor:

@@ -9,10 +9,19 @@ from horovod.common import process_sets
 from horovod.common.util import split_list
 from tensorflow.python.ops import control_flow_util
 
-__all__ = ["ALLREDUCE", "BROADCAST", "is_compiled_by_xla", "known_process_sets", "overlay", "raw", "split_list"]
+__all__ = [
+    "ALLGATHER",
+    "ALLREDUCE",
+    "BROADCAST",
+    "is_compiled_by_xla",
+    "known_process_sets",
+    "overlay",
+    "raw",
+    "split_list",
+]
 
 # hvd.elastic.run takes an error of TensorFlow for one of Horovod where its text has such a name (elastic.py l. 54)
-ALLREDUCE, BROADCAST = "HorovodAllreduce.hvd_compress", "HorovodBroadcast.hvd_compress"
+ALLGATHER, ALLREDUCE, BROADCAST = (f"Horovod{kind}.hvd_compress" for kind in ("Allgather", "Allreduce", "Broadcast"))
 
 
 def is_compiled_by_xla() -> bool:
@@ -26,13 +35,14 @@ def raw(variable: Any) -> tf.Variable:
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
-def overlay(tape: tf.GradientTape, methods: type) -> Any:
+def overlay(tape: tf.GradientTape, methods: type, **attributes: Any) -> Any:
     """The same tape, recording included, as an object of a class with `methods` laid over those of its own.
 
     Horovod makes a new tape from three private attributes instead (tensorflow/__init__.py, l. 1130). The two objects
-    here share all attributes, so either can be entered, watched and reset.
+    here share all attributes but those given, so either can be entered, watched and reset, and wrapped again.
     """
-    cls = type(type(tape).__name__, (methods, type(tape)), {"__module__": type(tape).__module__})
+    body = {"__module__": type(tape).__module__, **attributes}
+    cls = type(type(tape).__name__, (methods, type(tape)), body)
     wrapped: Any = object.__new__(cls)
     wrapped.__dict__ = tape.__dict__
     return wrapped

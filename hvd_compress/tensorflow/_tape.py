@@ -22,8 +22,9 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, ParameterServer
-from hvd_compress.tensorflow._exchange import GradientExchange, Settings, Source
+from hvd_compress.tensorflow._exchange import GradientExchange
 from hvd_compress.tensorflow._seams import overlay
+from hvd_compress.tensorflow._settings import Settings, Source
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
@@ -128,7 +129,8 @@ class _Overrides(tf.GradientTape):
         key = (self._hvd_settings, tuple(map(id, shared)))
         if key not in _exchanges:
             settings = replace(self._hvd_settings, groups=positions_of(self._hvd_groups, shared))
-            _exchanges[key] = GradientExchange(settings, describe_sources(shared))
+            described = describe_sources(shared)
+            _exchanges[key] = GradientExchange(settings, described, variables=variables_of(described, shared))
             for source in shared:
                 # an id may be given to another object when this one is gone
                 weakref.finalize(source, _exchanges.pop, key, None)
@@ -151,6 +153,12 @@ def describe_sources(sources: Sequence[Any]) -> list[Source]:
         known = tuple(shape.as_list()) if shape.is_fully_defined() else None
         described.append(Source(name, known, tf.as_dtype(source.dtype)))
     return described
+
+
+def variables_of(described: Sequence[Source], sources: Sequence[Any]) -> dict[str, tf.Variable]:
+    """Those of the sources that are variables, and of the same values on all ranks, by name."""
+    inner = [source if isinstance(source, tf.Variable) else getattr(source, "value", None) for source in sources]
+    return {d.name: v for d, v in zip(described, inner, strict=True) if isinstance(v, tf.Variable)}
 
 
 def divided(gradient: Any, divisor: float) -> Any:
@@ -235,7 +243,7 @@ def DistributedGradientTape(
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
         UnsupportedError: another `op`, or an elastic run with a compressor; `adagrad` with `Auto` or with
-            exchange="allgather"; `Auto` with a parameter server.
+            exchange="allgather"; `Auto` with a parameter server; a tape that is distributed already.
 
     Example, on one rank::
 
@@ -248,6 +256,11 @@ def DistributedGradientTape(
         >>> tape.gradient(loss, [w])[0].numpy().tolist()
         [2.0, 4.0]
     """
+    if isinstance(gradtape, _Overrides):
+        raise UnsupportedError(
+            "this tape is distributed already: its gradients are the combined ones, and would be combined twice. Wrap "
+            "a tape once, or the plain one again"
+        )
     groups = num_groups if num_groups and groups is None else groups
     compression = resolved(compression, exchange)
     check_settings(
@@ -257,15 +270,14 @@ def DistributedGradientTape(
     exchange = exchange_of(adagrad, exchange, compression)
     horovod_compressor(compression)
     refuse_other_ops(op, hvd.Average, hvd.Sum)
-    wrapped = overlay(gradtape, _Overrides)
-    wrapped._hvd_settings = Settings(
+    settings = Settings(
         compression, op, gradient_predivide_factor, sparse_as_dense, None, process_set, exchange, min_numel,
         bucket_bytes, device_dense, device_sparse, adagrad,
     )  # fmt: skip
-    wrapped._hvd_groups = groups
-    wrapped._hvd_scale_local = scale_local_gradients
-    wrapped._hvd_local = []
-    return wrapped
+    return overlay(
+        gradtape, _Overrides, _hvd_settings=settings, _hvd_groups=groups, _hvd_scale_local=scale_local_gradients,
+        _hvd_local=[],
+    )  # fmt: skip
 
 
 def PartialDistributedGradientTape(

@@ -11,10 +11,11 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_compress.engine import first_unequal
 from hvd_compress.errors import MismatchError
 from hvd_compress.torch._waits import Wait
 
-__all__ = ["Beginning", "compare_beginnings"]
+__all__ = ["Beginning", "checksum", "compare_beginnings"]
 
 _NO_GRADIENT, _DENSE = 0, 1
 _SPARSE = 2  # and above: the number of sparse dimensions
@@ -53,7 +54,7 @@ def compare_beginnings(
         return Beginning({}, None)
     mine = np.empty((len(tensors), 2), np.int64)
     for row, p in zip(mine, tensors.values(), strict=True):
-        row[:] = _kind_of(p.grad), _checksum(p)
+        row[:] = _kind_of(p.grad), checksum(p)
     name = f"hvd_compress.beginning.{next(iter(tensors), '')}{label}"
     handle = hvd.allgather_async(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
     yield Wait(partial(hvd.poll, handle))
@@ -69,12 +70,7 @@ def compare_beginnings(
             )
         if kinds:
             sparse_dims[tensor] = kinds.pop() - _SPARSE
-    differs = rows[:, :, 1] != rows[0, :, 1]
-    unequal = None
-    if differs.any():
-        i = int(differs.any(axis=0).argmax())
-        unequal = list(tensors)[i], int(differs[:, i].argmax())
-    return Beginning(sparse_dims, unequal)
+    return Beginning(sparse_dims, first_unequal(rows[:, :, 1], list(tensors)))
 
 
 def _kind_of(gradient: torch.Tensor | None) -> int:
@@ -83,6 +79,7 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
     return _SPARSE + gradient.sparse_dim() if gradient.is_sparse else _DENSE
 
 
-def _checksum(p: torch.Tensor) -> int:
+def checksum(p: torch.Tensor) -> int:
+    """Of the bits of a tensor."""
     values = p.detach().cpu().contiguous()
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0

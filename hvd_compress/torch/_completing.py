@@ -17,7 +17,7 @@ from hvd_compress.errors import GradientError, MismatchError
 from hvd_compress.torch._beginning import compare_beginnings
 from hvd_compress.torch._engine import precondition
 from hvd_compress.torch._sending import EXCHANGED, Sending
-from hvd_compress.torch._staging import all_finite
+from hvd_compress.torch._staging import all_finite, sample_of
 from hvd_compress.torch._waits import Wait
 
 __all__ = ["Completing"]
@@ -273,11 +273,15 @@ class Completing(Sending):
     def _harms(self) -> list[GradientError]:
         """What to tell the user of gradients that are not what they were when they were handed over."""
         given, versions = self._given, self._versions
-        return [
-            self._harm(name, p.grad)
+        changed = {
+            name
             for name, p in self._members.by_name.items()
             if name in given and (p.grad is not given[name] or p.grad._version != versions[name])
-        ]
+        }
+        for name, sample in self._samples.items():
+            if not given[name].is_sparse and not torch.equal(sample, sample_of(given[name])):
+                changed.add(name)
+        return [self._harm(name, p.grad) for name, p in self._members.by_name.items() if name in changed]
 
     def _harm(self, name: str, gradient: torch.Tensor | None) -> GradientError:
         if gradient is None:

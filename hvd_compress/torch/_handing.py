@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from hvd_compress.torch._engine import Engine
 from hvd_compress.torch._horovod import form_groups
 from hvd_compress.torch._members import Members
 from hvd_compress.torch._owners import refuse_retired
+from hvd_compress.torch._staging import sample_of
 from hvd_compress.torch._waits import run_together
 from hvd_compress.torch._wrapping import in_use
 
@@ -24,7 +26,7 @@ class Backward(Completing):
     """Methods of `Overrides` that backward passes call."""
 
     def _register_hooks(self) -> None:
-        self._given, self._versions, self._sparse_dims = {}, {}, {}
+        self._given, self._versions, self._samples, self._sparse_dims = {}, {}, {}, {}
         self._members = Members(self._parameter_names, partial(_on_gradient, weakref.ref(self)))
         self._take_members()
 
@@ -99,9 +101,20 @@ class Backward(Completing):
             # views of one buffer count their writes together
             if gradient._is_view():
                 self._versions[name] = gradient._version
+        if self._is_open and not self._is_ready():
+            self._take_samples()
         if self._is_ready():
             # others, of which this pass has computed all gradients too, and this one, in the order of all ranks
             run_together([other._combining() for other in in_use() if other._is_ready()])
+
+    def _take_samples(self) -> None:
+        """Remember some values of gradients whose exchange goes on: what a GradScaler writes leaves no other trace."""
+        engine = self._engine
+        if engine is None or engine.debts:
+            # what is owed is added to gradients that go dense, when they go
+            return
+        exchanged = (name for name in self._given if engine.exchanges(name) and not self._given[name].is_sparse)
+        self._samples = {name: sample_of(self._given[name]) for name in islice(exchanged, _MOST_SAMPLES)}
 
     def _new_members(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters that were hooked in the middle of this pass, when it had computed their gradients already."""
@@ -166,5 +179,7 @@ def _on_gradient(optimizer: weakref.ref[Any], name: str, p: torch.Tensor) -> Non
         wrapped._take_gradient(name, p)
 
 
+_MOST_SAMPLES = 3
+"""A GradScaler writes to all gradients."""
 _TENSORS_PER_PROGRESS = 8
 """Asking whether something has arrived takes as long as the rest of a hook; these are small tensors."""

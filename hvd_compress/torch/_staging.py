@@ -12,13 +12,14 @@ import torch
 
 from hvd_compress.exchange import aligned_empty
 
-__all__ = ["Held", "all_finite", "has_room", "hold", "is_compressible", "overlapping", "version_of"]
+__all__ = ["Held", "all_finite", "has_room", "hold", "is_compressible", "overlapping", "sample_of", "version_of"]
 
 Array = np.ndarray[Any, Any]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
 _KNOWN = _IN_PLACE + _WIDENED
+_VALUES_PER_SAMPLE = 16
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -102,6 +103,14 @@ def hold(gradient: torch.Tensor, name: str, keep: bool = False, memory: Array | 
         memory = aligned_empty(data.numel(), dtype)
     torch.from_numpy(memory).view(data.shape).copy_(data)
     return Held(gradient, memory, True, *told)
+
+
+def sample_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Copy the bits of some values."""
+    row = gradient.detach()
+    while row.dim() > 1 and row.numel():
+        row = row[0]
+    return row.reshape(-1)[:_VALUES_PER_SAMPLE].clone().view(torch.uint8)
 
 
 def overlapping(spans: Sequence[tuple[int, int]]) -> set[int]:

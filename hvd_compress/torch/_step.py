@@ -59,6 +59,8 @@ class Step:
     """The gradients of this step that have come."""
     _versions: dict[str, int]
     """How often each of them had been written to by then."""
+    _samples: dict[str, torch.Tensor]
+    """Some values of some of them, after a pass that has not brought all."""
     _has_warned = False
     """Whether the user was told of gradients that were changed before the last of their passes."""
     _is_queued = False
@@ -90,7 +92,7 @@ class Step:
     def _close(self) -> None:
         """The step is made, or given up."""
         self._is_open, self._combined, self._synchronized = False, None, False
-        self._given, self._versions, self._new = {}, {}, {}
+        self._given, self._versions, self._new, self._samples = {}, {}, {}, {}
 
     def _known_engine(self) -> Engine:
         """The engine, where there is something to exchange."""

@@ -14,11 +14,12 @@ from hvd_compress._keras.link import Link
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.tensorflow import _carried
 from hvd_compress.tensorflow._carried import broadcast_variables
-from hvd_compress.tensorflow._exchange import GradientExchange, Settings
+from hvd_compress.tensorflow._exchange import GradientExchange
 from hvd_compress.tensorflow._functions import allreduce
 from hvd_compress.tensorflow._ranks import NODES, TensorFlowRanks
 from hvd_compress.tensorflow._seams import raw
-from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of
+from hvd_compress.tensorflow._settings import Settings
+from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of, variables_of
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["LINK"]
@@ -29,9 +30,12 @@ class TensorFlowLink(Link):
 
     divided = staticmethod(divided)
 
-    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any]) -> GradientExchange:
+    def exchange(
+        self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool
+    ) -> GradientExchange:
         made = Settings(groups=positions_of(groups, variables), **settings)
-        return GradientExchange(made, describe_sources(variables))
+        described = describe_sources(variables)
+        return GradientExchange(made, described, variables=variables_of(described, variables), compares=compares)
 
     def accumulators(self, passes: int) -> Accumulators:
         return Accumulators(passes)

@@ -215,6 +215,32 @@ def a_scaler_that_looks_before_all_gradients_have_come_is_told(setting: tuple[An
     assert 0 < moved < (0.125e-3 if unscales else 10.0) ** 2 * 1.1
 
 
+@cases.each({"onebit": OneBit(), "adaptive": Adaptive(pi=16)})
+def a_scaler_that_unscales_what_is_exchanged_is_told_when_it_is_complete(compression: Any) -> None:
+    model = Layers()
+    optimizer = wrap(model, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    is_odd = horovod.rank() == horovod.size() - 1
+    loss_of(model, 0).backward()
+    optimizer.step()
+    for number in (1, 2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, number, uses_last=not is_odd)).backward()
+        if number == 1 and is_odd:
+            scaler.unscale_(optimizer)
+            raises(GradientError, optimizer.synchronize, "was changed while it was exchanged", "unscale")
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            continue
+        # the recipe
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        if number == 2:
+            scaler.step(optimizer)
+        else:
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    check_equal_on_all_ranks(model)
+
+
 CLEARS: dict[str, Any] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "model": lambda model, optimizer: model.zero_grad(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 import zlib
@@ -21,7 +22,7 @@ from hvd_compress import (
     SlopeThreshold,
     TopK,
 )
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.gossip import GossipLoopback, Tensor
 from tests.parallel.cases import Cases
 from tests.parallel.workers.keras_fit import (
@@ -100,7 +101,8 @@ def metrics_may_be_arrays() -> None:
     model.compile(wrapped(), keras.losses.CategoricalCrossentropy(from_logits=True), metrics=[metric])
     x, y = data()
     history = model.fit(x, np.eye(10, dtype=np.float32)[y], batch_size=16, verbose=0,
-                        callbacks=[hvd.callbacks.MetricAverageCallback()])  # fmt: skip
+                        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                                   hvd.callbacks.MetricAverageCallback()])  # fmt: skip
     mine = np.asarray(history.history["f1_score"][0])
     assert mine.shape == (10,)
     everyone = np.asarray(hvd.allgather(mine, name="f1")).reshape(hvd.size(), 10)
@@ -255,6 +257,68 @@ def a_wrapped_optimizer_clips_what_is_combined() -> None:
     check_equal_on_all_ranks(model)
 
 
+@cases.each({"onebit": OneBit(), "none": NoCompression()})
+def weights_that_were_not_broadcast_are_told(compression: Any) -> None:
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    # Keras' torch backend takes one step at a time
+    several = {} if FRAMEWORK == "torch" else {"steps_per_execution": 3}
+    for callbacks, settings, expected in (([], {}, 1), ([first], several, 0)):
+        model = network()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(wrapped(compression=compression), loss, **settings)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model.fit(*data(), batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+        told = [str(w.message) for w in seen if "differs from that of rank 0" in str(w.message)]
+        assert len(told) == expected, told
+        assert all("'first/kernel'" in t and "BroadcastGlobalVariablesCallback" in t for t in told)
+
+
+@cases.each({"onebit": OneBit(), "none": NoCompression()})
+def a_gradient_that_is_missing_on_a_rank_later_is_an_error_on_all(compression: Any) -> None:
+    model = trained(wrapped(compression=compression), epochs=1)
+    optimizer, variables = model.optimizer, model.trainable_variables
+
+    def apply(missing: int | None = None) -> None:
+        given = [keras.ops.ones(tuple(v.shape)) if KERAS == 3 else np.ones(v.shape, np.float32) for v in variables]
+        with warnings.catch_warnings():
+            # Keras tells of it
+            warnings.simplefilter("ignore")
+            pairs = [(None if i == missing else g, v) for i, (g, v) in enumerate(zip(given, variables, strict=True))]
+            optimizer.apply_gradients(pairs)
+
+    before = model.get_weights()
+    last = hvd.rank() == hvd.size() - 1
+    for mine, others in ((0, None), (1, 2)):
+        call = functools.partial(apply, mine if last else others)
+        raises(MismatchError, call, "the ranks disagree on what kind", "None")
+    if KERAS == 3:
+        nothing = functools.partial(optimizer.apply_gradients, [(None, v) for v in variables])
+        raises(MismatchError, nothing if last else apply, "the ranks disagree on what kind", "None")
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+    for missing in (None, 0, None):
+        apply(missing)
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def a_layer_that_is_frozen_later_stays_as_it_is() -> None:
+    # what is owed of it must not go on moving it
+    model = trained(wrapped(), epochs=1)
+    model.get_layer("first").trainable = False
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(model.optimizer, loss)
+    before = [np.array(w) for w in model.get_layer("first").get_weights()]
+    others = [np.array(w) for w in model.get_weights()]
+    with warnings.catch_warnings():
+        # Keras tells of gradients that are not there
+        warnings.simplefilter("ignore")
+        model.fit(*data(), batch_size=16, verbose=0)
+    assert all((a == b).all() for a, b in zip(before, model.get_layer("first").get_weights(), strict=True))
+    assert not all((a == b).all() for a, b in zip(others, model.get_weights(), strict=True))
+    check_equal_on_all_ranks(model)
+
+
 def a_loss_scale_around_a_wrapped_optimizer_is_refused() -> None:
     raises(UnsupportedError, lambda: keras.optimizers.LossScaleOptimizer(wrapped()), "other way round")
 
@@ -299,6 +363,17 @@ def bfloat16_is_broadcast() -> None:
     first.set_model(mine)
     first.on_train_begin()
     first.link.broadcast([variable], 0)
+    single = keras.Variable(hvd.rank() + 0.5, dtype="bfloat16")
+    state = hvd.elastic.KerasState(mine, step=hvd.rank())
+    state._variables = lambda: [single, variable]
+    state.save()
+    state.sync()
+    assert state.step == 0
+    assert float(keras.ops.convert_to_numpy(single)) == 0.5
+    mean = hvd.broadcast(single.value, 0)
+    assert float(mean) == 0.5
+    gathered = hvd.allgather(variable.value)
+    assert tuple(gathered.shape) == (3 * hvd.size(), 5)
     assert float(keras.ops.convert_to_numpy(variable).max()) == 0.5
 
 

@@ -48,7 +48,7 @@ def _combined(array: np.ndarray, name: str, compressor: Any) -> np.ndarray:
             return hvd.allreduce(torch.from_numpy(array), name=name, compression=compressor).numpy()
     import hvd_compress.tensorflow as hvd
 
-    with mock.patch("hvd_compress.tensorflow._functions.TensorFlowRanks.agree"):
+    with mock.patch("hvd_compress.tensorflow._functions.Meeting.require_agreement"):
         return hvd.allreduce(array, name=name, compression=compressor).numpy()
 
 
