@@ -25,15 +25,15 @@ from horovod.torch import *  # noqa: F403
 
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.submodules import offer
-from hvd_compress.torch._async_server import AsyncParameterServerOptimizer
+from hvd_compress.torch._averaging.async_server import AsyncParameterServerOptimizer
+from hvd_compress.torch._averaging.daso import DASO, daso_process_sets
+from hvd_compress.torch._averaging.eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._collectives import *  # noqa: F403
-from hvd_compress.torch._daso import DASO, daso_process_sets
 from hvd_compress.torch._differentiable import *  # noqa: F403
 from hvd_compress.torch._elastic import TorchState
-from hvd_compress.torch._eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
-from hvd_compress.torch._join import join
-from hvd_compress.torch._optimizer import DistributedOptimizer
+from hvd_compress.torch._gradients.join import join
+from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 from hvd_compress.torch.compression import Compression
 

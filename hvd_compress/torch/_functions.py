@@ -23,11 +23,11 @@ from hvd_compress.engine import (
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch import _differentiable
 from hvd_compress.torch._agreement import Meeting, Place, is_mismatch
-from hvd_compress.torch._bucket import collective_name
 from hvd_compress.torch._carried import name_of
 from hvd_compress.torch._collectives import name_of_call
-from hvd_compress.torch._engine import Engine
-from hvd_compress.torch._staging import is_compressible
+from hvd_compress.torch._gradients.bucket import collective_name
+from hvd_compress.torch._gradients.engine import Engine
+from hvd_compress.torch._gradients.staging import is_compressible
 from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]

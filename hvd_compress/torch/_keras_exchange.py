@@ -30,13 +30,13 @@ from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import Bucket
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import Meeting, Place
-from hvd_compress.torch._beginning import checksum
-from hvd_compress.torch._bucket import collective_name
 from hvd_compress.torch._collectives import allreduce_async, synchronize
-from hvd_compress.torch._engine import Engine, described, precondition
+from hvd_compress.torch._gradients.beginning import checksum
+from hvd_compress.torch._gradients.bucket import collective_name
+from hvd_compress.torch._gradients.engine import Engine, described, precondition
+from hvd_compress.torch._gradients.staging import all_finite
+from hvd_compress.torch._gradients.steering import Steering, left_out
 from hvd_compress.torch._ranks import TorchRanks
-from hvd_compress.torch._staging import all_finite
-from hvd_compress.torch._steering import Steering, left_out
 from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["TorchExchange"]

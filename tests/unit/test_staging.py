@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
-_staging = pytest.importorskip("hvd_compress.torch._staging", reason="needs Horovod for torch")
+_staging = pytest.importorskip("hvd_compress.torch._gradients.staging", reason="needs Horovod for torch")
 all_finite, has_room, hold, overlapping = _staging.all_finite, _staging.has_room, _staging.hold, _staging.overlapping
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -13,7 +13,7 @@ from hvd_compress.engine import Routing
 from tests.close import check_taken_back
 
 torch = pytest.importorskip("torch")
-engine = pytest.importorskip("hvd_compress.torch._engine")
+engine = pytest.importorskip("hvd_compress.torch._gradients.engine")
 
 SHAPE = (20, 30)
 DEBT = np.arange(600, dtype=np.float32)

@@ -21,7 +21,7 @@ from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.exchange import Account
 from hvd_compress.loopback import Loopback
 from hvd_compress.policy import Assigned
-from hvd_compress.torch import _steering
+from hvd_compress.torch._gradients import steering as _steering
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     MIN_NUMEL,

@@ -16,7 +16,7 @@ from hvd_compress.errors import MismatchError
 from hvd_compress.gossip import GossipSettings, Member
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.torch._agreement import Place, require_agreement_through
-from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors
+from hvd_compress.torch._averaging.parameters import Buffers, Parameters, as_tensors
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["Gossip"]

@@ -12,11 +12,11 @@ import torch
 
 from hvd_compress.engine import Ledger, Routing
 from hvd_compress.exchange import AdaGrad
-from hvd_compress.torch._bucket import Shipment
-from hvd_compress.torch._engine import Engine
-from hvd_compress.torch._members import Members
-from hvd_compress.torch._steering import Steering
-from hvd_compress.torch._wrapping import Wrapping
+from hvd_compress.torch._gradients.bucket import Shipment
+from hvd_compress.torch._gradients.engine import Engine
+from hvd_compress.torch._gradients.members import Members
+from hvd_compress.torch._gradients.steering import Steering
+from hvd_compress.torch._gradients.wrapping import Wrapping
 
 __all__ = ["Step"]
 

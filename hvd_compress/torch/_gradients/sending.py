@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.torch._collectives import sparse_allreduce_async
-from hvd_compress.torch._step import Step
+from hvd_compress.torch._gradients.step import Step
 from hvd_compress.torch.compression import dense_route
 
 __all__ = ["EXCHANGED", "Sending"]

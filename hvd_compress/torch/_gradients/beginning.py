@@ -13,7 +13,7 @@ import torch
 
 from hvd_compress.engine import first_unequal
 from hvd_compress.errors import MismatchError
-from hvd_compress.torch._waits import Wait
+from hvd_compress.torch._gradients.waits import Wait
 
 __all__ = ["Beginning", "checksum", "compare_beginnings"]
 

@@ -15,7 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Bucket, Parcel, aligned_empty
 from hvd_compress.ranks import Ranks
-from hvd_compress.torch._staging import Held, has_room, hold, version_of
+from hvd_compress.torch._gradients.staging import Held, has_room, hold, version_of
 
 __all__ = ["Shipment", "collective_name"]
 

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 from hvd_compress.engine import empty_state, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
-from hvd_compress.torch._engine import with_tensors
-from hvd_compress.torch._handing import Backward
+from hvd_compress.torch._gradients.engine import with_tensors
+from hvd_compress.torch._gradients.handing import Backward
+from hvd_compress.torch._gradients.scaling import told_by_scaler
+from hvd_compress.torch._gradients.steering import left_out
+from hvd_compress.torch._gradients.waits import run_together
 from hvd_compress.torch._horovod import HorovodOptimizer
-from hvd_compress.torch._scaling import told_by_scaler
-from hvd_compress.torch._steering import left_out
-from hvd_compress.torch._waits import run_together
 
 __all__ = ["Overrides"]
 

@@ -12,10 +12,10 @@ import torch
 from hvd_compress.engine import Ledger, Routing, Tensor, Worker, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
 from hvd_compress.mpi import start_root_messages
-from hvd_compress.torch._bucket import Shipment
+from hvd_compress.torch._gradients.bucket import Shipment
+from hvd_compress.torch._gradients.staging import overlapping
+from hvd_compress.torch._gradients.waits import Wait
 from hvd_compress.torch._ranks import TorchRanks
-from hvd_compress.torch._staging import overlapping
-from hvd_compress.torch._waits import Wait
 
 __all__ = ["Engine", "described", "precondition", "with_tensors"]
 

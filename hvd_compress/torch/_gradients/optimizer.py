@@ -27,11 +27,11 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, Bucket, ParameterServer
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._carried import refuse_other_types
-from hvd_compress.torch._engine import described
+from hvd_compress.torch._gradients.engine import described
+from hvd_compress.torch._gradients.overrides import Overrides
+from hvd_compress.torch._gradients.owners import check_owner, take_over
+from hvd_compress.torch._gradients.wrapping import Wrapping, label_for
 from hvd_compress.torch._horovod import make_class
-from hvd_compress.torch._overrides import Overrides
-from hvd_compress.torch._owners import check_owner, take_over
-from hvd_compress.torch._wrapping import Wrapping, label_for
 from hvd_compress.torch.compression import route_of
 
 __all__ = ["DistributedOptimizer"]

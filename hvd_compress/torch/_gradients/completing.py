@@ -14,11 +14,11 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.engine import Ledger
 from hvd_compress.errors import GradientError, MismatchError
-from hvd_compress.torch._beginning import compare_beginnings
-from hvd_compress.torch._engine import precondition
-from hvd_compress.torch._sending import EXCHANGED, Sending
-from hvd_compress.torch._staging import all_finite, sample_of
-from hvd_compress.torch._waits import Wait
+from hvd_compress.torch._gradients.beginning import compare_beginnings
+from hvd_compress.torch._gradients.engine import precondition
+from hvd_compress.torch._gradients.sending import EXCHANGED, Sending
+from hvd_compress.torch._gradients.staging import all_finite, sample_of
+from hvd_compress.torch._gradients.waits import Wait
 
 __all__ = ["Completing"]
 

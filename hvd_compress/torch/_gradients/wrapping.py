@@ -17,11 +17,11 @@ from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import AdaGrad, ParameterServer
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import Place, require_agreement_through
-from hvd_compress.torch._bucket import collective_name
-from hvd_compress.torch._engine import Engine, described
-from hvd_compress.torch._owners import exchanging
+from hvd_compress.torch._gradients.bucket import collective_name
+from hvd_compress.torch._gradients.engine import Engine, described
+from hvd_compress.torch._gradients.owners import exchanging
+from hvd_compress.torch._gradients.steering import Steering
 from hvd_compress.torch._ranks import TorchRanks
-from hvd_compress.torch._steering import Steering
 
 __all__ = ["Wrapping", "in_use", "label_for"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import horovod.torch as hvd
 
-from hvd_compress.torch._wrapping import in_use
+from hvd_compress.torch._gradients.wrapping import in_use
 
 __all__ = ["join"]
 

@@ -15,12 +15,12 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.policy import Policy
 from hvd_compress.schedules import DasoSchedule, Moment
+from hvd_compress.torch._averaging.parameters import Buffers, Parameters, as_tensors, by_name, trained
+from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
+from hvd_compress.torch._gradients.owners import check_owner, disown, take_over
+from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
 from hvd_compress.torch._horovod import relay
-from hvd_compress.torch._optimizer import DistributedOptimizer
-from hvd_compress.torch._owners import check_owner, disown, take_over
-from hvd_compress.torch._parameters import Buffers, Parameters, as_tensors, by_name, trained
 from hvd_compress.torch._ranks import NODES
-from hvd_compress.torch._scaling import told_by_scaler, unscale
 
 __all__ = ["DASO", "daso_process_sets"]
 

@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_compress.errors import GradientError, UnsupportedError
-from hvd_compress.torch._completing import Completing
-from hvd_compress.torch._engine import Engine
+from hvd_compress.torch._gradients.completing import Completing
+from hvd_compress.torch._gradients.engine import Engine
+from hvd_compress.torch._gradients.members import Members
+from hvd_compress.torch._gradients.owners import refuse_retired
+from hvd_compress.torch._gradients.staging import sample_of
+from hvd_compress.torch._gradients.waits import run_together
+from hvd_compress.torch._gradients.wrapping import in_use
 from hvd_compress.torch._horovod import form_groups
-from hvd_compress.torch._members import Members
-from hvd_compress.torch._owners import refuse_retired
-from hvd_compress.torch._staging import sample_of
-from hvd_compress.torch._waits import run_together
-from hvd_compress.torch._wrapping import in_use
 
 __all__ = ["Backward"]
 

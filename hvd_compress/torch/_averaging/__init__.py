@@ -1,0 +1,1 @@
+"""Optimizers of PyTorch that average parameters, or update on one rank."""

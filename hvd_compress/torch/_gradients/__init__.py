@@ -1,0 +1,1 @@
+"""Gradients of PyTorch, combined over all ranks: the optimizer, its steps, its buckets in flight."""
