@@ -39,7 +39,8 @@ class Shipment:
     def __init__(self, bucket: Bucket, ranks: Ranks, label: str = "") -> None:
         self.bucket = bucket
         self._between = ranks
-        self._label = label
+        # named by tensor and stage: ranks may issue them in any order
+        self._names = {kind: collective_name(kind, bucket.name, label) for kind in bucket.collectives}
         self.tensors = bucket.tensors
         """The names of all tensors, in the order in which their gradients are expected."""
         self.waiting = frozenset(name for name in self.tensors if bucket.waits(name))
@@ -273,9 +274,8 @@ class Shipment:
 
     def _issue(self, collective: str, parcel: Parcel) -> None:
         begin = time.perf_counter()
-        # named by tensor and stage: ranks may issue them in any order
-        name = collective_name(collective, self.bucket.name, self._label)
-        self._handle = self._between.start(collective, name, parcel.buffer, parcel.sizes, self.bucket.root or 0)
+        name, root = self._names[collective], self.bucket.root or 0
+        self._handle = self._between.start(collective, name, parcel.buffer, parcel.sizes, root)
         self._waiting_for, self.is_between = collective, collective != self.bucket.collectives[-1]
         self.bucket.tally.seconds["start_seconds"] += time.perf_counter() - begin
 
