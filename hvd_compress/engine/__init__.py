@@ -23,6 +23,7 @@ from hvd_compress.engine.choice import (
     resolved,
 )
 from hvd_compress.engine.estimate import bucket_work
+from hvd_compress.engine.kernel_thread import KernelThread, has_cores
 from hvd_compress.engine.kinds import (
     DENSE,
     NONE,
@@ -37,7 +38,6 @@ from hvd_compress.engine.ledger import Ledger
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.engine.states import empty_state, refuse_residuals
-from hvd_compress.engine.worker import Worker, has_cores
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -47,11 +47,11 @@ __all__ = [
     "NOT_COMPARED",
     "SPARSE",
     "Defaults",
+    "KernelThread",
     "Ledger",
     "Pilot",
     "Routing",
     "Tensor",
-    "Worker",
     "average_share",
     "backward_buckets",
     "bucket_work",

@@ -195,7 +195,7 @@ def test_what_becomes_of_a_gradient_does_not_spoil_a_step_that_is_taken_back() -
     before = owed(it)
     for name, gradient in gradients().items():
         it.start(name, gradient)
-        it._worker.drain()
+        it._kernel_thread.drain()
         gradient.fill_(torch.nan)
     it.abandon()
     *earlier, last = gradients()
@@ -247,4 +247,4 @@ def test_what_goes_dense_leaves_no_work_for_the_thread(monkeypatch: pytest.Monke
     assert not it.buckets
     for _ in range(5):
         it.progress()
-    assert not it._worker._given
+    assert not it._kernel_thread._given

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 import numpy.typing as npt
 import torch
 
-from hvd_compress.engine import Ledger, Routing, Tensor, Worker, has_cores
+from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.torch._gradients.bucket import Shipment
@@ -94,7 +94,7 @@ class Engine(Ledger[Shipment]):
             adagrad, scale, described(resting),
         )  # fmt: skip
         self.scale = scale
-        self._worker = Worker(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
+        self._kernel_thread = KernelThread(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
         self._paid: set[str] = set()
 
     def waiting(self) -> dict[str, Shipment]:
@@ -124,7 +124,7 @@ class Engine(Ledger[Shipment]):
                 gradient = self.with_debt(name, gradient, keep)
             # taken here: whoever made a gradient on a stream of another device is on this thread
             flat = None if gradient is None else bucket.take(name, gradient, keep)
-            self._worker.run(self._start, bucket, name, flat)
+            self._kernel_thread.run(self._start, bucket, name, flat)
             left = bucket.let_pass(name) if waits else None
         if left == 0:
             self.start_together(bucket)
@@ -137,7 +137,7 @@ class Engine(Ledger[Shipment]):
                     self.with_debt(name, gradient)
         places, flats = bucket.take_together()
         if places or flats:
-            self._worker.run(self._start_together, bucket, places, flats)
+            self._kernel_thread.run(self._start_together, bucket, places, flats)
 
     def _start(self, bucket: Shipment, name: str, flat: Array | None) -> None:
         self._progress()
@@ -150,7 +150,7 @@ class Engine(Ledger[Shipment]):
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
         if any([bucket.is_between for bucket in self.buckets]):  # noqa: C419 - a generator takes twice as long
-            self._worker.run(self._progress)
+            self._kernel_thread.run(self._progress)
 
     def _progress(self) -> None:
         for bucket in self.buckets:
@@ -181,7 +181,7 @@ class Engine(Ledger[Shipment]):
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals and debts stay as before the step."""
-        self._worker.forget()
+        self._kernel_thread.forget()
         self._paid = set()
         super().abandon()
 
@@ -196,7 +196,7 @@ class Engine(Ledger[Shipment]):
 
     def waits(self) -> Generator[Wait, None, bool]:
         """`wait`, in parts: yields what each of them would wait for."""
-        self._worker.drain()
+        self._kernel_thread.drain()
         busy = [bucket for bucket in self.buckets if bucket.busy]
         # No deadlock: every rank has started all first collectives before it waits for one, and starts each next one
         # as soon as it has the one before. The order is that of the backward pass, equal on all ranks, for speed only.

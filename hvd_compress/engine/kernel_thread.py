@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-__all__ = ["Worker", "has_cores"]
+__all__ = ["KernelThread", "has_cores"]
 
 _VARIABLE = "HVD_COMPRESS_WORKER"
 _CORES = 2  # with so many cores for each rank, one is to spare
@@ -37,18 +37,18 @@ def has_cores(local_ranks: int) -> bool:
     return said == "1"
 
 
-class Worker:
+class KernelThread:
     """Runs calls one after the other in the order in which they are given.
 
     Args:
-        threaded: on a thread that all workers of the process share; else each at once.
+        threaded: on a thread that all of these objects in the process share; else each at once.
 
     Example:
-        >>> from hvd_compress.engine import Worker
-        >>> worker, seen = Worker(threaded=True), []
+        >>> from hvd_compress.engine import KernelThread
+        >>> thread, seen = KernelThread(threaded=True), []
         >>> for number in range(3):
-        ...     worker.run(lambda number=number: seen.append(number))
-        >>> worker.drain()
+        ...     thread.run(lambda number=number: seen.append(number))
+        >>> thread.drain()
         >>> seen
         [0, 1, 2]
     """

@@ -9,12 +9,12 @@ from functools import partial
 
 import pytest
 
-from hvd_compress.engine import Worker, has_cores
+from hvd_compress.engine import KernelThread, has_cores
 
 
 @pytest.mark.parametrize("threaded", [True, False])
 def test_calls_run_in_their_order(threaded: bool) -> None:
-    worker, seen = Worker(threaded), []
+    worker, seen = KernelThread(threaded), []
     for number in range(200):
         worker.run(seen.append, number)
     worker.drain()
@@ -22,7 +22,7 @@ def test_calls_run_in_their_order(threaded: bool) -> None:
 
 
 def test_a_thread_runs_while_others_go_on() -> None:
-    worker, go_on, seen = Worker(threaded=True), threading.Event(), []
+    worker, go_on, seen = KernelThread(threaded=True), threading.Event(), []
     worker.run(go_on.wait)
     worker.run(lambda: seen.append(threading.current_thread().name))
     assert not seen
@@ -33,7 +33,7 @@ def test_a_thread_runs_while_others_go_on() -> None:
 
 def test_two_workers_share_a_thread() -> None:
     names = []
-    for worker in (Worker(threaded=True), Worker(threaded=True)):
+    for worker in (KernelThread(threaded=True), KernelThread(threaded=True)):
         worker.run(lambda: names.append(threading.get_ident()))
         worker.drain()
     assert names[0] == names[1] != threading.get_ident()
@@ -44,7 +44,7 @@ def fail(what: str) -> None:
 
 
 def test_what_failed_first_is_raised_when_all_have_ended() -> None:
-    worker, seen = Worker(threaded=True), []
+    worker, seen = KernelThread(threaded=True), []
     for call in (partial(fail, "first"), partial(time.sleep, 0.02), partial(fail, "second"), partial(seen.append, 1)):
         worker.run(call)
     with pytest.raises(ValueError, match="first"):
@@ -54,7 +54,7 @@ def test_what_failed_first_is_raised_when_all_have_ended() -> None:
 
 
 def test_forgetting_waits_and_tells_nothing() -> None:
-    worker, seen = Worker(threaded=True), []
+    worker, seen = KernelThread(threaded=True), []
     worker.run(partial(fail, "told to nobody"))
     worker.run(lambda: (time.sleep(0.02), seen.append(1))[0])  # type: ignore[func-returns-value]
     worker.forget()
@@ -64,7 +64,7 @@ def test_forgetting_waits_and_tells_nothing() -> None:
 
 def test_without_a_thread_a_call_raises_itself() -> None:
     with pytest.raises(ValueError, match="at once"):
-        Worker(threaded=False).run(partial(fail, "at once"))
+        KernelThread(threaded=False).run(partial(fail, "at once"))
 
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 1, True), (2, 2, False), (16, 8, True), (16, 9, False)])
