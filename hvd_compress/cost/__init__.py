@@ -6,6 +6,7 @@ All of it is numbers; the caller says whose collectives are timed, by handing in
 from __future__ import annotations
 
 from hvd_compress.cost.choose import Configuration, Corrector, configurations, pick
+from hvd_compress.cost.drift_watch import DriftWatch
 from hvd_compress.cost.explore import Explorer
 from hvd_compress.cost.line import Line, fit_line
 from hvd_compress.cost.link import COLLECTIVES, Link, Network
@@ -23,12 +24,12 @@ from hvd_compress.cost.race import Race
 from hvd_compress.cost.rivals import Rivals
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.cost.step import Job, step_seconds
-from hvd_compress.cost.watch import Watch
 
 __all__ = [
     "COLLECTIVES",
     "Configuration",
     "Corrector",
+    "DriftWatch",
     "Explorer",
     "Job",
     "Line",
@@ -38,7 +39,6 @@ __all__ = [
     "Rivals",
     "Speed",
     "Stage",
-    "Watch",
     "Work",
     "break_even_bandwidth",
     "configurations",

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from hvd_compress.cost.choose import Configuration, Corrector, pick
+from hvd_compress.cost.drift_watch import DriftWatch
 from hvd_compress.cost.race import Race
 from hvd_compress.cost.rivals import Rivals
-from hvd_compress.cost.watch import Watch
 
 __all__ = ["Explorer"]
 
@@ -69,7 +69,7 @@ class Explorer:
             times the median: slow steps may belong to a way, but pauses do not.
         seconds: the least seconds of a trial, unless that takes more than 5 * `steps` steps: short steps vary more.
         drift: the relative change of step times that begins a new search, once it has lasted long enough to be worth
-            one: see `Watch`. Three quarters of 4 * `steps` steps that last 4 * `seconds` or longer must show it.
+            one: see `DriftWatch`. Three quarters of 4 * `steps` steps that last 4 * `seconds` or longer must show it.
         margin: the share by which another configuration must be faster than `dense`.
         trials: the least trials of each, unless it is slower beyond chance before: see `Race`.
         most_trials: the most trials of each.
@@ -127,7 +127,7 @@ class Explorer:
         self._turn: _Turn | None = None
         self._seconds: list[float] = []
         self._skipped = 0
-        self._watch = Watch(4 * steps, drift, 4 * seconds)
+        self._watch = DriftWatch(4 * steps, drift, 4 * seconds)
         self._search_seconds, self._search_steps = 0.0, 0
         self._expected: float | None = None
         self._dense_is_due = False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from statistics import quantiles
 
-__all__ = ["Watch"]
+__all__ = ["DriftWatch"]
 
 _LONGEST_PATIENCE = 64
 
 
-class Watch:
+class DriftWatch:
     """Tells a drift of step times that is worth another search from one that is not.
 
     A search loses time with the slower ways that it tries. So the next one begins only when a drift has made steps
@@ -26,8 +26,8 @@ class Watch:
         ValueError: a window of fewer than two steps, a drift that is not above 0, or seconds below 0.
 
     Example:
-        >>> from hvd_compress.cost import Watch
-        >>> watch = Watch(window=4, drift=0.3)
+        >>> from hvd_compress.cost import DriftWatch
+        >>> watch = DriftWatch(window=4, drift=0.3)
         >>> watch.begin(expected=0.1, lost=0.5)
         >>> [watch.observe(0.2) for step in range(8)]  # a tenth of a second more in each step
         [None, None, None, None, None, None, None, 0.2]

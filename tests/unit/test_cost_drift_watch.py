@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_compress.cost import Watch
+from hvd_compress.cost import DriftWatch
 
 
-def begun(expected: float = 1.0, lost: float = 0.0, **settings: float) -> Watch:
-    watch = Watch(**{"window": 4, "drift": 0.3, **settings})  # type: ignore[arg-type]
+def begun(expected: float = 1.0, lost: float = 0.0, **settings: float) -> DriftWatch:
+    watch = DriftWatch(**{"window": 4, "drift": 0.3, **settings})  # type: ignore[arg-type]
     watch.begin(expected, lost)
     return watch
 
 
-def due(watch: Watch, steps: list[float]) -> list[int]:
+def due(watch: DriftWatch, steps: list[float]) -> list[int]:
     """After how many steps another search is due, each beginning and ending at once."""
     found = []
     for number, seconds in enumerate(steps, 1):
