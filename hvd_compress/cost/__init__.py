@@ -9,7 +9,7 @@ from hvd_compress.cost.choose import Configuration, Corrector, configurations, p
 from hvd_compress.cost.drift_watch import DriftWatch
 from hvd_compress.cost.explore import Explorer
 from hvd_compress.cost.line import Line, fit_line
-from hvd_compress.cost.link import COLLECTIVES, Link, Network
+from hvd_compress.cost.link import COLLECTIVES, LinkSpeed, Network
 from hvd_compress.cost.measure import measure_link, measure_network, network_of, sent_bytes, slowest_speeds
 from hvd_compress.cost.predict import (
     Stage,
@@ -33,7 +33,7 @@ __all__ = [
     "Explorer",
     "Job",
     "Line",
-    "Link",
+    "LinkSpeed",
     "Network",
     "Race",
     "Rivals",

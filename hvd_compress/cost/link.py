@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_compress.cost.line import Line, fit_line
 
-__all__ = ["COLLECTIVES", "Link", "Network"]
+__all__ = ["COLLECTIVES", "LinkSpeed", "Network"]
 
 COLLECTIVES = ("allreduce", "allreduce_half", "alltoall", "allgather")
 
@@ -22,7 +22,7 @@ _LEAST_PER_BYTE = 1e-12
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """Gives the seconds of each collective by the bytes that one rank sends in it.
 
     Args:
@@ -32,9 +32,9 @@ class Link:
         allgather: (ranks - 1) times a rank's own bytes are sent.
 
     Example:
-        >>> from hvd_compress.cost import Link
-        >>> link = Link.on_paper(bandwidth=1e9, latency=50e-6, ranks=4)
-        >>> link == Link.from_config(link.get_config())
+        >>> from hvd_compress.cost import LinkSpeed
+        >>> link = LinkSpeed.on_paper(bandwidth=1e9, latency=50e-6, ranks=4)
+        >>> link == LinkSpeed.from_config(link.get_config())
         True
         >>> link.allreduce(10_000_000) > 0.08  # 8e7 bits at 1e9 bits per second
         True
@@ -50,16 +50,16 @@ class Link:
         line: Line = getattr(self, collective)
         return line(nbytes)
 
-    def slowed(self, factor: float) -> Link:
+    def slowed(self, factor: float) -> LinkSpeed:
         """Return this link with `factor` times the seconds per byte, and the same fixed seconds."""
-        return Link(**{name: getattr(self, name).slowed(factor) for name in COLLECTIVES})
+        return LinkSpeed(**{name: getattr(self, name).slowed(factor) for name in COLLECTIVES})
 
     def get_config(self) -> dict[str, Any]:
         """Return the numbers as a JSON-able dict; `from_config` is the inverse."""
         return asdict(self)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Link:
+    def from_config(cls, config: dict[str, Any]) -> LinkSpeed:
         """Make the link of a `get_config`.
 
         Raises:
@@ -71,7 +71,7 @@ class Link:
             raise ValueError(f"link {config!r}: {error}") from None
 
     @classmethod
-    def fit(cls, samples: Iterable[tuple[str, float, float]]) -> Link:
+    def fit(cls, samples: Iterable[tuple[str, float, float]]) -> LinkSpeed:
         """Fit the link that explains measured (collective, bytes that a rank sent, seconds) best.
 
         Without samples of "allreduce_half" it is taken to be like "allreduce".
@@ -92,7 +92,7 @@ class Link:
             raise ValueError(f"samples of {', '.join(missing) or 'a collective'}: {error}") from None
 
     @classmethod
-    def on_paper(cls, bandwidth: float, latency: float, ranks: int, ranks_per_host: int = 1) -> Link:
+    def on_paper(cls, bandwidth: float, latency: float, ranks: int, ranks_per_host: int = 1) -> LinkSpeed:
         """Make a link by its data sheet: every collective keeps it busy all the time, so real ones are slower.
 
         Args:
@@ -142,10 +142,10 @@ class Network:
     """
 
     ranks: int
-    link: Link
+    link: LinkSpeed
     ranks_per_host: int = 1
-    between: Link | None = None
-    inside: Link | None = None
+    between: LinkSpeed | None = None
+    inside: LinkSpeed | None = None
     core: Mapping[str, float] = field(default_factory=dict)
     copying: float = 0.0
 
@@ -180,11 +180,11 @@ class Network:
         Raises:
             ValueError: an argument out of its range.
         """
-        link = Link.on_paper(bandwidth, latency, ranks, ranks_per_host)
+        link = LinkSpeed.on_paper(bandwidth, latency, ranks, ranks_per_host)
         hosts = ranks // ranks_per_host
         if ranks_per_host == 1:
             return cls(ranks, link)
-        inside = Link.on_paper(inside_bandwidth, 0.0, ranks_per_host)
+        inside = LinkSpeed.on_paper(inside_bandwidth, 0.0, ranks_per_host)
         if hosts == 1:
             return cls(ranks, inside, ranks_per_host, inside=inside)
-        return cls(ranks, link, ranks_per_host, Link.on_paper(bandwidth, latency, hosts), inside)
+        return cls(ranks, link, ranks_per_host, LinkSpeed.on_paper(bandwidth, latency, hosts), inside)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost.line import fit_line
-from hvd_compress.cost.link import COLLECTIVES, Link, Network
+from hvd_compress.cost.link import COLLECTIVES, LinkSpeed, Network
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
 from hvd_compress.exchange import Hosts, ring_bytes
 from hvd_compress.kernels.checksum import checksum
@@ -41,7 +41,7 @@ def sent_bytes(collective: str, nbytes: int, ranks: int) -> float:
     return (ranks - 1) * nbytes / (ranks if collective == "alltoall" else 1)
 
 
-def measure_hosts(ranks: Ranks, hosts: Hosts, link: Link) -> tuple[Link, Link]:
+def measure_hosts(ranks: Ranks, hosts: Hosts, link: LinkSpeed) -> tuple[LinkSpeed, LinkSpeed]:
     """Measure the alltoalls of a hierarchical exchange inside hosts and between them; a collective call.
 
     Args:
@@ -58,7 +58,7 @@ def measure_hosts(ranks: Ranks, hosts: Hosts, link: Link) -> tuple[Link, Link]:
     return replace(link, alltoall=inside), replace(link, alltoall=between)
 
 
-def measure_link(ranks: Ranks) -> Link:
+def measure_link(ranks: Ranks) -> LinkSpeed:
     """Fit a link to collectives of growing size; a few seconds at most. Equal on all ranks; a collective call.
 
     Raises:
@@ -66,7 +66,7 @@ def measure_link(ranks: Ranks) -> Link:
     """
     if ranks.size < 2:
         raise ValueError("a link has two ends: start two ranks or more")
-    return Link.fit((c, sent, seconds) for c in COLLECTIVES for sent, seconds in _points(ranks, c))
+    return LinkSpeed.fit((c, sent, seconds) for c in COLLECTIVES for sent, seconds in _points(ranks, c))
 
 
 def measure_network(ranks: Ranks, hosts: Hosts | None = None) -> Network:
@@ -117,7 +117,7 @@ def slowest_speeds(compressors: Iterable[Compressor], ranks: Ranks) -> dict[Comp
     return speeds
 
 
-def measure_core(ranks: Ranks, link: Link) -> dict[str, float]:
+def measure_core(ranks: Ranks, link: LinkSpeed) -> dict[str, float]:
     """Measure what share (0 to 1) of each collective's time is lost to computing meanwhile; equal on all ranks.
 
     It is 0 where every rank has a core to spare, 1 where collectives and computing take turns. The ranks of a host

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hvd_compress.cost.link import Link, Network
+from hvd_compress.cost.link import LinkSpeed, Network
 from hvd_compress.cost.speeds import Speed
 from hvd_compress.exchange import Plan, ring_bytes
 
@@ -107,7 +107,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
     link, ranks, numel = network.link, network.ranks, work.numel
     one, speed = speed, speed.of_calls(work.pieces)
 
-    def sent(collective: str, nbytes: float, of: Link = link) -> Stage:
+    def sent(collective: str, nbytes: float, of: LinkSpeed = link) -> Stage:
         return Stage(of.seconds(collective, nbytes), collective, core=network.core.get(collective, 0.0))
 
     def reduction(chunk: float, senders: int) -> Stage:

@@ -22,7 +22,7 @@ from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
 from hvd_compress.cli.predict import Prediction, predict
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
 from hvd_compress.cli.verdict import advice
-from hvd_compress.cost import Line, Link, Network, Speed
+from hvd_compress.cost import Line, LinkSpeed, Network, Speed
 from hvd_compress.errors import MissingError
 from hvd_compress.loopback import Loopback
 
@@ -206,7 +206,7 @@ def test_break_even_is_where_both_take_the_same() -> None:
 
 
 def test_rows_by_hand() -> None:
-    link = Link(Line(1, 1e-6), Line(1, 1e-6), Line(2, 1e-6), Line(3, 1e-6))
+    link = LinkSpeed(Line(1, 1e-6), Line(1, 1e-6), Line(2, 1e-6), Line(3, 1e-6))
     speeds = {FP16(): Speed(Line(1), Line(2)), OneBit(): Speed(Line(0.5), Line(0.25), Line(0.125))}
     dense, half, two_phase, allgather = predict([(1024, 1024)], Network(2, link), speeds)
     assert dense == Prediction(NoCompression(), "dense", 2**22, 1 + 4.194304, pytest.approx(math.nan, nan_ok=True))
@@ -251,7 +251,7 @@ def test_hierarchical_is_offered_where_the_exchange_knows_it(monkeypatch: pytest
 
 
 def test_a_link_whose_bytes_take_no_time() -> None:
-    free = Link(Line(1e-3), Line(1e-3), Line(1e-3), Line(1e-3))
+    free = LinkSpeed(Line(1e-3), Line(1e-3), Line(1e-3), Line(1e-3))
     rows = predict([(1024, 1024)], Network(2, free), {OneBit(): KERNELS})
     assert {row.break_even for row in rows[1:]} == {0.0}
 

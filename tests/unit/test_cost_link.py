@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from hvd_compress.cost import COLLECTIVES, Line, Link, Network, measure, measure_link, measure_network, sent_bytes
+from hvd_compress.cost import COLLECTIVES, Line, LinkSpeed, Network, measure, measure_link, measure_network, sent_bytes
 from hvd_compress.exchange import Hosts
 
 TRUTH = {
@@ -154,7 +154,7 @@ def test_what_collectives_and_computing_take_from_each_other(
             return values
 
     monkeypatch.setattr(measure, "_computed_during", computed_during)
-    found = measure.measure_core(Alone(TRUTH, 2, clock), Link(**TRUTH))
+    found = measure.measure_core(Alone(TRUTH, 2, clock), LinkSpeed(**TRUTH))
     assert found == pytest.approx(dict.fromkeys(COLLECTIVES, expected), abs=1e-9)
 
 
@@ -171,13 +171,13 @@ def samples(*names: str) -> list[tuple[str, float, float]]:
 
 
 def test_fit() -> None:
-    link = Link.fit(samples(*COLLECTIVES))
+    link = LinkSpeed.fit(samples(*COLLECTIVES))
     assert link.alltoall(5e6) == pytest.approx(2e-3 + 0.075)
     assert link.seconds("allreduce_half", 1e6) == pytest.approx(1e-3 + 0.05)
 
 
 def test_halves_that_were_not_measured_are_like_the_others() -> None:
-    link = Link.fit(samples("allreduce", "alltoall", "allgather"))
+    link = LinkSpeed.fit(samples("allreduce", "alltoall", "allgather"))
     assert link.allreduce_half == link.allreduce
 
 
@@ -192,23 +192,23 @@ def test_halves_that_were_not_measured_are_like_the_others() -> None:
 )
 def test_fit_says_what_is_missing(given: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Link.fit(given)
+        LinkSpeed.fit(given)
 
 
 def test_json_round_trip() -> None:
-    link = Link.fit(samples(*COLLECTIVES))
-    assert Link.from_config(json.loads(json.dumps(link.get_config()))) == link
+    link = LinkSpeed.fit(samples(*COLLECTIVES))
+    assert LinkSpeed.from_config(json.loads(json.dumps(link.get_config()))) == link
 
 
 @pytest.mark.parametrize("config", [{}, {"alltoall": {"fixed": 1}}, {"x": {}}, dict.fromkeys(COLLECTIVES, 3)])
 def test_a_foreign_config_is_refused(config: dict) -> None:
     with pytest.raises(ValueError, match="link"):
-        Link.from_config(config)
+        LinkSpeed.from_config(config)
 
 
 def test_on_paper_by_hand() -> None:
     # of 1538 bytes on the wire 1448 are ours; 1 ms is Horovod's cycle
-    link = Link.on_paper(bandwidth=1e9, latency=1e-4, ranks=4)
+    link = LinkSpeed.on_paper(bandwidth=1e9, latency=1e-4, ranks=4)
     per_byte = 8 * 1538 / 1448 / 1e9
     assert link.allreduce(1e6) == pytest.approx(1e-3 + 2e-4 + 6e-4 + 1e6 * per_byte)
     assert link.alltoall(1e6) == pytest.approx(1e-3 + 2e-4 + 1e-4 + 1e6 * per_byte)
@@ -216,11 +216,11 @@ def test_on_paper_by_hand() -> None:
 
 
 def test_ranks_of_a_host_share_it_in_an_alltoall_only() -> None:
-    one, two = Link.on_paper(1e9, 0, 4), Link.on_paper(1e9, 0, 4, ranks_per_host=2)
+    one, two = LinkSpeed.on_paper(1e9, 0, 4), LinkSpeed.on_paper(1e9, 0, 4, ranks_per_host=2)
     # 2 of a rank's 3 parts leave the host, and there are 2 such ranks
     assert two.alltoall.per_unit == pytest.approx(one.alltoall.per_unit * 4 / 3)
     assert two.allgather == one.allgather
-    assert Link.on_paper(1e9, 0, 2, ranks_per_host=2).alltoall.per_unit == 0
+    assert LinkSpeed.on_paper(1e9, 0, 2, ranks_per_host=2).alltoall.per_unit == 0
 
 
 def test_slowed() -> None:
@@ -258,4 +258,4 @@ def test_impossible_links_are_refused(settings: dict) -> None:
 
 def test_impossible_networks_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple"):
-        Network(3, Link.on_paper(1e9, 0, 3), ranks_per_host=2)
+        Network(3, LinkSpeed.on_paper(1e9, 0, 3), ranks_per_host=2)

@@ -9,7 +9,7 @@ import pytest
 from hvd_compress import QSGD, OneBit, Threshold
 from hvd_compress.cost import (
     Line,
-    Link,
+    LinkSpeed,
     Network,
     Speed,
     Stage,
@@ -23,7 +23,7 @@ from hvd_compress.cost import (
 from hvd_compress.exchange import make_plan, plan_together
 
 # 1 s fixed and 1 ms per byte and so on: sums are easy to read
-LINK = Link(Line(1, 1e-3), Line(2, 2e-3), Line(3, 3e-3), Line(4, 4e-3))
+LINK = LinkSpeed(Line(1, 1e-3), Line(2, 2e-3), Line(3, 3e-3), Line(4, 4e-3))
 SPEED = Speed(encode=Line(0.5, 10), decode=Line(0.25, 1), add=Line(0.125, 2))
 NETWORK = Network(4, LINK, copying=1e-5)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_compress import FP16, Adaptive, Auto, NoCompression, OneBit
-from hvd_compress.cost import Line, Link, Network, Speed, speeds
+from hvd_compress.cost import Line, LinkSpeed, Network, Speed, speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.exchange import make_plan
 from hvd_compress.policy import Assigned
@@ -38,7 +38,7 @@ def pilot(
     hosts: int = 0,
 ) -> Pilot:
     line = Line(FIXED, per_byte)
-    link = Link(allreduce=line, allreduce_half=line, alltoall=line, allgather=line)
+    link = LinkSpeed(allreduce=line, allreduce_half=line, alltoall=line, allgather=line)
     network = Network(RANKS, link)
     if hosts:
         network = Network(RANKS, link, RANKS // hosts, inside=link, between=link)
