@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 
-__all__ = ["Tensor", "averaged"]
+__all__ = ["ParameterSpec", "averaged"]
 
 Array = npt.NDArray[Any]
 
 
-class Tensor(NamedTuple):
+class ParameterSpec(NamedTuple):
     """A parameter as its name, shape and NumPy dtype, float32 or float64."""
 
     name: str

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.names import stable_name, unique
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Array", "arrays_of", "is_floating", "tensors_of", "write"]
 
@@ -22,10 +22,10 @@ def arrays_of(link: Link, variables: Sequence[Any]) -> list[Array]:
     return [np.array(x, np.float64 if x.dtype == np.float64 else np.float32).reshape(-1) for x in values]
 
 
-def tensors_of(variables: Sequence[Any], arrays: Sequence[Array]) -> list[Tensor]:
+def tensors_of(variables: Sequence[Any], arrays: Sequence[Array]) -> list[ParameterSpec]:
     """Names that are the same on all ranks, shapes and dtypes."""
     names = unique([stable_name(getattr(v, "path", None) or v.name) for v in variables])
-    return [Tensor(n, tuple(v.shape), str(x.dtype)) for n, v, x in zip(names, variables, arrays, strict=True)]
+    return [ParameterSpec(n, tuple(v.shape), str(x.dtype)) for n, v, x in zip(names, variables, arrays, strict=True)]
 
 
 def write(variables: Sequence[Any], arrays: Sequence[Array]) -> None:

@@ -12,7 +12,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.errors import WireError
 from hvd_compress.gossip.copies import Copies
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["AnswersOfServer", "AnswersOfWorker"]
 
@@ -32,7 +32,9 @@ class AnswersOfServer:
         size: number of ranks.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor], position: int, size: int) -> None:
+    def __init__(
+        self, tensors: Sequence[ParameterSpec], compressors: Sequence[Compressor], position: int, size: int
+    ) -> None:
         # beyond all ranks: the worker's gradients are keyed by its own position
         self._copies = Copies(tensors, compressors, senders=0, position=size + position, keeps_own=False)
 
@@ -53,7 +55,7 @@ class AnswersOfWorker:
         compressors: of each tensor.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor]) -> None:
+    def __init__(self, tensors: Sequence[ParameterSpec], compressors: Sequence[Compressor]) -> None:
         self._tensors = tensors
         self._compressors = compressors
         # not the parameters themselves, which may have 16 bits, and which the user may change

@@ -12,7 +12,7 @@ from hvd_compress import saved
 from hvd_compress.compressors import Compressor, Key
 from hvd_compress.errors import StateError
 from hvd_compress.kernels.common import all_finite
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 from hvd_compress.wire import open_payload
 
 __all__ = ["GradientEncoder"]
@@ -32,7 +32,7 @@ class GradientEncoder:
         position: of this rank, which keys randomness.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], compressors: Sequence[Compressor], position: int) -> None:
+    def __init__(self, tensors: Sequence[ParameterSpec], compressors: Sequence[Compressor], position: int) -> None:
         self._tensors = tensors
         self._compressors = compressors
         self._position = position

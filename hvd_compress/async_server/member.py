@@ -14,7 +14,7 @@ from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.values import Array, Values
 from hvd_compress.async_server.worker import Worker
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Member", "wait_until"]
 
@@ -36,7 +36,7 @@ class Member:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[ParameterSpec],
         settings: AsyncServerSettings,
         values: Values,
         links: Mapping[int, Link],

@@ -17,7 +17,7 @@ from hvd_compress.async_server.values import Array, Values
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.kernels.common import all_finite
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Server"]
 
@@ -36,7 +36,7 @@ class Server:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[ParameterSpec],
         settings: AsyncServerSettings,
         values: Values,
         links: Sequence[Link],

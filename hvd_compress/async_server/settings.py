@@ -15,7 +15,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.copies import smaller
 from hvd_compress.policy import compressor_for, given_compression
 from hvd_compress.schedules import BoundedStaleness
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["AsyncServerSettings"]
 
@@ -52,7 +52,7 @@ class AsyncServerSettings:
         """The rule that says which worker is answered when."""
         return BoundedStaleness(self.staleness, self.patience)
 
-    def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    def description(self, tensors: Sequence[ParameterSpec]) -> dict[str, Any]:
         """Describe the settings for ranks to compare."""
         return {
             "wire version": wire.VERSION,
@@ -64,21 +64,21 @@ class AsyncServerSettings:
             "parameters": [[t.name, list(t.shape), t.dtype] for t in tensors],
         }
 
-    def for_gradients(self, tensors: Sequence[Tensor]) -> list[Compressor]:
+    def for_gradients(self, tensors: Sequence[ParameterSpec]) -> list[Compressor]:
         """List the compressor of each tensor's gradients; none where a payload would not be smaller than the tensor."""
         return [smaller(compressor_for(self.compression, t.name), t) for t in tensors]
 
-    def for_answers(self, tensors: Sequence[Tensor]) -> list[Compressor]:
+    def for_answers(self, tensors: Sequence[ParameterSpec]) -> list[Compressor]:
         """List the compressor of each tensor's answers; see `for_gradients`."""
         return [smaller(compressor_for(self.answer, t.name), t) for t in tensors]
 
-    def gradient_bytes(self, tensors: Sequence[Tensor]) -> int:
+    def gradient_bytes(self, tensors: Sequence[ParameterSpec]) -> int:
         """Compute the most bytes of a message with a gradient."""
         return HEADER_BYTES + sum(
             min(t.raw_bytes, c.capacity(t.numel, c.group_numel(t.shape)))
             for t, c in zip(tensors, self.for_gradients(tensors), strict=True)
         )
 
-    def answer_bytes(self, tensors: Sequence[Tensor]) -> int:
+    def answer_bytes(self, tensors: Sequence[ParameterSpec]) -> int:
         """Compute the most bytes of an answer; the first one is whole."""
         return HEADER_BYTES + sum(t.raw_bytes for t in tensors)

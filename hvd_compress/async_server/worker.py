@@ -15,7 +15,7 @@ from hvd_compress.async_server.stats import WorkerTally
 from hvd_compress.async_server.values import Array, Values
 from hvd_compress.errors import HvdCompressError, WireError
 from hvd_compress.exchange import aligned_empty
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Worker"]
 
@@ -33,7 +33,7 @@ class Worker:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[ParameterSpec],
         settings: AsyncServerSettings,
         values: Values,
         link: Link,

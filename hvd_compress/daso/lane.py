@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Array", "Lane", "Piece", "Share"]
 
@@ -73,13 +73,13 @@ class Lane:
 
     Example:
         >>> from hvd_compress.daso.lane import Lane
-        >>> from hvd_compress.tensors import Tensor
-        >>> lane = Lane([Tensor("w", (10, 16)), Tensor("b", (10,))], "float32", shares=2)
+        >>> from hvd_compress.tensors import ParameterSpec
+        >>> lane = Lane([ParameterSpec("w", (10, 16)), ParameterSpec("b", (10,))], "float32", shares=2)
         >>> [[(p.name, p.shape) for p in share.pieces] for share in lane.shares]
         [[('w', (5, 16))], [('w', (5, 16)), ('b', (10,))]]
     """
 
-    def __init__(self, tensors: Sequence[Tensor], dtype: str, shares: int) -> None:
+    def __init__(self, tensors: Sequence[ParameterSpec], dtype: str, shares: int) -> None:
         self.dtype = np.dtype(dtype)
         self._tensors = [(i, t) for i, t in enumerate(tensors) if t.dtype == dtype]
         self._starts = list(accumulate((t.numel for _, t in self._tensors), initial=0))
@@ -111,11 +111,11 @@ class Lane:
         return Share(tuple(pieces), slice(begin, end))
 
 
-def _row_of(tensor: Tensor) -> int:
+def _row_of(tensor: ParameterSpec) -> int:
     return math.prod(tensor.shape[1:]) if len(tensor.shape) > 1 else _UNIT
 
 
-def _shape_of(tensor: Tensor, within: slice) -> tuple[int, ...]:
+def _shape_of(tensor: ParameterSpec, within: slice) -> tuple[int, ...]:
     count, row = within.stop - within.start, _row_of(tensor)
     if count == tensor.numel:
         return tensor.shape

@@ -18,7 +18,7 @@ from hvd_compress.daso.sync import NodeSync
 from hvd_compress.errors import MismatchError, StateError
 from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Moment
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Member"]
 
@@ -39,7 +39,7 @@ class Member:
         ValueError: a pattern of a `Policy` that matches no tensor; likewise.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], settings: DasoSettings, groups: Groups) -> None:
+    def __init__(self, tensors: Sequence[ParameterSpec], settings: DasoSettings, groups: Groups) -> None:
         self.settings = settings
         self.groups = groups
         self._described = {**settings.description(tensors), "nodes": [list(ranks) for ranks in groups.nodes.members]}

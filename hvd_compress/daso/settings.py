@@ -13,7 +13,7 @@ from hvd_compress.compressors.settings import check_choice, check_flag
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy, compressors_in, given_compression
 from hvd_compress.schedules import CYCLING, DasoSchedule
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["FORMS", "DasoSettings"]
 
@@ -72,7 +72,7 @@ class DasoSettings:
         chosen: Compressor | Policy = self.compression if phase == CYCLING else self.blocking_compression
         return chosen
 
-    def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    def description(self, tensors: Sequence[ParameterSpec]) -> dict[str, Any]:
         """Describe the settings for ranks to compare."""
         return {
             "wire version": wire.VERSION,

@@ -12,7 +12,7 @@ from hvd_compress.gossip.loopback import GossipLoopback
 from hvd_compress.gossip.member import LateMember, Member, OneSided
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = [
     "Alltoall",
@@ -22,6 +22,6 @@ __all__ = [
     "Member",
     "Node",
     "OneSided",
-    "Tensor",
+    "ParameterSpec",
     "Transport",
 ]

@@ -18,7 +18,7 @@ from hvd_compress.compressors import Compressor, Key, NoCompression
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
 from hvd_compress.kernels.common import norm
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Copies", "smaller"]
 
@@ -42,7 +42,7 @@ class Copies:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[ParameterSpec],
         compressors: Sequence[Compressor] | None,
         senders: int,
         position: int,
@@ -177,7 +177,7 @@ class Copies:
                 yield "own", i, own
 
 
-def smaller(compressor: Compressor, tensor: Tensor) -> Compressor:
+def smaller(compressor: Compressor, tensor: ParameterSpec) -> Compressor:
     """Return the compressor, or `NoCompression` where its payload can be as long as the tensor itself."""
     most = compressor.capacity(tensor.numel, compressor.group_numel(tensor.shape))
     return compressor if most < tensor.raw_bytes else _RAW

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hvd_compress.compressors import NoCompression
 from hvd_compress.gossip.settings import GossipSettings
 from hvd_compress.schedules import Trigger
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 from hvd_compress.topology import Ring, Topology
 
 __all__ = ["GossipLoopback"]
@@ -35,8 +35,8 @@ class GossipLoopback:
     Example:
         >>> import numpy as np
         >>> from hvd_compress import ConstantThreshold
-        >>> from hvd_compress.gossip import GossipLoopback, Tensor
-        >>> ranks = GossipLoopback([Tensor("w", (2,))], 2, ConstantThreshold(0))
+        >>> from hvd_compress.gossip import GossipLoopback, ParameterSpec
+        >>> ranks = GossipLoopback([ParameterSpec("w", (2,))], 2, ConstantThreshold(0))
         >>> values = [[np.full(2, rank, np.float32)] for rank in range(2)]
         >>> ranks.step(values)
         >>> values[0][0]
@@ -45,7 +45,7 @@ class GossipLoopback:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[ParameterSpec],
         ranks: int,
         trigger: Trigger,
         topology: Topology = Ring(),

@@ -16,7 +16,7 @@ from hvd_compress.gossip.copies import Array
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
 from hvd_compress.ranks import Ranks
-from hvd_compress.tensors import Tensor, averaged
+from hvd_compress.tensors import ParameterSpec, averaged
 from hvd_compress.topology import ALONE, Neighbours
 
 __all__ = ["LateMember", "Member", "OneSided"]
@@ -36,7 +36,7 @@ class Member:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], settings: GossipSettings, ranks: Ranks | None, one_sided: OneSided
+        self, tensors: Sequence[ParameterSpec], settings: GossipSettings, ranks: Ranks | None, one_sided: OneSided
     ) -> None:
         self._ranks = ranks
         self._settings = settings
@@ -201,7 +201,7 @@ class LateMember:
         if self._member is not None:
             self._member.close()
 
-    def _made(self, tensors: Sequence[Tensor], ranks: Ranks | None, one_sided: OneSided) -> Member:
+    def _made(self, tensors: Sequence[ParameterSpec], ranks: Ranks | None, one_sided: OneSided) -> Member:
         """Make the member and load the waiting state; one that it refuses is refused again in the next step."""
         member = Member(tensors, self._settings, ranks, one_sided)
         if self._saved:

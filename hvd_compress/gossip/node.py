@@ -21,7 +21,7 @@ from hvd_compress.gossip.stats import Tally
 from hvd_compress.kernels import gossip as kernels
 from hvd_compress.kernels.common import norm
 from hvd_compress.schedules import Trigger
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 from hvd_compress.topology import Neighbours
 
 __all__ = ["MIXINGS", "Node"]
@@ -52,7 +52,7 @@ class Node:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[ParameterSpec],
         part: Neighbours,
         trigger: Trigger,
         compressors: Sequence[Compressor] | None = None,

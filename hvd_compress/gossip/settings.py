@@ -13,7 +13,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.node import MIXINGS, Node
 from hvd_compress.policy import Policy, check_patterns, compressor_for, compressors_in, given_compression
 from hvd_compress.schedules import ConstantThreshold, Trigger
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 from hvd_compress.topology import Neighbours, Topology
 
 __all__ = ["TRANSPORTS", "GossipSettings"]
@@ -71,7 +71,7 @@ class GossipSettings:
         """Whether messages go over MPI's one-sided operations."""
         return self.transport == "one_sided"
 
-    def description(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    def description(self, tensors: Sequence[ParameterSpec]) -> dict[str, Any]:
         """Describe the settings for ranks to compare."""
         return {
             "wire version": wire.VERSION,
@@ -85,7 +85,7 @@ class GossipSettings:
             "parameters": [[t.name, list(t.shape), t.dtype] for t in tensors],
         }
 
-    def node(self, tensors: Sequence[Tensor], part: Neighbours) -> Node:
+    def node(self, tensors: Sequence[ParameterSpec], part: Neighbours) -> Node:
         """Make the node of one rank.
 
         Raises:
@@ -96,7 +96,7 @@ class GossipSettings:
         rates = [self._rate_of(c, t) for c, t in zip(compressors, tensors, strict=True)]
         return Node(tensors, part, self.trigger, compressors, self.mixing, rates, self.traced, not self.is_one_sided)
 
-    def _rate_of(self, compressor: Compressor, tensor: Tensor) -> float:
+    def _rate_of(self, compressor: Compressor, tensor: ParameterSpec) -> float:
         """Return the share of the way to the average that a step goes: copies that lag are added in every step."""
         if self.rate is not None:
             return float(self.rate)

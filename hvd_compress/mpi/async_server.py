@@ -18,7 +18,7 @@ from hvd_compress.missing import missing_mpi
 from hvd_compress.mpi.links import MOST_BYTES, MpiLink
 from hvd_compress.mpi.session import Session, session
 from hvd_compress.policy import check_patterns
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["AsyncParameterServer", "join_server"]
 
@@ -196,7 +196,7 @@ class _Arrays:
             raise ValueError(f"gradient of {unknown[0]!r}, which is no parameter: there are {list(self._parameters)}")
         return [_flat_gradient(t, gradients[t.name]) if t.name in gradients else None for t in self.tensors]
 
-    def _flat_parameter(self, tensor: Tensor) -> Array:
+    def _flat_parameter(self, tensor: ParameterSpec) -> Array:
         # `update` may have put another array there; kernels trust their sizes, and write where the user must see it
         p: Any = self._parameters[tensor.name]
         if _described(tensor.name, p) != tensor:
@@ -208,7 +208,7 @@ class _Arrays:
         return flat
 
 
-def _flat_gradient(tensor: Tensor, gradient: Any) -> Array:
+def _flat_gradient(tensor: ParameterSpec, gradient: Any) -> Array:
     array = np.asarray(gradient)
     if array.shape != tensor.shape:
         raise ValueError(
@@ -217,14 +217,14 @@ def _flat_gradient(tensor: Tensor, gradient: Any) -> Array:
     return np.ascontiguousarray(array, tensor.dtype).reshape(-1)
 
 
-def _described(name: str, p: Any) -> Tensor:
+def _described(name: str, p: Any) -> ParameterSpec:
     if not isinstance(p, np.ndarray) or p.dtype not in (np.float32, np.float64):
         raise TypeError(f"parameter {name!r}: must be a NumPy array of float32 or float64, got {_type_of(p)}")
     if not p.flags.c_contiguous or not p.flags.writeable:
         raise ValueError(
             f"parameter {name!r} changes in place: it must be C-contiguous and writeable, as a copy of it would be"
         )
-    return Tensor(name, p.shape, p.dtype.name)
+    return ParameterSpec(name, p.shape, p.dtype.name)
 
 
 def _type_of(p: object) -> str:
@@ -232,7 +232,7 @@ def _type_of(p: object) -> str:
 
 
 def join_server(
-    tensors: Sequence[Tensor], settings: AsyncServerSettings, values: Values, mpi: Session, comm: Any
+    tensors: Sequence[ParameterSpec], settings: AsyncServerSettings, values: Values, mpi: Session, comm: Any
 ) -> Member:
     """Make this rank's part of an asynchronous parameter server, which is closed at exit; a collective call.
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.gossip import GossipSettings, LateMember, Member, Tensor
+from hvd_compress.gossip import GossipSettings, LateMember, Member, ParameterSpec
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.schedules import SlopeThreshold, Trigger
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
@@ -116,7 +116,7 @@ class EventGraD(LateMember):
         given = [raw(v) for v in variables]
         if self._member is None:
             tensors = [
-                Tensor(s.name, tuple(s.shape or ()), "float64" if s.dtype == tf.float64 else "float32")
+                ParameterSpec(s.name, tuple(s.shape or ()), "float64" if s.dtype == tf.float64 else "float32")
                 for s in describe_sources(variables)
             ]
             process_set = self._process_set

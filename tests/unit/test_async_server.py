@@ -16,9 +16,9 @@ from hvd_compress.async_server import AsyncServerSettings, Member, Server, Worke
 from hvd_compress.async_server.message import HEADER_BYTES, Kind, open_message, seal_message
 from hvd_compress.errors import HvdCompressError, StateError, UnsupportedError, WireError
 from hvd_compress.kernels.checksum import checksum
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
-TENSORS = [Tensor("w", (40, 30)), Tensor("b", (40,)), Tensor("v", (3, 5, 7), "float64")]
+TENSORS = [ParameterSpec("w", (40, 30)), ParameterSpec("b", (40,)), ParameterSpec("v", (3, 5, 7), "float64")]
 RATE = 0.1
 
 

@@ -22,11 +22,16 @@ from hvd_compress.daso import DasoSettings, Member, Nodes, share_sync
 from hvd_compress.daso.lane import Lane
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 from tests.threads import World
 
-TENSORS = [Tensor("w", (40, 64)), Tensor("b", (40,)), Tensor("v", (7, 300)), Tensor("s", ())]
-MIXED = [*TENSORS, Tensor("d", (50, 30), "float64"), Tensor("e", (0, 5))]
+TENSORS = [
+    ParameterSpec("w", (40, 64)),
+    ParameterSpec("b", (40,)),
+    ParameterSpec("v", (7, 300)),
+    ParameterSpec("s", ()),
+]
+MIXED = [*TENSORS, ParameterSpec("d", (50, 30), "float64"), ParameterSpec("e", (0, 5))]
 NODES = {
     "2x2": Nodes.of_equal(4, 2),
     "4x1": Nodes.of_equal(4, 1),
@@ -237,7 +242,7 @@ def test_nothing_is_lost_but_only_delayed(compressor, layout, form):
 @pytest.mark.parametrize(("merge", "share"), [("paper", 2 / 4), ("delta", 1.0), (0.25, 0.75)])
 def test_a_compressed_merge_keeps_a_share_of_the_local_progress(merge, share):
     """With 16 exact bits: reference + share * what the node did while it waited."""
-    tensors = [Tensor("w", (32, 64), "float64")]
+    tensors = [ParameterSpec("w", (32, 64), "float64")]
     nodes = NODES["2x2"]
     chosen = settings(compression=BF16(), global_skips=2, batches_to_wait=1, merge=merge)
 
@@ -268,7 +273,7 @@ def test_a_compressed_merge_keeps_a_share_of_the_local_progress(merge, share):
 @pytest.mark.parametrize("form", ["sharded", "rotate"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_change_that_is_not_finite_poisons_no_reference(bad, form):
-    tensors = [Tensor("w", (40, 64))]
+    tensors = [ParameterSpec("w", (40, 64))]
     chosen = settings(compression=OneBit(), global_skips=1, batches_to_wait=0, form=form)
 
     def program(groups):
@@ -299,7 +304,7 @@ def test_a_change_that_is_not_finite_poisons_no_reference(bad, form):
 @pytest.mark.parametrize("wait", [1, 2])
 def test_a_debt_is_paid_as_far_as_it_has_got_into_the_parameters(merge, wait):
     """A phase with top-k is followed by one in full: with no updates any more, all of what was owed arrives."""
-    tensors = [Tensor("w", (40, 64), "float64")]
+    tensors = [ParameterSpec("w", (40, 64), "float64")]
     chosen = settings(
         blocking=TopK(0.1), global_skips=3, batches_to_wait=wait, merge=merge, total_epochs=2, warmup_epochs=1,
         steps_per_epoch=4,
@@ -323,7 +328,7 @@ def test_a_debt_is_paid_as_far_as_it_has_got_into_the_parameters(merge, wait):
 
 
 def test_values_that_are_not_finite_reach_all():
-    tensors = [Tensor("w", (40, 64))]
+    tensors = [ParameterSpec("w", (40, 64))]
 
     def program(groups):
         member = Member(tensors, settings(batches_to_wait=0, global_skips=1), groups)
@@ -452,7 +457,7 @@ def test_buffers_become_their_mean():
 
 def test_bytes_between_nodes_are_those_of_the_issue():
     """At most twice the model, divided by ranks of a node and B, per rank and batch."""
-    tensors = [Tensor("w", (256, 512))]
+    tensors = [ParameterSpec("w", (256, 512))]
     for form in ("sharded", "rotate"):
         results = run(NODES["2x2"], settings(form=form, global_skips=4), tensors, steps=32)
         sent = [stats["bytes_between_nodes"] / 32 for _, stats in results]
@@ -495,7 +500,7 @@ def test_shares_are_rows_and_cover_everything_once(shares):
 
 def test_more_shares_than_elements():
     nodes = Nodes.of_equal(8, 4)
-    tensors = [Tensor("w", (3,))]
+    tensors = [ParameterSpec("w", (3,))]
     for compression in (None, TopK(0.5)):
         traces = run(nodes, settings(batches_to_wait=0, global_skips=1, compression=compression), tensors, steps=3)
         for trace, _ in traces:

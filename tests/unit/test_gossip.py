@@ -25,9 +25,14 @@ from hvd_compress import (
     TopK,
 )
 from hvd_compress.errors import StateError, UnsupportedError, WireError
-from hvd_compress.gossip import GossipLoopback, GossipSettings, Node, Tensor
+from hvd_compress.gossip import GossipLoopback, GossipSettings, Node, ParameterSpec
 
-TENSORS = [Tensor("w", (40, 30)), Tensor("b", (40,)), Tensor("v", (3, 5, 7), "float64"), Tensor("s", ())]
+TENSORS = [
+    ParameterSpec("w", (40, 30)),
+    ParameterSpec("b", (40,)),
+    ParameterSpec("v", (3, 5, 7), "float64"),
+    ParameterSpec("s", ()),
+]
 LOSSY = [OneBit(), Threshold(0.01), Adaptive(pi=8), TopK(0.05), Percentile(90), QSGD(bits=4), FP16(), BF16()]
 
 

@@ -21,7 +21,7 @@ from hvd_compress.exchange import Bucket
 from hvd_compress.feedback import check_state, read_state, redistribute, write_state
 from hvd_compress.gossip import GossipLoopback
 from hvd_compress.gossip.averager import Averager
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 from tests.hostile import damaged, same
 from tests.threads import World
 from tests.unit import test_accumulators, test_daso, test_ledger
@@ -73,7 +73,7 @@ def test_where_nothing_is_exchanged() -> None:
 
 @pytest.mark.parametrize("trigger", [ConstantThreshold(0.1), SlopeThreshold(horizon=1.0)], ids=lambda t: t.id)
 def test_an_event_state_is_taken_wholly_or_not_at_all(trigger: Any) -> None:
-    tensors = [Tensor("w", (40, 30)), Tensor("v", (3, 5), "float64")]
+    tensors = [ParameterSpec("w", (40, 30)), ParameterSpec("v", (3, 5), "float64")]
     group = GossipLoopback(tensors, 3, trigger, compression=TopK(0.05))
     arrays = [[np.full(t.numel, rank + 1.0, t.dtype) for t in tensors] for rank in range(3)]
     for _ in range(4):
@@ -99,7 +99,7 @@ def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
 
 
 def test_an_asynchronous_worker_takes_residuals_wholly_or_not_at_all() -> None:
-    tensors = [Tensor("w", (40, 30)), Tensor("v", (50, 20))]
+    tensors = [ParameterSpec("w", (40, 30)), ParameterSpec("v", (50, 20))]
     encoder = GradientEncoder(tensors, [OneBit(), TopK(0.05)], 1)
 
     def load(state: Any) -> None:

@@ -41,7 +41,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import GossipLoopback, GossipSettings
 from hvd_compress.gossip import Member as GossipMember
 from hvd_compress.policy import Assigned, check_patterns, given_compression, meant
-from hvd_compress.tensors import Tensor as ParameterTensor
+from hvd_compress.tensors import ParameterSpec
 
 POLICY = Policy(
     [
@@ -164,7 +164,7 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
 
 def test_members_that_average_parameters_look_at_patterns() -> None:
     wrong = Policy({"nothing": TopK(0.1)}, default=TopK(0.2))
-    tensors = [ParameterTensor("w", (40, 30))]
+    tensors = [ParameterSpec("w", (40, 30))]
     with pytest.raises(ValueError, match="'nothing' matches none of the 1 tensors, such as 'w'"):
         GossipLoopback(tensors, 2, ConstantThreshold(0), compression=wrong)
     with pytest.raises(ValueError, match="'nothing' matches none"):

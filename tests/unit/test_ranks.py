@@ -12,7 +12,7 @@ import pytest
 
 from hvd_compress import ConstantThreshold, OneBit, ThreadRanks
 from hvd_compress.errors import HvdCompressError, MismatchError
-from hvd_compress.gossip import GossipLoopback, GossipSettings, Member, Tensor
+from hvd_compress.gossip import GossipLoopback, GossipSettings, Member, ParameterSpec
 from hvd_compress.topology import Ring
 from tests.ranks_contract import PROGRAMS
 
@@ -133,7 +133,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("compression", [None, OneBit()])
 def test_event_triggered_averaging_on_threads_is_that_of_the_loopback(compression: Any) -> None:
-    tensors = [Tensor("w", (40, 3)), Tensor("v", (7,))]
+    tensors = [ParameterSpec("w", (40, 3)), ParameterSpec("v", (7,))]
     settings: dict[str, Any] = {} if compression is None else {"compression": compression}
 
     def start(rank: int) -> list[np.ndarray]:

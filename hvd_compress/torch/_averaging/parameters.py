@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensors import Tensor
+from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Buffers", "Parameters", "as_tensors", "by_name", "trained"]
 
@@ -29,7 +29,7 @@ class Parameters:
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: str) -> None:
-        self.tensors = [Tensor(name, _shape_of(p), _dtype_of(name, p)) for name, p in parameters.items()]
+        self.tensors = [ParameterSpec(name, _shape_of(p), _dtype_of(name, p)) for name, p in parameters.items()]
         self._parameters = list(parameters.values())
         self._known = {id(p) for p in self._parameters}
         self._layout = self._layout_now()

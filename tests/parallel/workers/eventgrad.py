@@ -22,7 +22,7 @@ from hvd_compress import (
     TopK,
 )
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
-from hvd_compress.gossip import GossipLoopback, Tensor
+from hvd_compress.gossip import GossipLoopback, ParameterSpec
 from tests.parallel.cases import Cases
 
 cases = Cases()
@@ -60,7 +60,7 @@ def simulated(trigger, steps: int = STEPS, **settings):
     """All ranks in this process: the loopback averages, torch's own optimizer makes the steps."""
     models = [network() for _ in range(hvd.size())]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
-    tensors = [Tensor(name, tuple(p.shape)) for name, p in models[0].named_parameters()]
+    tensors = [ParameterSpec(name, tuple(p.shape)) for name, p in models[0].named_parameters()]
     group = GossipLoopback(tensors, hvd.size(), trigger, **settings)
     for step in range(steps):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):

@@ -23,7 +23,7 @@ from hvd_compress import (
     TopK,
 )
 from hvd_compress.errors import MismatchError, UnsupportedError
-from hvd_compress.gossip import GossipLoopback, Tensor
+from hvd_compress.gossip import GossipLoopback, ParameterSpec
 from tests.parallel.cases import Cases
 from tests.parallel.workers.keras_fit import (
     FRAMEWORK,
@@ -409,7 +409,7 @@ def eventgrad_simulated(batches: int, trigger: Any) -> list[np.ndarray]:
     """Weights of this rank: all ranks' models in this process, averaged by the loopback."""
     models = [eventgrad_model() for _ in range(hvd.size())]
     weights = [m.trainable_variables for m in models]
-    tensors = [Tensor(str(i), tuple(v.shape)) for i, v in enumerate(weights[0])]
+    tensors = [ParameterSpec(str(i), tuple(v.shape)) for i, v in enumerate(weights[0])]
     group = GossipLoopback(tensors, hvd.size(), trigger)
     for batch in range(batches):
         before = [[np.array(x).reshape(-1) for x in m.get_weights()] for m in models]

@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvd_compress.tensorflow as hvd
 from hvd_compress import ConstantThreshold, SlopeThreshold, TopK
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
-from hvd_compress.gossip import GossipLoopback, Tensor
+from hvd_compress.gossip import GossipLoopback, ParameterSpec
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import raises
 
@@ -42,7 +42,7 @@ def train(neighbours: Any, trained: list[tf.Variable], steps: int, begin: int = 
 
 
 def simulated(steps: int, trigger: Any, **settings: Any) -> list[np.ndarray]:
-    tensors = [Tensor(n, s) for n, s in SHAPES.items()]
+    tensors = [ParameterSpec(n, s) for n, s in SHAPES.items()]
     group = GossipLoopback(tensors, hvd.size(), trigger, **settings)
     ranks = [[np.array(x).reshape(-1) for x in values(rank)] for rank in range(hvd.size())]
     for step in range(steps):
