@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import count
+from numbers import Integral, Real
 from typing import Any
 
 from hvd_compress.compressors import (
@@ -197,7 +199,12 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | ParameterServer, compre
 def refuse_other_ops(op: Any, average: Any, total: Any) -> None:
     """Raise UnsupportedError unless gradients can be combined by `op`; see `average_share` for the others."""
     if op not in (average, total):
-        raise UnsupportedError(f"op={op}: gradients are combined by op=Average or op=Sum")
+        name = _OPS[op] if op in range(len(_OPS)) else op
+        raise UnsupportedError(f"op={name}: gradients are combined by op=Average or op=Sum")
+
+
+_OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+"""Horovod's operations, by their numbers."""
 
 
 def op_of_call(average: bool | None, op: Any, average_op: Any, total: Any) -> Any:
@@ -246,14 +253,21 @@ def check_settings(
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
     if type(bucket_bytes) is not int or bucket_bytes < 0:
         raise ValueError(f"bucket_bytes={bucket_bytes!r}: must be a number of bytes, 0 or more")
+    factor: Any = gradient_predivide_factor
+    if type(factor) is bool or not isinstance(factor, Real) or not 0 < float(factor) < math.inf:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r}: must be a positive finite number")
     if gradient_predivide_factor != 1.0 and not averages:
         raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor!r} goes with op=Average only")
     if gradient_predivide_factor != 1.0 and rocm:
         raise ValueError("gradient_predivide_factor is not supported by Horovod with ROCm")
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be at least 1")
-    if groups is not None and not isinstance(groups, list) and groups <= 0:
+    if not _is_positive(backward_passes_per_step):
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step!r}: must be a whole number, 1 or more")
+    if groups is not None and not isinstance(groups, list) and not _is_positive(groups):
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
     ours = exchanged(compression)
     if ours is not None:
         refuse_elastic(ours)
+
+
+def _is_positive(number: Any) -> bool:
+    return type(number) is not bool and isinstance(number, Integral) and int(number) > 0

@@ -512,8 +512,18 @@ def test_settings_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
         {"bucket_bytes": 1e6},
         {"gradient_predivide_factor": 2.0, "averages": False},
         {"gradient_predivide_factor": 2.0, "rocm": True},
+        {"gradient_predivide_factor": 0.0},
+        {"gradient_predivide_factor": -1.0},
+        {"gradient_predivide_factor": float("nan")},
+        {"gradient_predivide_factor": float("inf")},
+        {"gradient_predivide_factor": "2"},
         {"backward_passes_per_step": 0},
+        {"backward_passes_per_step": 1.5},
+        {"backward_passes_per_step": True},
+        {"backward_passes_per_step": "2"},
         {"groups": -1},
+        {"groups": 1.5},
+        {"groups": "x"},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             check_settings(**{**good, **wrong})
@@ -545,6 +555,8 @@ def test_ops() -> None:
         average_share(OneBit(), "max", "avg", "sum", 4)
     with pytest.raises(UnsupportedError, match="op=max"):
         refuse_other_ops("max", "avg", "sum")
+    with pytest.raises(UnsupportedError, match="op=Product"):
+        refuse_other_ops(5, 0, 1)
 
 
 def test_names_of_a_call() -> None:

@@ -34,12 +34,13 @@ class Beginning(NamedTuple):
 
 
 def compare_beginnings(
-    tensors: Mapping[str, torch.Tensor], label: str, process_set: hvd.ProcessSet
+    tensors: Mapping[str, torch.Tensor], has_loaded: bool, label: str, process_set: hvd.ProcessSet
 ) -> Generator[Wait, None, Beginning]:
     """Tell all ranks what this one knows of its parameters and their gradients; a collective call.
 
     Args:
         tensors: parameters by name, the same and in the same order on all ranks.
+        has_loaded: whether this rank has loaded AdaGrad's accumulators.
         label: of the collective.
         process_set: the ranks that take part.
 
@@ -47,18 +48,23 @@ def compare_beginnings(
         What is waited for.
 
     Raises:
-        MismatchError: gradients of one tensor are sparse in different numbers of dimensions; raised on all ranks.
+        MismatchError: gradients of one tensor are sparse in different numbers of dimensions, or only some ranks have
+            loaded accumulators; raised on all ranks.
     """
     if not tensors:
         # all of them are frozen, on all ranks
         return Beginning({}, None)
-    mine = np.empty((len(tensors), 2), np.int64)
-    for row, p in zip(mine, tensors.values(), strict=True):
-        row[:] = _kind_of(p.grad), checksum(p)
+    mine = np.array([*((_kind_of(p.grad), checksum(p)) for p in tensors.values()), (has_loaded, 0)], np.int64)
     name = f"hvd_compress.beginning.{next(iter(tensors), '')}{label}"
     handle = hvd.allgather_async(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
     yield Wait(partial(hvd.poll, handle))
-    rows = hvd.synchronize(handle).numpy().reshape(-1, len(tensors), 2)
+    rows = hvd.synchronize(handle).numpy().reshape(-1, len(tensors) + 1, 2)
+    if len(set(rows[:, -1, 0].tolist())) > 1:
+        loaded = np.flatnonzero(rows[:, -1, 0]).tolist()
+        raise MismatchError(
+            f"load_compression_state_dict() was called on the ranks {loaded} and not on the others: AdaGrad would give "
+            "them other updates. Load a state on all ranks before the same step"
+        )
     sparse_dims = {}
     for i, tensor in enumerate(tensors):
         kinds = {int(kind) for kind in rows[:, i, 0] if kind >= _SPARSE}
@@ -70,7 +76,7 @@ def compare_beginnings(
             )
         if kinds:
             sparse_dims[tensor] = kinds.pop() - _SPARSE
-    return Beginning(sparse_dims, first_unequal(rows[:, :, 1], list(tensors)))
+    return Beginning(sparse_dims, first_unequal(rows[:, :-1, 1], list(tensors)))
 
 
 def _kind_of(gradient: torch.Tensor | None) -> int:

@@ -113,9 +113,11 @@ class Completing(Sending):
 
     def _comparing(self) -> Iterator[Wait]:
         """Let all ranks know which gradients are sparse, and tell the user if their parameters differ."""
-        beginning = yield from compare_beginnings(self._members.by_name, self._wrapping.label, self.process_set)
+        beginning = yield from compare_beginnings(
+            self._members.by_name, self._has_loaded, self._wrapping.label, self.process_set
+        )
         self._sparse_dims = beginning.sparse_dims
-        self._has_compared = True
+        self._has_compared, self._has_loaded = True, False
         self._begin_waiting()
         if beginning.unequal is not None:
             name, rank = beginning.unequal

@@ -133,6 +133,9 @@ class Backward(Completing):
             # what another pass has added is this rank's alone
             self._refuse_pass(name)
         self._close()
+        if self._has_loaded and self._has_compared:
+            self._has_loaded = False
+            self._wrapping.agree_on_load(self._known_engine())
         if self._members.have_changed(self.param_groups):
             self._renew()
         self._is_open, self._is_queued = True, False

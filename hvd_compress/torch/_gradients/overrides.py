@@ -179,6 +179,8 @@ class Overrides(Backward):
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the residuals that `compression_state_dict` returned on this rank.
 
+        With AdaGrad all ranks load a state before the same step, which that step compares.
+
         Raises:
             StateError: not such a state, of another rank or number of ranks, or of other tensors; or gradients are
                 still being exchanged.
@@ -188,6 +190,7 @@ class Overrides(Backward):
         if holder is not None:
             self._count_plain()
             holder.load_state_dict(state)
+            self._has_loaded = self._adagrad is not None and self._engine is not None
             if self._engine is not None:
                 self._begin_plain()
         else:

@@ -79,6 +79,8 @@ class Step:
     _sparse_now: set[str]
     """Those that are sparse in the step that is not complete yet; it may be abandoned."""
     _adagrad: AdaGrad | None = None
+    _has_loaded = False
+    """Whether AdaGrad's accumulators were loaded since the last step: all ranks have to do so, or replicas drift."""
     _waiting: dict[str, Shipment] = {}  # noqa: RUF012 - replaced, never changed
     """The bucket of each tensor whose gradient a hook only puts there; Horovod's dicts know nothing of it then."""
     _new: dict[str, torch.Tensor] = {}  # noqa: RUF012 - replaced, never changed

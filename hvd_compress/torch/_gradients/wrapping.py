@@ -104,6 +104,18 @@ class Wrapping:
             "All ranks must do so before the same step",
         )  # fmt: skip
 
+    def agree_on_load(self, engine: Engine) -> None:
+        """Make sure that all ranks have loaded a state since the last step; a collective call.
+
+        Raises:
+            MismatchError: on all ranks, where others go on without.
+        """
+        self._meet(
+            engine, {"call": "load_compression_state_dict()"}, "load_compression_state_dict() was called on this rank "
+            "and not on all others: AdaGrad would give them other updates. Load a state on all ranks before the same "
+            "step",
+        )  # fmt: skip
+
     def agree_to_join(self, engine: Engine) -> None:
         """Make sure that no rank makes another step before Horovod's `join`; a collective call.
 

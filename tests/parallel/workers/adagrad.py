@@ -352,6 +352,19 @@ def what_cannot_be_honoured_is_refused(case: tuple[dict[str, Any], type[BaseExce
     raises(kind, call, *parts)
 
 
+@cases.each({"before the first step": 0, "later": 2})
+def all_ranks_may_load_a_state(steps: int) -> None:
+    model = Net()
+    optimizer = adagrad(model, OneBit())
+    for step in range(steps + 2):
+        if step == steps:
+            optimizer.load_compression_state_dict(optimizer.compression_state_dict())
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
 @cases.add
 def ranks_must_agree_on_it() -> None:
     for mine in (None if horovod.rank() else AdaGrad(), AdaGrad(1e-6 if horovod.rank() else 1e-7)):

@@ -240,3 +240,26 @@ def ranks_that_freeze_different_parameters_are_told_so(how: Any) -> None:
 
         raises(MismatchError, one_step)
         hvd.barrier()
+
+
+@cases.each({"before the first step": 0, "later": 2})
+def ranks_that_load_accumulators_alone_are_told_so(steps: int) -> None:
+    model = Layers()
+    # what others have started by then stays under way: these names are used up
+    named = [(f"loaded after {steps}, {name}", p) for name, p in model.named_parameters()]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.125)
+    optimizer = hvd.DistributedOptimizer(sgd, named, OneBit(), min_numel=100, adagrad=AdaGrad())
+    state = optimizer.compression_state_dict()
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if hvd.rank():
+        optimizer.load_compression_state_dict(state)
+
+    def one_step() -> None:
+        loss_of(model, 5).backward()
+        optimizer.step()
+
+    raises(MismatchError, one_step)
+    hvd.barrier()
