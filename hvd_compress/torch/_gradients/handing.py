@@ -113,8 +113,8 @@ class Backward(Completing):
         if engine is None or engine.debts:
             # what is owed is added to gradients that go dense, when they go
             return
-        exchanged = (name for name in self._given if engine.exchanges(name) and not self._given[name].is_sparse)
-        self._samples = {name: sample_of(self._given[name]) for name in islice(exchanged, _MOST_SAMPLES)}
+        exchanged = ((n, g) for n, g in self._given.items() if engine.exchanges(n) and not g.is_sparse)
+        self._samples = {n: (g.data_ptr(), sample_of(g)) for n, g in islice(exchanged, _MOST_SAMPLES)}
 
     def _new_members(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters that were hooked in the middle of this pass, when it had computed their gradients already."""

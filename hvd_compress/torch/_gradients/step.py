@@ -59,7 +59,7 @@ class Step:
     """The gradients of this step that have come."""
     _versions: dict[str, int]
     """How often each of them had been written to by then."""
-    _samples: dict[str, torch.Tensor]
+    _samples: dict[str, tuple[int, torch.Tensor]]
     """Some values of some of them, after a pass that has not brought all."""
     _has_warned = False
     """Whether the user was told of gradients that were changed before the last of their passes."""
