@@ -67,6 +67,7 @@ class Completing(Sending):
                 "use optimizers wrapped with the same settings, and make the same number of steps before join()."
             )
             self._wrapping.on_refusal(problem)
+            self._stopped = problem
             raise MismatchError(problem) from error
         except BaseException:
             # not ready: it is for `load_state_dict` to give the step up

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvd_compress.errors import GradientError, UnsupportedError
+from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
 from hvd_compress.torch._gradients.completing import Completing
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.members import Members
@@ -129,15 +129,21 @@ class Backward(Completing):
         """Begin a step, whose first gradient is that of parameter `p`; now and then a collective."""
         if self._retired:
             refuse_retired()
+        if self._stopped is not None:
+            raise MismatchError(f"{self._stopped} Ranks cannot go on after that: start the run again")
         if name is not None and p is not None and self._was_combined(name, p.grad):
             # what another pass has added is this rank's alone
             self._refuse_pass(name)
         self._close()
-        if self._has_loaded and self._has_compared:
-            self._has_loaded = False
-            self._wrapping.agree_on_load(self._known_engine())
-        if self._members.have_changed(self.param_groups):
-            self._renew()
+        try:
+            if self._has_loaded and self._has_compared:
+                self._has_loaded = False
+                self._wrapping.agree_on_load(self._known_engine())
+            if self._members.have_changed(self.param_groups):
+                self._renew()
+        except MismatchError as error:
+            self._stopped = str(error)
+            raise
         self._is_open, self._is_queued = True, False
 
     def _was_combined(self, name: str, gradient: Any) -> bool:

@@ -85,6 +85,8 @@ class Step:
     """The bucket of each tensor whose gradient a hook only puts there; Horovod's dicts know nothing of it then."""
     _new: dict[str, torch.Tensor] = {}  # noqa: RUF012 - replaced, never changed
     """Parameters that take gradients since this step began."""
+    _stopped: str | None = None
+    """Why it cannot go on: ranks have disagreed while steps were made, and what some have started stays under way."""
     _retired = False
     """Whether another optimizer has taken over the parameters."""
     _horovods: Any

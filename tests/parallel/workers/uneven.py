@@ -240,6 +240,12 @@ def ranks_that_freeze_different_parameters_are_told_so(how: Any) -> None:
 
         raises(MismatchError, one_step)
         hvd.barrier()
+        # and who catches that does not make others wait
+        for p in model.parameters():
+            p.requires_grad_(True)
+        optimizer.zero_grad()
+        raises(MismatchError, one_step, "start the run again")
+        hvd.barrier()
 
 
 @cases.each({"before the first step": 0, "later": 2})
