@@ -25,6 +25,6 @@ def refuse_elastic(what: Any) -> None:
         raise UnsupportedError(
             f"{what!r} in an elastic run: exchanges are laid out for the ranks that there are, and what ranks keep "
             "between steps would be lost with those that leave, and missing on those that join. Use "
-            "compression=hvd.Compression.none or fp16, or start with a fixed number of ranks and use "
-            "hvd_compress.feedback.redistribute to change it between runs"
+            "compression=hvd.Compression.none or fp16 with the exchange that is the default, or start with a fixed "
+            "number of ranks and use hvd_compress.feedback.redistribute to change it between runs"
         )

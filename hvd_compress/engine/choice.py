@@ -21,7 +21,15 @@ from hvd_compress.compressors import (
 )
 from hvd_compress.elastic import refuse_elastic
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, ParameterServer, checked, checked_exchange, exchange_with, unchecked
+from hvd_compress.exchange import (
+    AdaGrad,
+    ParameterServer,
+    checked,
+    checked_exchange,
+    exchange_with,
+    is_uncompressed,
+    unchecked,
+)
 from hvd_compress.policy import Auto, Policy, horovods_own, meant, refuse_class
 
 __all__ = [
@@ -266,7 +274,7 @@ def check_settings(
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
     ours = exchanged(compression)
     if ours is not None:
-        refuse_elastic(ours)
+        refuse_elastic(exchange if isinstance(ours, Compressor) and is_uncompressed(ours) else ours)
 
 
 def _is_positive(number: Any) -> bool:

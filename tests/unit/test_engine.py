@@ -539,6 +539,9 @@ def test_settings_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(UnsupportedError, match="elastic"):
             refused()
+    server = {"compression": resolved(NoCompression(), "parameter_server"), "exchange": "parameter_server"}
+    with pytest.raises(UnsupportedError, match=r"parameter_server.*the exchange that is the default"):
+        check_settings(**{**good, **server})
     assert compressor_of_call(NoCompression()) is None
     # nothing is compared either: the gather would wait for ranks that train
     agree({"seed": 1}, lambda *_: pytest.fail("a collective"), "test")
