@@ -107,6 +107,8 @@ class Message:
                 # patterns that change in every step
                 self._tables.clear()
             chosen = [i for i, part in enumerate(self.parts) if key is None or part.tensor in key]
+            # what is added to a tensor comes one after the other, while it is in cache, and in the order of the ranks
+            chosen.sort(key=lambda i: self.parts[i].tensor)
             alike: dict[Any, list[int]] = {}
             for i in chosen:
                 part = self.parts[i]
