@@ -158,9 +158,12 @@ def encode_fp16_rows(codec, is_checked, rows, like):
         for start in range(0, x.size, _TILE):
             y = x[start : start + _TILE]
             target = halves[start : start + _TILE]
-            for j in range(y.size):
-                value[j] = y[j]
-            to_fp16(value[: y.size].view(np.uint32), target)
+            if like.itemsize == 4:
+                to_fp16(y.view(np.uint32), target)
+            else:
+                for j in range(y.size):
+                    value[j] = y[j]
+                to_fp16(value[: y.size].view(np.uint32), target)
             if is_checked:
                 for j in range(y.size):
                     exponents = max(exponents, target[j] & np.uint16(0x7C00))
