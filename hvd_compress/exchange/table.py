@@ -61,8 +61,6 @@ class Table:
         chosen = [parts[i] for i in numbers]
         self.tensors = np.array([part.tensor for part in chosen], np.int64)
         """The number of the tensor of each row."""
-        self.held = list(dict.fromkeys(self.tensors.tolist()))
-        """The numbers of its tensors."""
         self._chunks = [part.chunk for part in chosen]
         self._starts = np.array([part.start for part in chosen], np.int64)
         self.rows = np.zeros((len(chosen), COLUMNS), np.int64)

@@ -172,7 +172,7 @@ def encode_fp16_rows(codec, is_checked, rows, like):
 
 @kernel
 def _half_row(rows, i, like):
-    """Return where row `i` is to be decoded to, and its halves, of which there are -1 if its body does not fit."""
+    """Return where row `i` is to be decoded to, and its halves, which are empty if its body does not fit."""
     numel = rows[i, table.NUMEL]
     _, _, _, body, end = table.opened(rows, i)
     fits = body + table.padded(2 * numel) == end
