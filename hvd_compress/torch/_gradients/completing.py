@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any, cast
 
 import horovod.torch as hvd
@@ -18,14 +17,20 @@ from hvd_compress.torch._gradients.beginning import compare_beginnings
 from hvd_compress.torch._gradients.engine import precondition
 from hvd_compress.torch._gradients.sending import EXCHANGED, Sending
 from hvd_compress.torch._gradients.staging import all_finite, sample_of
-from hvd_compress.torch._gradients.waits import Wait
+from hvd_compress.torch._gradients.waits import Wait, run_together
 
-__all__ = ["Completing"]
+__all__ = ["Completing", "complete_steps"]
 
 _RECIPE = (
     "Clip, unscale and log gradients after backward() where every parameter gets one; where some get none, call "
     "synchronize() first"
 )
+
+
+def _flat(keys: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the parameters that keys of Horovod's `_handles` stand for: a parameter, or a group of them."""
+    for key in keys:
+        yield from key if isinstance(key, tuple) else (key,)
 
 
 class Completing(Sending):
@@ -42,7 +47,6 @@ class Completing(Sending):
                 "some parameters have got none yet. Call one of these first"
             )
 
-    @torch.no_grad()
     def _combining(self) -> Iterator[Wait]:
         """Complete the exchange of a step, after which `.grad` is the combined gradient: yields what is waited for."""
         try:
@@ -85,9 +89,9 @@ class Completing(Sending):
         self._submit_missing()
         self._wait_first_where_others_would_meet()
         finite = True if self._engine is None else (yield from self._engine.waits())
-        for handle, _ in list(self._handles.values()):
-            if isinstance(handle, int):
-                yield Wait(partial(hvd.poll, handle))
+        reduced = [handle for handle, _ in self._handles.values() if isinstance(handle, int)]
+        if reduced:
+            yield Wait(lambda: all(map(hvd.poll, reduced)))
         self._complete(finite, harms)
         if self._is_plain:
             self._plain_steps += 1
@@ -141,15 +145,15 @@ class Completing(Sending):
 
     def _submit_missing(self) -> None:
         """Start what no hook has started, in the order of the parameters."""
-        engine = self._engine
-        started = set(engine.put_off) if engine is not None and self._waiting else set()
-        for p, (handle, _) in self._handles.items():
-            if handle is not None:
-                started.update(map(self._parameter_names.__getitem__, p if isinstance(p, tuple) else (p,)))
         if self._adagrad is not None:
             self._leave_out_resting()
-        if len(started) == len(self._requires_update):
+        sent = [key for key, (handle, _) in self._handles.items() if handle is not None]
+        # of these, whose hooks are Horovod's, there may be many, and names take time
+        if len(sent) == len(self._requires_update):
             return
+        started = {self._parameter_names[p] for p in _flat(sent)}
+        if self._engine is not None and self._waiting:
+            started.update(self._engine.put_off)
         for name, p in self._members.by_name.items():
             if name in started:
                 continue
@@ -217,12 +221,12 @@ class Completing(Sending):
         engine = self._engine
         owes = engine is not None and engine.owes
         results = {}
-        for p, output in self._waited():
+        for name, output in self._waited():
             # where nothing is owed, nothing depends on it
             finite = finite and (not owes or all_finite(output))
             if self._adagrad is not None and engine is not None:
-                finite = precondition(engine, self._parameter_names[p], output) and finite
-            results[self._parameter_names[p]] = output
+                finite = precondition(engine, name, output) and finite
+            results[name] = output
         if engine is not None:
             # plain steps are counted when somebody asks
             results |= {} if self._is_plain else engine.combine(keep=finite)
@@ -238,25 +242,26 @@ class Completing(Sending):
             raise harms[0]
 
     def _forget_handles(self) -> None:
-        # of dicts with the same keys: each look-up of a tensor is a call of its `__hash__`
-        handled = [p for key in self._handles for p in (key if isinstance(key, tuple) else (key,))]
+        # a dict takes over the hashes of a dict's keys, and calls `__hash__` of each tensor of a list
+        handled = _flat(self._handles) if self._group_counts else self._handles
         self._allreduce_delay.update(dict.fromkeys(handled, self.backward_passes_per_step))
         self._handles.clear()
 
-    def _waited(self) -> Any:
-        """(parameter, sum) of all that Horovod has reduced itself."""
+    def _waited(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for all that Horovod has reduced itself; yields names and sums."""
         for key, (handle, ctx) in self._handles.items():
             if handle is EXCHANGED:
                 continue
             if isinstance(key, tuple):
                 for p, output, its_ctx in zip(key, hvd.synchronize(handle), ctx, strict=True):
-                    yield p, self._compression.decompress(output, its_ctx)
-            elif callable(handle):
+                    yield self._parameter_names[p], self._compression.decompress(output, its_ctx)
+                continue
+            name = self._parameter_names[key]
+            if callable(handle):
                 # sparse gradients travel as they are
-                yield key, handle()
+                yield name, handle()
             else:
-                compression = self._dense_compression(self._parameter_names[key])
-                yield key, compression.decompress(hvd.synchronize(handle), ctx)
+                yield name, self._dense_compression(name).decompress(hvd.synchronize(handle), ctx)
 
     def _take_result(self, name: str, p: torch.Tensor, output: torch.Tensor) -> None:
         """Make a combined gradient what `.grad` is, in its memory where that can hold it."""
@@ -323,3 +328,9 @@ class Completing(Sending):
                 p.grad = dense.to_sparse()
         ledger.settle(keep=finite)
         ledger.count_step()
+
+
+@torch.no_grad()
+def complete_steps(optimizers: Iterable[Completing]) -> None:
+    """Complete the exchanges of these optimizers' steps, each as what it waits for arrives."""
+    run_together([optimizer._combining() for optimizer in optimizers])

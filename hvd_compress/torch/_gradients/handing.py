@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 import torch
 
 from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
-from hvd_compress.torch._gradients.completing import Completing
+from hvd_compress.torch._gradients.completing import Completing, complete_steps
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.members import Members
 from hvd_compress.torch._gradients.owners import refuse_retired
 from hvd_compress.torch._gradients.staging import sample_of
-from hvd_compress.torch._gradients.waits import run_together
 from hvd_compress.torch._gradients.wrapping import in_use
 from hvd_compress.torch._horovod import form_groups
 
@@ -67,17 +66,20 @@ class Backward(Completing):
     def _take_slowly(self, name: str, p: Any) -> None:
         if name in self._given:
             self._refuse_pass(name)
-        if p.grad.requires_grad:
+        gradient = p.grad
+        if gradient.requires_grad:
             raise GradientError(
                 f"the gradient of {name!r} has a graph of its own, as backward(create_graph=True) makes it. Use "
                 "torch.autograd.grad(..., create_graph=True) for a penalty, and loss.backward() for the step"
             )
         self._make_hook(p)()
         if self._allreduce_delay[p] == 0:
+            # handing it over may have replaced it
             self._given[name], self._versions[name] = p.grad, p.grad._version
-            self._queue_end()
-        elif not self._has_warned and not p.grad._is_view():
-            self._versions[name] = p.grad._version
+            if not self._is_queued or len(self._given) == len(self._requires_update):
+                self._queue_end()
+        elif not self._has_warned and not gradient._is_view():
+            self._versions[name] = gradient._version
 
     def _refuse_pass(self, name: str) -> NoReturn:
         raise GradientError(
@@ -87,7 +89,10 @@ class Backward(Completing):
         )
 
     def _queue_end(self) -> None:
-        """Let this backward pass call `_on_backward_end`; twice does no harm."""
+        """Let this backward pass call `_on_backward_end`; with the first gradient, and again with the last.
+
+        A pass inside this one, as checkpoints make it, has an end of its own.
+        """
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         self._is_queued = True
 
@@ -105,7 +110,7 @@ class Backward(Completing):
             self._take_samples()
         if self._is_ready():
             # others, of which this pass has computed all gradients too, and this one, in the order of all ranks
-            run_together([other._combining() for other in in_use() if other._is_ready()])
+            complete_steps(other for other in in_use() if other._is_ready())
 
     def _take_samples(self) -> None:
         """Remember some values of gradients whose exchange goes on: what a GradScaler writes leaves no other trace."""

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 from hvd_compress.engine import empty_state, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
+from hvd_compress.torch._gradients.completing import complete_steps
 from hvd_compress.torch._gradients.engine import with_tensors
 from hvd_compress.torch._gradients.handing import Backward
 from hvd_compress.torch._gradients.scaling import told_by_scaler
 from hvd_compress.torch._gradients.steering import left_out
-from hvd_compress.torch._gradients.waits import run_together
 from hvd_compress.torch._horovod import HorovodOptimizer
 
 __all__ = ["Overrides"]
@@ -48,7 +48,7 @@ class Overrides(Backward):
         if not self._is_open:
             # no gradient has come: other ranks may have some
             self._open()
-        run_together([self._combining()])
+        complete_steps([self])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

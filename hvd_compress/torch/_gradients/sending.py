@@ -40,7 +40,7 @@ class Sending(Step):
         elif goes_sparse and not p.grad.is_sparse:
             p.grad = p.grad.to_sparse(self._sparse_dims[name])
         if self._engine is None or self._is_plain:
-            return self._sparse_gathered(p) if goes_sparse else self._summed(p)
+            return self._sparse_gathered(name, p) if goes_sparse else self._summed(name, p)
         if self._adagrad is not None:
             self._check_dense(name, p.grad)
         if self._engine.exchanges(name):
@@ -52,10 +52,10 @@ class Sending(Step):
             self._engine.progress()
         self._compression = self._dense_compression(name)
         if goes_sparse:
-            return self._sparse_gathered(p)
+            return self._sparse_gathered(name, p)
         self._count_dense(name, p.grad)
         p.grad = self._engine.with_debt(name, p.grad)
-        return self._summed(p)
+        return self._summed(name, p)
 
     def _goes_sparse(self, name: str, gradient: torch.Tensor | None) -> bool:
         """Whether a tensor is gathered, not summed: the same on all ranks, whatever this one's gradient is."""
@@ -70,19 +70,18 @@ class Sending(Step):
         values = torch.zeros((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
         return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False)
 
-    def _summed(self, p: Any) -> tuple[Any, Any]:
+    def _summed(self, name: str, p: Any) -> tuple[Any, Any]:
         """Horovod's allreduce of a gradient (l. 187-214), under a name of this optimizer's own."""
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         sent, ctx = self._compression.compress(gradient)
         factor = self.gradient_predivide_factor if self.op == hvd.Average else 1.0
         handle = hvd.allreduce_async_(
-            sent, name=self._parameter_names[p] + self._wrapping.label, op=self.op, prescale_factor=1.0 / factor,
+            sent, name=name + self._wrapping.label, op=self.op, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=self.process_set,
         )  # fmt: skip
         return handle, ctx
 
-    def _sparse_gathered(self, p: Any) -> tuple[Any, Any]:
-        name = self._parameter_names[p]
+    def _sparse_gathered(self, name: str, p: Any) -> tuple[Any, Any]:
         self._sparse_now.add(name)
         return sparse_allreduce_async(p.grad, name + self._wrapping.label, self.op, self.process_set), None
 

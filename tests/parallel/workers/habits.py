@@ -427,9 +427,9 @@ def a_gradient_that_has_moved_gets_its_result_where_it_lies(compression: Any) ->
         optimizer.step()
         plain.step()
         assert model.b.weight.grad.data_ptr() == places
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-            assert torch.equal(p, q)
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), f"{name} in step {step}: {p.grad - q.grad}"
+            assert torch.equal(p, q), name
         for each in (optimizer, plain):
             each.zero_grad()
     check_equal_on_all_ranks(model)

@@ -49,10 +49,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "onebit-two_phase": Setting(OneBit(), "two_phase", Most(large=267, each=3.25, constant=247)),
-    "onebit-allgather": Setting(OneBit(), "allgather", Most(large=196, each=3.25, constant=176)),
-    "adaptive-two_phase": Setting(Adaptive(pi=64), "two_phase", Most(large=267, each=3.25, constant=247)),
-    "topk-two_phase": Setting(TopK(0.01), "two_phase", Most(large=267, each=3.25, constant=246)),
+    "onebit-two_phase": Setting(OneBit(), "two_phase", Most(large=249, each=3.25, constant=233)),
+    "onebit-allgather": Setting(OneBit(), "allgather", Most(large=189, each=3.25, constant=173)),
+    "adaptive-two_phase": Setting(Adaptive(pi=64), "two_phase", Most(large=249, each=3.25, constant=233)),
+    "topk-two_phase": Setting(TopK(0.01), "two_phase", Most(large=249, each=3.25, constant=232)),
 }
 
 
