@@ -148,7 +148,7 @@ class _Foreseen:
         largest = max(buckets, key=lambda bucket: sum(math.prod(tensor.shape) for tensor in bucket))
         work = bucket_work(largest, compressor, routing, self._network, Speed())
         assert work is not None
-        return work.exchange
+        return work.exchange.id
 
 
 # -- outside --------------------------------------------------------------------------------------------------------

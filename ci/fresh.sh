@@ -47,7 +47,8 @@ apart() {
     return "$status"
 }
 
-# inside ROOT USER COMMAND: what a container gives: /proc, /dev/shm, an empty environment; certificates as they are here.
+# inside ROOT USER COMMAND: what a container gives: /proc, /sys, /dev/shm, an empty environment; certificates as they are
+# here.
 inside() {
     local home=/root certificates=()
     [[ $2 == root ]] || home=/home/$2
@@ -55,7 +56,8 @@ inside() {
     # shellcheck disable=SC2016  # expanded by the shell inside
     apart bash -c '
         set -e; root=$1 user=$2; shift 2
-        mount -t proc proc "$root/proc"; mount -t tmpfs tmpfs "$root/dev/shm"
+        mount -t proc proc "$root/proc"; mount -t sysfs -o ro sysfs "$root/sys"
+        mount -t tmpfs tmpfs "$root/dev/shm"
         exec chroot --userspec="$user:$user" "$root" env -i "$@"' \
         - "$1" "$2" HOME="$home" PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
         "${certificates[@]}" bash -c "cd; $3"

@@ -23,11 +23,12 @@ from hvd_compress.compressors import (
     from_config,
     register,
 )
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, AllGather, Exchange, Hierarchical, ParameterServer, TwoPhase
 from hvd_compress.policy import Auto, Policy
-from hvd_compress.schedules import ConstantThreshold, DasoSchedule, SlopeThreshold
+from hvd_compress.ranks import Ranks
+from hvd_compress.schedules import ConstantThreshold, DasoSchedule, SlopeThreshold, Trigger
 from hvd_compress.thread_ranks import ThreadRanks
-from hvd_compress.topology import Exponential, FullyConnected, Graph, Ring
+from hvd_compress.topology import Exponential, FullyConnected, Graph, Ring, Topology
 
 __all__ = [
     "BF16",
@@ -35,24 +36,31 @@ __all__ = [
     "QSGD",
     "AdaGrad",
     "Adaptive",
+    "AllGather",
     "Auto",
     "Compressor",
     "ConstantThreshold",
     "DasoSchedule",
+    "Exchange",
     "Exponential",
     "FullyConnected",
     "Graph",
+    "Hierarchical",
     "Key",
     "NoCompression",
     "OneBit",
     "ParameterServer",
     "Percentile",
     "Policy",
+    "Ranks",
     "Ring",
     "SlopeThreshold",
     "ThreadRanks",
     "Threshold",
     "TopK",
+    "Topology",
+    "Trigger",
+    "TwoPhase",
     "decode",
     "errors",
     "from_config",

@@ -35,7 +35,7 @@ class UnsupportedError(HvdCompressError, NotImplementedError):
 
 
 class ContractError(HvdCompressError, AssertionError):
-    """A compressor, perhaps one of your own, does not do what `hvd_compress.Compressor` asks of it."""
+    """A compressor or an exchange, perhaps one of your own, does not do what its base class asks of it."""
 
 
 class GradientError(HvdCompressError, AssertionError):

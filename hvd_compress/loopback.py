@@ -15,8 +15,9 @@ from hvd_compress.exchange import (
     Accumulator,
     AdaGrad,
     Bucket,
+    Dense,
+    Exchange,
     Hosts,
-    ParameterServer,
     Parcel,
     checked,
     checked_exchange,
@@ -39,8 +40,8 @@ class Loopback:
     Args:
         ranks: how many.
         compressor: of every rank.
-        exchange: "auto", "two_phase", "allgather", "hierarchical" or a `ParameterServer`. Where "auto" would go dense
-            (the payload saves nothing) the arrays take the two-phase way all the same.
+        exchange: "auto", "two_phase", "allgather", "hierarchical", or an `Exchange`. Where "auto" would go dense (the
+            payload saves nothing) the arrays take the two-phase way all the same.
         op: "average" or "sum".
         ranks_per_host: for exchange="hierarchical"; ranks are counted host by host.
         adagrad: makes the results AdaGrad's updates; "auto" is then "two_phase".
@@ -63,7 +64,7 @@ class Loopback:
         self,
         ranks: int,
         compressor: Compressor,
-        exchange: str | ParameterServer = "auto",
+        exchange: str | Exchange = "auto",
         op: str = "average",
         ranks_per_host: int = 1,
         adagrad: AdaGrad | None = None,
@@ -75,10 +76,10 @@ class Loopback:
         if ranks_per_host < 1 or ranks % ranks_per_host:
             raise ValueError(f"Loopback(ranks_per_host={ranks_per_host!r}): must divide the {ranks} ranks")
         self.ranks = ranks
-        hosts = Hosts.of_names([rank // ranks_per_host for rank in range(ranks)])
-        self._hosts = hosts if exchange == "hierarchical" else None
         self._exchange = exchange_with(adagrad, checked_exchange(exchange))
-        self.compressor = checked(compressor) if isinstance(self._exchange, ParameterServer) else compressor
+        hosts = Hosts.of_names([rank // ranks_per_host for rank in range(ranks)])
+        self._hosts = hosts if self._exchange.uses_hosts else None
+        self.compressor = checked(compressor) if self._exchange.takes_all else compressor
         self.bytes_sent = [0] * ranks
         self._adagrad = adagrad
         self._scale = 1.0 / ranks if op == "average" else 1.0
@@ -177,12 +178,11 @@ class Loopback:
         if names not in self._buckets:
             if known := [name for name in names if name in self._accounts]:
                 raise ValueError(f"{known[0]!r} went with other tensors before; use another name")
-            exchange = self._exchange
-            if exchange == "auto" and len(names) == 1:
-                exchange = make_plan("auto", self.compressor, grads[names[0]].shape, self.ranks).exchange
-            exchange = "two_phase" if exchange == "dense" else exchange
-            if isinstance(exchange, ParameterServer):
-                exchange = exchange.of_bucket(len(self._buckets), self.ranks)
+            exchange = self._exchange.of_bucket(len(self._buckets), self.ranks)
+            if len(names) == 1:
+                exchange = make_plan(exchange, self.compressor, grads[names[0]].shape, self.ranks).exchange
+            if isinstance(exchange, Dense):
+                exchange = self._exchange.with_owners()
             together = {name: (grad.shape, fitted(self.compressor, grad.dtype.name)) for name, grad in grads.items()}
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():

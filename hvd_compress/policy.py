@@ -18,6 +18,7 @@ from hvd_compress.compressors import (
     check_registered,
     named,
 )
+from hvd_compress.exchange import Exchange
 
 __all__ = [
     "Assigned",
@@ -154,7 +155,7 @@ class Assigned:
     """
 
     compressors: Mapping[str, Compressor]
-    exchanges: Mapping[str, str] = field(default_factory=dict)
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
 
     def for_tensor(self, name: str) -> Compressor:
         """Return the compressor of a tensor."""
@@ -163,7 +164,8 @@ class Assigned:
     def get_config(self) -> dict[str, Any]:
         """Return the assignment as a JSON-able dict."""
         compressors = {name: c.get_config() for name, c in self.compressors.items()}
-        return {"id": "assigned", "compressors": compressors, "exchanges": dict(self.exchanges)}
+        exchanges = {name: exchange.get_config() for name, exchange in self.exchanges.items()}
+        return {"id": "assigned", "compressors": compressors, "exchanges": exchanges}
 
 
 def check_patterns(compression: Any, names: Iterable[str]) -> None:

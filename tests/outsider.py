@@ -1,4 +1,4 @@
-"""A compressor as a user writes it in a file of their own; nothing in the package knows of it."""
+"""What users write in a file of their own: a compressor, an exchange, a topology, a trigger."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 import hvd_compress
 from hvd_compress.compressors import NOT_FINITE, Body, add_gradient
+from hvd_compress.schedules import Watch
 from hvd_compress.wire import Sections
 
 
@@ -43,3 +44,40 @@ class SignSum(hvd_compress.Compressor):
         values = np.where(is_positive, size, -size)
         out[:] = out + values if add else values
         return True
+
+
+class EveryOther(hvd_compress.TwoPhase):
+    """Of two ranks next to each other, such as those of a host with one link, one sums up."""
+
+    id = "every_other"
+
+    def owners(self, ranks: int) -> range:
+        return range(0, ranks, 2)
+
+
+@dataclass(frozen=True)
+class Star(hvd_compress.Topology):
+    """All talk with rank 0 only."""
+
+    id: ClassVar[str] = "star"
+
+    def matrix(self, size: int) -> Any:
+        weights = np.eye(size)
+        weights[0, 1:] = weights[1:, 0] = 1 / size
+        return weights - np.diag(weights.sum(axis=1) - 1)
+
+
+class _Relative(Watch):
+    def end_pass(self, due: Any, moved: Any) -> None:
+        self.thresholds[due] = self.trigger.share * self.norms[due]  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class RelativeThreshold(hvd_compress.Trigger):
+    """Sends a tensor when its norm has changed by a share of itself."""
+
+    share: float = 0.1
+    id: ClassVar[str] = "relative"
+
+    def watch(self, count: int) -> Watch:
+        return _Relative(self, count)

@@ -9,7 +9,7 @@ from typing import Any
 from hvd_compress._keras.link import Link
 from hvd_compress._keras.optimizer import local_variables, wrap
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchange_of, resolved
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, Exchange
 
 __all__ = ["Interface"]
 
@@ -43,7 +43,7 @@ class Interface:
         process_set: Any = None,
         scale_local_gradients: bool = True,
         *,
-        exchange: str | ParameterServer = "auto",
+        exchange: str | Exchange = "auto",
         min_numel: int = DEFAULT_MIN_NUMEL,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         adagrad: AdaGrad | None = None,

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_compress.engine import check_settings, refuse_other_ops
-from hvd_compress.exchange import ParameterServer
+from hvd_compress.exchange import Exchange
 from hvd_compress.gossip import OneSided
 from hvd_compress.horovod_nodes import HorovodNodes
 from hvd_compress.ranks import Ranks
 
-__all__ = ["Exchange", "Link"]
+__all__ = ["KerasExchange", "Link"]
 
 
-class Exchange(Protocol):
+class KerasExchange(Protocol):
     """Combines gradients of a fixed list of variables over all ranks."""
 
     @property
@@ -97,7 +97,7 @@ class Link(ABC):
         *,
         compression: Any,
         op: Any,
-        exchange: str | ParameterServer,
+        exchange: str | Exchange,
         min_numel: int,
         bucket_bytes: int,
         gradient_predivide_factor: float,
@@ -154,7 +154,9 @@ class Link(ABC):
         """What can be made a tensor, as one that Horovod takes."""
 
     @abstractmethod
-    def exchange(self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool) -> Exchange:
+    def exchange(
+        self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool
+    ) -> KerasExchange:
         """An exchange for the gradients of Keras variables; a collective call.
 
         With `compares` it looks in the second step whether all ranks have the same variables, and warns.

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_compress._keras.link import Exchange, Link
+from hvd_compress._keras.link import KerasExchange, Link
 from hvd_compress.engine import empty_state, refuse_residuals, resolved
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
@@ -50,8 +50,8 @@ class Distribution:
         self._scale = scale
         self._variables: list[Any] = []
         self._pending: dict[str, Any] | None = None
-        self._replaced: Exchange | None = None
-        self.exchange: Exchange | None = None
+        self._replaced: KerasExchange | None = None
+        self.exchange: KerasExchange | None = None
 
     def combine(
         self, gradients: Sequence[Any], variables: Sequence[Any], known: Sequence[Any], loss_scale: Any = None
@@ -101,7 +101,7 @@ class Distribution:
         return self.latest is not None
 
     @property
-    def latest(self) -> Exchange | None:
+    def latest(self) -> KerasExchange | None:
         """The exchange that holds what is owed, also while another one is about to take over."""
         return self.exchange or self._replaced
 
@@ -128,7 +128,7 @@ class Distribution:
                 f"those of {', '.join(repr(_path(v)) for v in self._variables)}. Use another optimizer for them"
             )
 
-    def _exchange_for(self, known: Sequence[Any]) -> Exchange:
+    def _exchange_for(self, known: Sequence[Any]) -> KerasExchange:
         if self.exchange is None:
             local = {self._link.key(v) for v in self.local}
             self._variables = [v for v in known if self._link.key(v) not in local]
@@ -142,7 +142,7 @@ class Distribution:
         return self.exchange
 
 
-def _load(exchange: Exchange, state: dict[str, Any]) -> None:
+def _load(exchange: KerasExchange, state: dict[str, Any]) -> None:
     if exchange.keeps_state:
         exchange.load_state_dict(state)
     else:

@@ -297,7 +297,8 @@ def _probe(framework: str) -> dict[str, Any] | str:
     """
     # in a process of its own: a Horovod that was built for another version of the framework may crash
     program = _PROBE.format(framework, _BUILT_FOR[framework])
-    outcome = attempt([sys.executable, "-c", program], _PROBE_SECONDS)
+    # unbuffered, so that what it prints comes before the traceback that ends it, from Python 3.13 on too
+    outcome = attempt([sys.executable, "-u", "-c", program], _PROBE_SECONDS)
     told: dict[str, Any] = {}
     said = []
     for line in outcome.text.splitlines():

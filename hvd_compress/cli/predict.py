@@ -19,7 +19,7 @@ from hvd_compress.cost import (
     step_seconds,
 )
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, Routing, Tensor, backward_buckets, bucket_work
-from hvd_compress.exchange import EXCHANGES
+from hvd_compress.exchange import AllGather, Dense, Exchange, Hierarchical, TwoPhase
 
 __all__ = ["BACKWARD_SHARE", "Prediction", "predict"]
 
@@ -36,7 +36,7 @@ class Prediction:
 
     Args:
         compressor: of the tensors that are large enough.
-        exchange: "dense" for Horovod's allreduce.
+        exchange: its name; "dense" for Horovod's allreduce.
         sent_bytes: what each rank sends in each step; in a hierarchical exchange, what goes to other hosts.
         seconds: of a step.
         break_even: the bandwidth below which it is faster than dense float32, bits per second; always predicted.
@@ -96,7 +96,7 @@ def predict(
         jobs = [Job(stages_of(work, speed, of), work.numel * backward / whole) for work in works]
         return step_seconds(jobs, step - backward, worker)
 
-    def works_of(compressor: Compressor, exchange: str, speed: Speed) -> Works:
+    def works_of(compressor: Compressor, exchange: Exchange, speed: Speed) -> Works:
         routing = Routing(None, exchange)
         works: list[Work] = []
         for bucket in buckets:
@@ -110,21 +110,21 @@ def predict(
     def plain_works(of: Sequence[Tensor]) -> Works:
         return [dense_work(math.prod(t.shape), 4, network.ranks) for t in of]
 
-    def row(compressor: Compressor, exchange: str, speed: Speed) -> Prediction:
+    def row(compressor: Compressor, exchange: Exchange, speed: Speed) -> Prediction:
         works = works_of(compressor, exchange, speed)
         here = network.bandwidth
         even = break_even_bandwidth(
             lambda b: seconds(works, speed, network.slowed(here / b)),
             lambda b: seconds(plain, Speed(), network.slowed(here / b)),
         )
-        compresses = any(work.exchange != "dense" for work in works)
+        compresses = any(work.half or not isinstance(work.exchange, Dense) for work in works)
         sent = sum(w.sent_bytes for w in works)
-        return Prediction(compressor, exchange, sent, seconds(works, speed, network), even, compresses=compresses)
+        return Prediction(compressor, exchange.id, sent, seconds(works, speed, network), even, compresses=compresses)
 
     plain = [work for bucket in buckets for work in plain_works(bucket)]
-    first = Prediction(NoCompression(), "dense", sum(w.sent_bytes for w in plain), seconds(plain, Speed(), network))
-    kinds = [e for e in EXCHANGES if e in ("two_phase", "allgather", "hierarchical")]
-    if network.inside is None or network.between is None:
-        kinds = [e for e in kinds if e != "hierarchical"]
-    rows = [row(c, e, s) for c, s in speeds.items() for e in (["dense"] if c.reducible else kinds)]
+    first = Prediction(NoCompression(), Dense.id, sum(w.sent_bytes for w in plain), seconds(plain, Speed(), network))
+    kinds: list[Exchange] = [TwoPhase(), AllGather()]
+    if network.inside is not None and network.between is not None:
+        kinds.append(Hierarchical())
+    rows = [row(c, e, s) for c, s in speeds.items() for e in ([Dense()] if c.reducible else kinds)]
     return [first, *rows]

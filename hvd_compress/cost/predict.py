@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress.cost.link import LinkSpeed, Network
 from hvd_compress.cost.speeds import Speed
-from hvd_compress.exchange import Plan, ring_bytes
+from hvd_compress.exchange import Dense, Exchange, Plan, ring_bytes
 
 __all__ = ["Stage", "Work", "break_even_bandwidth", "dense_work", "exchange_seconds", "stages_of", "work_of"]
 
@@ -21,26 +21,28 @@ class Work:
     """Describes one exchange in plain numbers, of one tensor or of a bucket of several.
 
     Args:
-        exchange: "dense", "fp16", "two_phase", "allgather" or "hierarchical".
+        exchange: `Dense` for Horovod's allreduce.
         numel: elements.
         hop_bytes: what a rank sends in each collective; in those between the hosts of a hierarchical exchange, what all
             ranks of its host send.
         pieces: payloads that hold all elements once; kernels are called for each.
         groups: how many groups of elements compressors take together.
         sharing: how many ranks a host has, in a hierarchical exchange.
+        half: whether Horovod's allreduce is of float16.
     """
 
-    exchange: str
+    exchange: Exchange
     numel: int
     hop_bytes: tuple[float, ...]
     pieces: int = 1
     groups: int = 0
     sharing: int = 1
+    half: bool = False
 
     @property
     def sent_bytes(self) -> float:
         """The bytes a rank sends; in a hierarchical exchange only those to other hosts, as in `compression_stats`."""
-        if self.exchange == "hierarchical":
+        if self.exchange.uses_hosts:
             _, to_owner, to_all, _ = self.hop_bytes
             return (to_owner + to_all) / self.sharing
         return sum(self.hop_bytes)
@@ -70,7 +72,7 @@ class Stage:
 def dense_work(numel: int, itemsize: int, ranks: int, half: bool = False) -> Work:
     """Describe the work of Horovod's own allreduce, with `half` as float16."""
     nbytes = numel * (2 if half else itemsize)
-    return Work("fp16" if half else "dense", numel, (ring_bytes(nbytes, ranks),))
+    return Work(Dense(), numel, (ring_bytes(nbytes, ranks),), half=half)
 
 
 def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_per_host: int = 1) -> Work:
@@ -84,9 +86,9 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
     first, numel = plans[0], sum(plan.numel for plan in plans)
     nbytes = sum(_expected(plan, bytes_per_element) for plan in plans)
     others = (first.ranks - 1) / first.ranks
-    if first.exchange == "allgather":
+    if not first.exchange.has_owners:
         hops: tuple[float, ...] = ((first.ranks - 1) * nbytes,)
-    elif first.exchange == "two_phase":
+    elif not first.exchange.uses_hosts:
         hops = (others * nbytes, others * nbytes)
     else:
         hosts = first.ranks // ranks_per_host
@@ -117,14 +119,14 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         return Stage(added + calls.encoding(chunk, work.groups / ranks))
 
     encode = Stage(speed.encoding(numel, work.groups))
-    if work.exchange in ("dense", "fp16"):
-        collective = "allreduce" if work.exchange == "dense" else "allreduce_half"
+    if isinstance(work.exchange, Dense):
+        collective = "allreduce_half" if work.half else "allreduce"
         (nbytes,) = work.hop_bytes
         # copied into the buffer that Horovod fuses in and out of it; of a ring, 2 (ranks - 1) / ranks of it are sent
         copied = 2 * network.copying * ranks / (2 * max(ranks - 1, 1))
         joined = replace(sent(collective, nbytes), fusable_bytes=nbytes, joined_per_byte=copied,
                          per_byte=getattr(link, collective).per_unit)  # fmt: skip
-        if work.exchange == "dense":
+        if not work.half:
             return (joined,)
         # Horovod casts into new tensors in both directions
         return (
@@ -132,11 +134,11 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
             joined,
             Stage(speed.decode(numel) + speed.of_new_memory(4 * numel)),
         )
-    if work.exchange == "allgather":
+    if not work.exchange.has_owners:
         first, rest = speed.decode(numel), (ranks - 1) * speed.add(numel)
         (nbytes,) = work.hop_bytes
         return (encode, sent("allgather", nbytes), Stage(first + rest))
-    if work.exchange == "two_phase":
+    if not work.exchange.uses_hosts:
         to_owner, to_all = work.hop_bytes
         return (
             encode, sent("alltoall", to_owner), reduction(numel / ranks, ranks), sent("allgather", to_all),

@@ -14,7 +14,17 @@ from hvd_compress import saved
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.lane import Array, Piece, Share
 from hvd_compress.errors import StateError
-from hvd_compress.exchange import COLLECTIVES, Account, Bucket, Parcel, aligned_empty, plan_together, ring_bytes
+from hvd_compress.exchange import (
+    Account,
+    AllGather,
+    Bucket,
+    Exchange,
+    Parcel,
+    TwoPhase,
+    aligned_empty,
+    plan_together,
+    ring_bytes,
+)
 from hvd_compress.kernels import merge as kernels
 from hvd_compress.policy import Policy, compressor_for
 from hvd_compress.ranks import Ranks
@@ -154,7 +164,7 @@ class ShareSync:
             self._start_one_by_one([_NOTHING] * self._parts_of_values(wait))
             return
         self._start_part(_NOTHING)
-        rest = len(COLLECTIVES[_exchange_of(self._across.size)]) - 1
+        rest = len(_exchange_of(self._across.size).collectives) - 1
         self._later = [(_halfway(wait), partial(self._start_part, _NOTHING)) for _ in range(rest)]
 
     def forget(self) -> None:
@@ -297,9 +307,9 @@ class ShareSync:
         return received
 
 
-def _exchange_of(nodes: int) -> str:
+def _exchange_of(nodes: int) -> Exchange:
     """Choose the exchange: between two nodes both send equally many bytes, and an allgather needs one collective."""
-    return "allgather" if nodes == 2 else "two_phase"
+    return AllGather() if nodes == 2 else TwoPhase()
 
 
 def _halfway(wait: int) -> int:

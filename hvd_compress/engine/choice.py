@@ -23,7 +23,7 @@ from hvd_compress.elastic import refuse_elastic
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import (
     AdaGrad,
-    ParameterServer,
+    Exchange,
     checked,
     checked_exchange,
     exchange_with,
@@ -78,7 +78,7 @@ class Defaults:
     auto = Auto()
 
 
-def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
+def resolved(compression: Any, exchange: str | Exchange = "auto") -> Any:
     """Return what the user gave, with a name replaced by what it stands for; see `meant`.
 
     With a parameter server, what Horovod could send itself becomes a compressor of ours, since no allreduce sums it.
@@ -88,7 +88,7 @@ def resolved(compression: Any, exchange: str | ParameterServer = "auto") -> Any:
         ValueError: a name of no compressor.
     """
     compression = meant(compression)
-    if not isinstance(checked_exchange(exchange), ParameterServer):
+    if not checked_exchange(exchange).takes_all:
         return compression
     ours = horovods_own(compression)
     if isinstance(ours, Compressor):
@@ -187,7 +187,7 @@ def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any,
     return 1.0 / ranks if op == average else 1.0
 
 
-def exchange_of(adagrad: AdaGrad | None, exchange: str | ParameterServer, compression: Any) -> str | ParameterServer:
+def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: Any) -> Exchange:
     """Return the exchange to use where gradients may be AdaGrad's updates; see `exchange_with`.
 
     Raises:
@@ -237,7 +237,7 @@ def names_of_call(name: str | None, number: int) -> list[str]:
 
 def check_settings(
     compression: Any,
-    exchange: str | ParameterServer,
+    exchange: str | Exchange,
     min_numel: int,
     bucket_bytes: int,
     averages: bool,
@@ -252,7 +252,7 @@ def check_settings(
         ValueError: a setting out of its range.
         UnsupportedError: an elastic run with one of our compressors; `Auto` with a parameter server.
     """
-    if isinstance(checked_exchange(exchange), ParameterServer) and isinstance(compression, Auto):
+    if checked_exchange(exchange).takes_all and isinstance(compression, Auto):
         raise UnsupportedError(
             f"{compression!r} with exchange={exchange!r}: it chooses exchanges, too, by what they are predicted to "
             "take. Give a compressor or a Policy, or leave the exchange to it"

@@ -21,7 +21,6 @@ from hvd_compress.exchange import (
     Counters,
     Hosts,
     Pack,
-    ParameterServer,
     plan_together,
 )
 from hvd_compress.feedback import FORMAT, check_state
@@ -89,7 +88,7 @@ class Ledger(Generic[AnyBucket]):
         """The pack of each small tensor."""
         self.dense: dict[str, Counters] = {}
         self._pays_debts = pays_debts
-        self._hosts = hosts if routing.exchange == "hierarchical" else None
+        self._hosts = hosts if routing.exchange.uses_hosts else None
         self.debts: dict[str, Array] = {}
         """What is owed of tensors that go dense now; it travels with their next gradient."""
         self._before: dict[str, Counters] = {}
@@ -113,9 +112,9 @@ class Ledger(Generic[AnyBucket]):
         for tensor in resting:
             self._shapes[tensor.name] = tensor.shape
             self._resting[tensor.name] = Counters()
-        if ranks > 1 and isinstance(routing.exchange, ParameterServer):
-            # made for its checks, whether a tensor goes there or not
-            routing.exchange.of_bucket(0, ranks).root_among(ranks)
+        if ranks > 1:
+            # asked for its checks, whether a tensor goes there or not
+            routing.exchange.of_bucket(0, ranks).owners(ranks)
         for names in routing.divided(by_name.values(), ranks, groups):
             bucket = self._make_bucket(names, by_name, routing, make_bucket)
             self.buckets.append(bucket)
@@ -135,9 +134,7 @@ class Ledger(Generic[AnyBucket]):
         # buckets of a choice and buckets of what is left to compress are not the same where some went dense
         ways = {routing.exchange_of(t.name) for t in compressed}
         exchange = ways.pop() if len(ways) == 1 else routing.exchange
-        if isinstance(exchange, ParameterServer):
-            exchange = exchange.of_bucket(len(self.buckets), self._ranks)
-        plans = plan_together(exchange, together, self._ranks)
+        plans = plan_together(exchange.of_bucket(len(self.buckets), self._ranks), together, self._ranks)
         accounts = {
             t.name: Account(
                 t.name, plans[t.name], chosen[t.name], self._position, self._hosts, t.itemsize,
@@ -270,11 +267,11 @@ class Ledger(Generic[AnyBucket]):
         for name, account in self.accounts.items():
             norm = account.residual_norm()
             squares += norm**2
-            tensors[name] = self.counters_of(name).report(norm) | {"exchange": account.plan.exchange}
+            tensors[name] = self.counters_of(name).report(norm) | {"exchange": account.plan.exchange.id}
         for name in (*self.packs, *self.dense):
             norm = float(np.linalg.norm(self.debts[name])) if name in self.debts else 0.0
             squares += norm**2
-            way = f"{self.packs[name].account.plan.exchange}, uncompressed" if name in self.packs else "dense"
+            way = f"{self.packs[name].account.plan.exchange.id}, uncompressed" if name in self.packs else "dense"
             tensors[name] = self.counters_of(name).report(norm) | {"exchange": way}
         for name, counters in self._resting.items():
             if counters.steps or name in self.debts:

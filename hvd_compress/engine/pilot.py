@@ -11,7 +11,7 @@ from hvd_compress.compressors import FP16, Compressor, NoCompression
 from hvd_compress.cost import Explorer, Network, Speed, Stage, configurations, stages_of
 from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
-from hvd_compress.exchange import ParameterServer
+from hvd_compress.exchange import Dense, Exchange, FewestBytes, TwoPhase
 from hvd_compress.policy import Assigned, Auto
 
 __all__ = ["Pilot"]
@@ -74,7 +74,7 @@ class Pilot:
     def routing(self) -> Routing:
         """The way that tensors go from now on."""
         chosen: dict[str, Compressor] = {}
-        exchanges: dict[str, str] = {}
+        exchanges: dict[str, Exchange] = {}
         for names, label, by_way in zip(self.buckets, self.explorer.current.labels, self._exchanges, strict=True):
             chosen |= dict.fromkeys(names, self._ways[label])
             if label in by_way:
@@ -123,7 +123,9 @@ class Pilot:
                 {
                     "tensors": list(names),
                     "choice": label,
-                    "exchange": "dense" if self._ways[label].reducible else by_way.get(label, self._routing.exchange),
+                    "exchange": (
+                        Dense() if self._ways[label].reducible else by_way.get(label, self._routing.exchange)
+                    ).id,
                     "predicted_seconds": predicted,
                 }
                 for names, label, by_way, predicted in zip(
@@ -141,31 +143,29 @@ class Pilot:
         others = ", ".join(f"{name} {1e3 * s:.3g} ms" for name, s in sorted(seconds.items(), key=lambda item: item[1]))
         return f"{chosen.name}: {'measured' if known else 'predicted'} per step: {others}"
 
-    def _stages(self, names: Sequence[str]) -> tuple[dict[str, tuple[Stage, ...]], dict[str, str]]:
+    def _stages(self, names: Sequence[str]) -> tuple[dict[str, tuple[Stage, ...]], dict[str, Exchange]]:
         """List the stages of each way to exchange a bucket's tensors, and the exchange where predictions chose it."""
         tensors = [self._tensors[name] for name in names]
         exchange = self._routing.exchange
-        if exchange == "hierarchical" and self._network.inside is None:
+        if exchange.uses_hosts and self._network.inside is None:
             # all ranks are on one host, or each host has one rank
-            exchange = "two_phase"
+            exchange = TwoPhase()
         stages: dict[str, tuple[Stage, ...]] = {}
-        exchanges: dict[str, str] = {}
+        exchanges: dict[str, Exchange] = {}
         for way, compressor in self._ways.items():
             found = self._stages_of(tensors, compressor, exchange)
             if not found:
                 continue
             stages[way] = found
-            if exchange == "auto" and not compressor.reducible:
+            if isinstance(exchange, FewestBytes) and not compressor.reducible:
                 # "auto" counts a collective as fixed bytes, whatever the link
-                explicit = {e: self._stages_of(tensors, compressor, e) for e in ("allgather", "two_phase")}
+                explicit = {e: self._stages_of(tensors, compressor, e) for e in exchange.candidates}
                 fastest = min(explicit, key=lambda e: _seconds(explicit[e]))
                 if _EXCHANGE_GAIN * _seconds(explicit[fastest]) < _seconds(found):
                     stages[way], exchanges[way] = explicit[fastest], fastest
         return stages, exchanges
 
-    def _stages_of(
-        self, tensors: Sequence[Tensor], compressor: Compressor, exchange: str | ParameterServer
-    ) -> tuple[Stage, ...]:
+    def _stages_of(self, tensors: Sequence[Tensor], compressor: Compressor, exchange: Exchange) -> tuple[Stage, ...]:
         """List the stages of an exchange; none if all tensors are too small for the compressor."""
         speed = self._speeds.get(compressor, Speed())
         work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import ParameterServer, checked, fitted, is_uncompressed, make_plan, saves_bytes
+from hvd_compress.exchange import Exchange, FewestBytes, checked, fitted, is_uncompressed, make_plan
 from hvd_compress.policy import Assigned, Policy
 
 __all__ = ["Routing", "Tensor", "backward_buckets"]
@@ -33,13 +33,13 @@ class Routing:
 
     Args:
         compressor: of all tensors, or of each by its name; None if all go dense.
-        exchange: "auto", "two_phase", "allgather", "hierarchical" or a `ParameterServer`.
+        exchange: of compressed tensors.
         min_numel: tensors with fewer elements are not compressed.
         bucket_bytes: tensors go together up to so many bytes of float32; 0 leaves every tensor alone.
     """
 
     compressor: Compressor | Policy | Assigned | None
-    exchange: str | ParameterServer = "auto"
+    exchange: Exchange = FewestBytes()  # noqa: RUF009 - it is frozen
     min_numel: int = DEFAULT_MIN_NUMEL
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
@@ -49,7 +49,7 @@ class Routing:
             return NoCompression()
         return self.compressor if isinstance(self.compressor, Compressor) else self.compressor.for_tensor(name)
 
-    def exchange_of(self, name: str) -> str | ParameterServer:
+    def exchange_of(self, name: str) -> Exchange:
         """Return the exchange that a compressed tensor wants; tensors of a bucket that differ use the routing's own."""
         chosen = self.compressor.exchanges if isinstance(self.compressor, Assigned) else {}
         return chosen.get(name, self.exchange)
@@ -69,13 +69,11 @@ class Routing:
         if compressor.reducible or math.prod(tensor.shape) < max(least, 1):
             return False
         exchange = self.exchange_of(tensor.name)
-        if isinstance(exchange, ParameterServer) or is_uncompressed(compressor):
+        if exchange.takes_all or is_uncompressed(compressor):
             return True
         # Horovod knows no bfloat16, which goes as float32
         itemsize = max(tensor.itemsize, 4) if tensor.dtype == "bfloat16" else tensor.itemsize
-        plan = make_plan(exchange, compressor, tensor.shape, ranks, itemsize)
-        # "auto" counts what a collective costs, too, and has said "dense" itself where bytes are not saved
-        return plan.exchange != "dense" if exchange == "auto" else saves_bytes(plan, itemsize)
+        return exchange.pays(make_plan(exchange, compressor, tensor.shape, ranks, itemsize), itemsize)
 
     def payloads_of(self, tensor: Tensor) -> Compressor:
         """Return the compressor that makes the payloads of a tensor that is exchanged.
@@ -83,7 +81,7 @@ class Routing:
         A tensor whose payloads would be larger than the tensor goes to a root uncompressed.
         """
         compressor = self.compressor_of(tensor.name)
-        if isinstance(self.exchange_of(tensor.name), ParameterServer) and not is_uncompressed(compressor):
+        if self.exchange_of(tensor.name).takes_all and not is_uncompressed(compressor):
             numel = math.prod(tensor.shape)
             if compressor.capacity(numel, compressor.group_numel(tensor.shape)) >= tensor.itemsize * numel:
                 compressor = checked(NoCompression())

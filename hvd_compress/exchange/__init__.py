@@ -17,36 +17,33 @@ from hvd_compress.exchange.bucket import Bucket
 from hvd_compress.exchange.counters import Counters
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.inside import Parcel
+from hvd_compress.exchange.kinds import AllGather, Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
 from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.exchange.named import EXCHANGES, checked_exchange, make_plan, plan_together
 from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.parameter_server import ParameterServer
-from hvd_compress.exchange.plan import (
-    COLLECTIVES,
-    EXCHANGES,
-    Plan,
-    checked_exchange,
-    chunk_bounds,
-    make_plan,
-    plan_together,
-    ring_bytes,
-    saves_bytes,
-)
+from hvd_compress.exchange.plan import Plan, chunk_bounds, ring_bytes
 from hvd_compress.exchange.raw import Raw, checked, fitted, is_uncompressed, unchecked
 
 __all__ = [
-    "COLLECTIVES",
     "EXCHANGES",
     "Account",
     "Accumulator",
     "AdaGrad",
+    "AllGather",
     "Bucket",
     "Counters",
+    "Dense",
+    "Exchange",
+    "FewestBytes",
+    "Hierarchical",
     "Hosts",
     "Pack",
     "ParameterServer",
     "Parcel",
     "Plan",
     "Raw",
+    "TwoPhase",
     "aligned_empty",
     "checked",
     "checked_exchange",
@@ -57,6 +54,5 @@ __all__ = [
     "make_plan",
     "plan_together",
     "ring_bytes",
-    "saves_bytes",
     "unchecked",
 ]

@@ -72,7 +72,7 @@ class Account:
     @cached_property
     def owned(self) -> slice | None:
         """The elements whose sum this rank makes; None if there are none."""
-        if self.plan.exchange == "allgather":
+        if not self.plan.exchange.has_owners:
             return None
         return next((part for chunk, part in self.plan.chunks if chunk == self.chunk), None)
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from hvd_compress.compressors.settings import check_real
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange.kinds import Exchange
 from hvd_compress.exchange.memory import aligned_empty
-from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.kernels import adagrad as kernels
 
 __all__ = ["Accumulator", "AdaGrad", "exchange_with"]
@@ -98,7 +98,7 @@ class Accumulator:
         self._is_ahead = False
 
 
-def exchange_with(adagrad: AdaGrad | None, exchange: str | ParameterServer) -> str | ParameterServer:
+def exchange_with(adagrad: AdaGrad | None, exchange: Exchange) -> Exchange:
     """Return the exchange to use with `adagrad`: "auto" becomes "two_phase".
 
     Raises:
@@ -109,9 +109,9 @@ def exchange_with(adagrad: AdaGrad | None, exchange: str | ParameterServer) -> s
         return exchange
     if not isinstance(adagrad, AdaGrad):
         raise TypeError(f"adagrad={adagrad!r}: give an AdaGrad, such as AdaGrad(), or None")
-    if exchange == "allgather":
+    if not exchange.has_owners:
         raise UnsupportedError(
-            f"{adagrad!r} with exchange='allgather': it is applied by the owner of a sum, and there is none; use "
+            f"{adagrad!r} with exchange={exchange.id!r}: it is applied by the owner of a sum, and there is none; use "
             "exchange='two_phase', 'hierarchical' or 'parameter_server'"
         )
-    return "two_phase" if exchange == "auto" else exchange
+    return exchange.with_owners()

@@ -242,7 +242,7 @@ class Bucket:
         sent = self._gradients.message
         self.tally.count("bytes_sent", sent, sizes)
         of_runs = sent.slots_of_runs if sent.fixed_size else sent.sizes_of_runs(sizes)
-        if self.exchange == "allgather":
+        if not self.exchange.has_owners:
             return Parcel(self._gradients.buffer[: of_runs[0]])
         # the whole buffer, though not all of it is sent: Horovod's response cache wants equal shapes in every step
         is_even = sent.fixed_size and len(set(of_runs)) == 1
@@ -259,7 +259,7 @@ class Bucket:
         if collective == "alltoall":
             return self.reduce(received)
         if self._inside is None:
-            raise RuntimeError(f"{collective!r} of {self.name!r}, whose exchange is {self.exchange!r}")
+            raise RuntimeError(f"{collective!r} of {self.name!r}, whose exchange is {self.exchange.id!r}")
         if collective != "scatter_inside":
             return self._inside.passed_on(received)
         self._host_sums = self._inside.sums(received)

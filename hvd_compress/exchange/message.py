@@ -149,19 +149,19 @@ def sent(accounts: Sequence[Account]) -> Message:
         for i, account in enumerate(accounts):
             for number, part in account.sent_chunks:
                 if number == chunk:
-                    crossings = plan.ranks - 1 if plan.exchange == "allgather" else int(chunk != first.chunk)
+                    crossings = int(chunk != first.chunk) if plan.exchange.has_owners else plan.ranks - 1
                     start = part.start - account.shard.start
                     parts.append(_part(i, account, chunk, start, part, False, crossings))
         return parts
 
-    chunks = [0] if plan.exchange == "allgather" else _chunks_by_rank(first)
+    chunks = _chunks_by_rank(first) if plan.exchange.has_owners else [0]
     return Message(map(run, chunks), all(a.plan.fixed_size for a in accounts), len(accounts))
 
 
 def owned(accounts: Sequence[Account]) -> Message:
     """Describe what this rank receives as the owner of a chunk: a run of each sender."""
     first = accounts[0]
-    if first.plan.exchange == "allgather":
+    if not first.plan.exchange.has_owners:
         return Message([], True, len(accounts))
     senders = range(first.plan.ranks) if first.hosts is None else sorted(first.hosts.between(first.position))
     runs = [
@@ -191,7 +191,7 @@ def arriving(accounts: Sequence[Account]) -> Message:
     """Describe what the last collective brings: a run of each chunk, or of each rank in an allgather."""
     first = accounts[0]
     fixed_size = all(a.plan.fixed_answers for a in accounts)
-    if first.plan.exchange == "allgather":
+    if not first.plan.exchange.has_owners:
         return Message(
             [
                 [

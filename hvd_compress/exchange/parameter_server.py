@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.settings import check_choice, check_int
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange.kinds import Exchange
 from hvd_compress.exchange.raw import CheckedRaw, Raw
 
-__all__ = ["EXCHANGE", "ParameterServer"]
+__all__ = ["ParameterServer"]
 
-EXCHANGE = "parameter_server"
 _ROUND_ROBIN = "round_robin"
 
 
 @dataclass(frozen=True)
-class ParameterServer:
+class ParameterServer(Exchange):
     """All ranks send their payloads to a root, which sums them up and sends the sum back to all.
 
     The root works, too. Uncompressed gradients take the same way: with `exchange=ParameterServer(answer="dense")`
@@ -45,6 +45,10 @@ class ParameterServer:
         array([0., 1.], dtype=float32)
     """
 
+    id = "parameter_server"
+    collectives = ("alltoall", "broadcast")
+    takes_all = True
+
     root: int | str = 0
     answer: str = "compressed"
     transport: str = "horovod"
@@ -57,13 +61,16 @@ class ParameterServer:
         check_choice(self, "answer", self.answer, ("compressed", "dense"))
         check_choice(self, "transport", self.transport, ("horovod", "mpi"))
 
-    def get_config(self) -> dict[str, Any]:
-        """Return the settings as a JSON-able dict, which ranks compare."""
-        return {"id": EXCHANGE, **asdict(self)}
+    @property
+    def sends_by_mpi(self) -> bool:
+        return self.transport == "mpi"
 
     def of_bucket(self, number: int, ranks: int) -> ParameterServer:
         """Return the settings of one bucket, with its root filled in."""
         return replace(self, root=number % ranks) if self.root == _ROUND_ROBIN else self
+
+    def owners(self, ranks: int) -> Sequence[int]:
+        return (self.root_among(ranks),)
 
     def root_among(self, ranks: int) -> int:
         """Return the root, which `of_bucket` has filled in.
@@ -80,5 +87,4 @@ class ParameterServer:
         return self.root
 
     def answers_of(self, compressor: Compressor) -> Compressor:
-        """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
         return compressor if self.answer == "compressed" or isinstance(compressor, Raw) else CheckedRaw()

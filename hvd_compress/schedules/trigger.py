@@ -34,7 +34,8 @@ class Watch(ABC):
         count: how many tensors there are.
     """
 
-    _SAVED: ClassVar[tuple[str, ...]] = ("norms", "sent_at", "thresholds")
+    SAVED: ClassVar[tuple[str, ...]] = ("norms", "sent_at", "thresholds")
+    """The attributes, NumPy arrays, that a saved state has."""
 
     def __init__(self, trigger: Trigger, count: int) -> None:
         self.trigger = trigger
@@ -62,7 +63,7 @@ class Watch(ABC):
             one that has not changed at all is not, unless forced.
         """
         self.passes += 1
-        self._begin_pass()
+        self.begin_pass()
         self.compared = self.thresholds.copy()
         # the difference of two infinities is no number
         with np.errstate(invalid="ignore"):
@@ -74,7 +75,7 @@ class Watch(ABC):
         self._forced = False
         if absent is not None:
             due &= ~absent
-        self._end_pass(due, moved)
+        self.end_pass(due, moved)
         self.norms[due] = norms[due]
         self.sent_at[due] = self.passes
         return due
@@ -88,16 +89,21 @@ class Watch(ABC):
         self.norms[:] = norms
         return np.isfinite(norms)
 
-    def _begin_pass(self) -> None:  # noqa: B027, a constant threshold does nothing here
+    def begin_pass(self) -> None:  # noqa: B027, a constant threshold does nothing here
         """Change thresholds that depend on the number of passes since the last event."""
 
     @abstractmethod
-    def _end_pass(self, due: Flags, moved: Floats) -> None:
-        """Set the thresholds of what is sent; `norms` and `sent_at` are still those of the event before."""
+    def end_pass(self, due: Flags, moved: Floats) -> None:
+        """Set the thresholds of what is sent, for later passes.
+
+        Args:
+            due: what is sent in this pass; its `norms` and `sent_at` are still those of the event before.
+            moved: by how much each tensor has changed since then.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later decisions depend on, as plain numbers and arrays."""
-        arrays = {key: getattr(self, key).copy() for key in self._SAVED}
+        arrays = {key: getattr(self, key).copy() for key in self.SAVED}
         return {"trigger": self.trigger.get_config(), "passes": self.passes, **arrays}
 
     def check(self, state: Any) -> dict[str, Any]:
@@ -106,14 +112,14 @@ class Watch(ABC):
         Raises:
             StateError: it is another one, or damaged.
         """
-        given = saved.record("watch of an event state", state, ["trigger", "passes", *self._SAVED])
+        given = saved.record("watch of an event state", state, ["trigger", "passes", *self.SAVED])
         if not saved.equal(given["trigger"], self.trigger.get_config()):
             raise StateError(
                 f"event state of the trigger {given['trigger']} given to {self.trigger!r}: it takes its own only"
             )
         passes = saved.integer("passes of an event state", given["passes"])
         checked: dict[str, Any] = {}
-        for key in self._SAVED:
+        for key in self.SAVED:
             what, mine = f"{key} of the trigger in an event state", getattr(self, key)
             if mine.dtype == np.int64:
                 checked[key] = saved.integers(what, given[key], mine.shape)
@@ -142,16 +148,40 @@ class Watch(ABC):
     def load(self, checked: Mapping[str, Any]) -> None:
         """Take over what `check` returned."""
         self.passes = checked["passes"]
-        for key in self._SAVED:
+        for key in self.SAVED:
             setattr(self, key, checked[key].copy())
 
 
 class Trigger(ABC):
-    """Base of the triggers; subclasses are frozen dataclasses whose fields are the settings."""
+    """Base of the triggers, also of your own: frozen dataclasses whose fields are the settings, equal on all ranks.
+
+    A subclass has an `id` and the method `watch`. Its `Watch` sets thresholds: `end_pass` when a pass has ended,
+    `begin_pass` before one is decided.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import numpy as np
+        >>> from hvd_compress import Trigger
+        >>> from hvd_compress.schedules import Watch
+        >>> class Relative(Watch):
+        ...     def end_pass(self, due, moved):
+        ...         self.thresholds[due] = self.trigger.share * self.norms[due]
+        >>> @dataclass(frozen=True)
+        ... class RelativeThreshold(Trigger):
+        ...     share: float = 0.1
+        ...     id = "relative"
+        ...     def watch(self, count):
+        ...         return Relative(self, count)
+        >>> watch = RelativeThreshold(0.5).watch(1)
+        >>> [bool(watch.decide(np.array([norm]))[0]) for norm in (2.0, 4.0, 4.5, 9.0)]
+        [True, True, False, True]
+    """
 
     id: ClassVar[str]
-    initial_passes: int
-    measure: str
+    initial_passes: int = 1
+    """In how many passes, from the first on, everything is sent."""
+    measure: str = "norm"
+    """What is compared with thresholds: "norm", by how much a norm has changed, or "change", the norm of the change."""
 
     @property
     def sends_unchanged(self) -> bool:
@@ -226,7 +256,7 @@ class _ConstantWatch(Watch):
         super().__init__(trigger, count)
         self.thresholds[:] = trigger.delta
 
-    def _end_pass(self, due: Flags, moved: Floats) -> None:
+    def end_pass(self, due: Flags, moved: Floats) -> None:
         pass
 
 
@@ -280,7 +310,7 @@ class SlopeThreshold(Trigger):
 
 
 class _SlopeWatch(Watch):
-    _SAVED = (*Watch._SAVED, "slopes", "known")
+    SAVED = (*Watch.SAVED, "slopes", "known")
     trigger: SlopeThreshold
 
     def __init__(self, trigger: SlopeThreshold, count: int) -> None:
@@ -290,10 +320,10 @@ class _SlopeWatch(Watch):
         self.known = np.zeros(count, np.int64)
         """How many slopes of each tensor there are so far."""
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
         self.thresholds *= self.trigger.decay
 
-    def _end_pass(self, due: Flags, moved: Floats) -> None:
+    def end_pass(self, due: Flags, moved: Floats) -> None:
         # the first event has none before it, and what is not finite has no slope
         sloped = due & (self.sent_at > 0) & np.isfinite(moved)
         self.slopes[1:, sloped] = self.slopes[:-1, sloped]

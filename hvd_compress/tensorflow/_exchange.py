@@ -26,7 +26,7 @@ from hvd_compress.engine import (
     exchanged,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Account, Bucket, Hosts, Pack, ParameterServer
+from hvd_compress.exchange import Account, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.tensorflow._agreement import Place
@@ -110,8 +110,7 @@ class GradientExchange(Ledger[Nodes]):
     @property
     def _waits(self) -> bool:
         """Whether stages wait for other ranks on threads of TensorFlow."""
-        exchange = self.settings.exchange
-        return self.takes_part and isinstance(exchange, ParameterServer) and exchange.transport == "mpi"
+        return self.takes_part and self.settings.exchange.sends_by_mpi
 
     @property
     def keeps_state(self) -> bool:
@@ -354,7 +353,7 @@ class GradientExchange(Ledger[Nodes]):
             # graphs are fixed, so predictions decide; measured at once, even while tracing
             with tf.init_scope(), tf.device("CPU:0"):
                 ranks = TensorFlowRanks(settings.process_set)
-                network = network_of(ranks, with_hosts=settings.exchange == "hierarchical")
+                network = network_of(ranks, with_hosts=settings.exchange.uses_hosts)
                 speeds = slowest_speeds((FP16(), *ours.candidates), ranks)
                 self._pilot = Pilot(ours, tensors, routing, network, speeds)
             routing = self._pilot.routing()
@@ -373,7 +372,7 @@ class GradientExchange(Ledger[Nodes]):
         return make_bucket
 
     def _found_hosts(self) -> Hosts | None:
-        if not self.takes_part or self.settings.exchange != "hierarchical":
+        if not self.takes_part or not self.settings.exchange.uses_hosts:
             return None
         return Hosts.of_names(TensorFlowRanks(self.settings.process_set).host_numbers())
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchanged
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, Exchange
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["DistributedOptimizer"]
@@ -32,7 +32,7 @@ def DistributedOptimizer(
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    exchange: str | ParameterServer = "auto",
+    exchange: str | Exchange = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     adagrad: AdaGrad | None = None,

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, Exchange, FewestBytes
 
 __all__ = ["Settings", "Source", "allowed_name", "claim", "name_in_graph"]
 
@@ -32,7 +32,7 @@ class Settings:
     sparse_as_dense: bool = False
     groups: int | tuple[tuple[int, ...], ...] | None = None
     process_set: hvd.ProcessSet = hvd.global_process_set
-    exchange: str | ParameterServer = "auto"
+    exchange: Exchange = FewestBytes()  # noqa: RUF009 - it is frozen
     min_numel: int = DEFAULT_MIN_NUMEL
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     device_dense: str = ""

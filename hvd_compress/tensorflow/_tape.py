@@ -21,7 +21,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, Exchange
 from hvd_compress.tensorflow._exchange import GradientExchange
 from hvd_compress.tensorflow._seams import overlay
 from hvd_compress.tensorflow._settings import Settings, Source
@@ -205,7 +205,7 @@ def DistributedGradientTape(
     process_set: hvd.ProcessSet = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    exchange: str | ParameterServer = "auto",
+    exchange: str | Exchange = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     adagrad: AdaGrad | None = None,

@@ -13,9 +13,8 @@ import pytest
 from hvd_compress import AdaGrad, Auto, OneBit, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, Routing, Tensor, exchange_of, refuse_residuals
-from hvd_compress.engine import routing as routing_of_engine
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Bucket
+from hvd_compress.exchange import Bucket, Plan, TwoPhase
 from hvd_compress.feedback import check_state, read_state, redistribute, write_state
 from tests.close import check_taken_back
 from tests.stages import last_message
@@ -27,10 +26,13 @@ SHAPES = {"w": (40, 50), "b": (50,), "v": (30, 70), "c": (7, 3), "d": (11,)}
 DENSE = ("d",)
 
 
-@pytest.fixture(autouse=True)
-def _exchange_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sends all of it sends more than there is, and would go dense."""
-    monkeypatch.setattr(routing_of_engine, "saves_bytes", lambda *_: True)
+class Always(TwoPhase):
+    """Of what sends all of it, too, which is more than there is, and would go dense."""
+
+    id = "always"
+
+    def pays(self, plan: Plan, itemsize: int) -> bool:
+        return True
 
 
 def ledgers(
@@ -39,7 +41,7 @@ def ledgers(
     compressor: Compressor = ALL_SENT,
     adagrad: AdaGrad | None = ADAGRAD,
 ) -> list[Ledger[Bucket]]:
-    routing = Routing(compressor, "two_phase", 100, bucket_bytes)
+    routing = Routing(compressor, Always(), 100, bucket_bytes)
     tensors = [Tensor(n, s, *(("float64", 8) if n in DENSE else ())) for n, s in SHAPES.items()]
     return [Ledger(routing, ranks, r, tensors, Bucket, adagrad=adagrad, scale=1 / ranks) for r in range(ranks)]
 
@@ -251,5 +253,5 @@ def test_a_loss_scale_is_of_gradients_not_of_what_owners_owe() -> None:
 def test_auto_moves_tensors_and_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"AdaGrad\(.* with Auto\(.*Policy"):
         exchange_of(AdaGrad(), "auto", Auto())
-    assert exchange_of(None, "auto", Auto()) == "auto"
-    assert exchange_of(AdaGrad(), "auto", OneBit()) == "two_phase"
+    assert exchange_of(None, "auto", Auto()).id == "auto"
+    assert exchange_of(AdaGrad(), "auto", OneBit()) == TwoPhase()

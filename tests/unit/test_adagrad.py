@@ -11,7 +11,15 @@ import pytest
 from hvd_compress import BF16, FP16, QSGD, AdaGrad, Adaptive, NoCompression, OneBit, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Accumulator, chunk_bounds, exchange_with
+from hvd_compress.exchange import (
+    Accumulator,
+    AllGather,
+    Hierarchical,
+    TwoPhase,
+    checked_exchange,
+    chunk_bounds,
+    exchange_with,
+)
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
 
@@ -212,11 +220,12 @@ def test_settings() -> None:
 
 
 def test_exchanges() -> None:
-    assert exchange_with(None, "allgather") == "allgather"
-    assert [exchange_with(AdaGrad(), e) for e in EXCHANGES] == ["two_phase", "hierarchical", "two_phase"]
+    assert exchange_with(None, AllGather()) == AllGather()
+    given = [checked_exchange(name) for name in EXCHANGES]
+    assert [exchange_with(AdaGrad(), e) for e in given] == [TwoPhase(), Hierarchical(), TwoPhase()]
     with pytest.raises(UnsupportedError, match=r"AdaGrad\(epsilon=1e-08\).*use exchange='two_phase'"):
-        exchange_with(AdaGrad(), "allgather")
+        exchange_with(AdaGrad(), AllGather())
     with pytest.raises(TypeError, match=r"adagrad=True: give an AdaGrad"):
-        exchange_with(True, "auto")  # type: ignore[arg-type]
+        exchange_with(True, TwoPhase())  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="allgather"):
         Loopback(2, OneBit(), "allgather", adagrad=AdaGrad())

@@ -17,7 +17,6 @@ import pytest
 
 from hvd_compress import FP16, NoCompression, OneBit, ThreadRanks, Threshold, TopK, __version__
 from hvd_compress.cli import advise, bench, check, main, ranks
-from hvd_compress.cli import predict as predictions
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
 from hvd_compress.cli.predict import Prediction, predict
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
@@ -241,13 +240,12 @@ def test_a_step_hides_what_overlaps_with_backward() -> None:
     assert step[0].seconds < 1.0 + 0.8 * alone[0].seconds
 
 
-def test_hierarchical_is_offered_where_the_exchange_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "EXCHANGES", ("auto", "two_phase", "hierarchical"))
+def test_hierarchical_is_offered_where_the_links_inside_and_between_hosts_are_known() -> None:
     several = predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8, 4), {OneBit(): KERNELS})
-    assert [row.exchange for row in several] == ["dense", "two_phase", "hierarchical"]
-    assert several[2].seconds < several[0].seconds
+    assert [row.exchange for row in several] == ["dense", "two_phase", "allgather", "hierarchical"]
+    assert several[3].seconds < several[0].seconds
     alone = predict([(4096, 4096)], Network.on_paper(1e9, 5e-5, 8), {OneBit(): KERNELS})
-    assert [row.exchange for row in alone] == ["dense", "two_phase"]
+    assert [row.exchange for row in alone] == ["dense", "two_phase", "allgather"]
 
 
 def test_a_link_whose_bytes_take_no_time() -> None:
@@ -269,7 +267,7 @@ def opened(framework: str) -> ranks.OpenRanks:
     return ranks.OpenRanks(framework, _One(), None)  # type: ignore[arg-type]
 
 
-ROWS = [Prediction(NoCompression(), "dense", 8.0, 25.0), Prediction(FP16(), "dense", 4.0, 10.0),
+ROWS = [Prediction(NoCompression(), "dense", 8.0, 25.0), Prediction(FP16(), "dense", 4.0, 10.0, 3e9),
         Prediction(OneBit(), "allgather", 1.0, 0.4, 2e9)]  # fmt: skip
 
 
@@ -304,7 +302,7 @@ def test_steps_are_tried_in_turns_from_the_fastest_on_until_that_takes_long(
     assert asked == ([(OneBit(), "allgather"), (FP16(), "dense")] * 3 + [(FP16(), "dense")] * 2)[:number]
     # the last trial knows those before
     assert rows[0] == ROWS[0]
-    assert rows[1] == (Prediction(FP16(), "dense", 4.0, number / 8, tried=True) if number > 1 else ROWS[1])
+    assert rows[1] == (Prediction(FP16(), "dense", 4.0, number / 8, 3e9, tried=True) if number > 1 else ROWS[1])
     last = {8: 5, 4: 3, 1: 1}[number]
     assert rows[2] == Prediction(OneBit(), "allgather", 1.0, last / 8, 2e9, tried=True)
     assert capsys.readouterr().err == "trying 2 of 3 ways, for about 300 s at most\n"

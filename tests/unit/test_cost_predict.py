@@ -20,7 +20,7 @@ from hvd_compress.cost import (
     stages_of,
     work_of,
 )
-from hvd_compress.exchange import make_plan, plan_together
+from hvd_compress.exchange import AllGather, Dense, TwoPhase, make_plan, plan_together
 
 # 1 s fixed and 1 ms per byte and so on: sums are easy to read
 LINK = LinkSpeed(Line(1, 1e-3), Line(2, 2e-3), Line(3, 3e-3), Line(4, 4e-3))
@@ -33,7 +33,7 @@ def test_work_of_two_phases() -> None:
     # 16 rows of 512: 1024 bytes of bits, 128 of means, a header, in each of 4 slots
     (slot,) = set(plan.slots)
     assert slot > 1024 + 128
-    assert work_of([plan]) == Work("two_phase", 32768, (3 * slot, 3 * slot), pieces=4, groups=64)
+    assert work_of([plan]) == Work(TwoPhase(), 32768, (3 * slot, 3 * slot), pieces=4, groups=64)
     assert work_of([plan]).sent_bytes == 6 * slot
 
 
@@ -41,19 +41,17 @@ def test_work_of_tensors_that_go_together() -> None:
     plans = plan_together("two_phase", {"a": ((64, 512), OneBit()), "b": ((32, 512), OneBit())}, 4)
     slots = sum(sum(plan.slots) for plan in plans.values())
     # what a rank keeps of both hops is the chunk that it owns, a quarter on average
-    assert work_of(list(plans.values())) == Work(
-        "two_phase", 49152, (3 / 4 * slots, 3 / 4 * slots), pieces=5, groups=96
-    )
+    assert work_of(list(plans.values())) == Work(TwoPhase(), 49152, (3 / 4 * slots, 3 / 4 * slots), pieces=5, groups=96)
 
 
 def test_work_of_allgather() -> None:
     plan = make_plan("allgather", OneBit(), (64, 512), 4)
-    assert work_of([plan]) == Work("allgather", 32768, (3 * plan.slots[0],), groups=64)
+    assert work_of([plan]) == Work(AllGather(), 32768, (3 * plan.slots[0],), groups=64)
 
 
 def test_dense_work() -> None:
-    assert dense_work(10, 8, 4) == Work("dense", 10, (2 * 3 / 4 * 80,))
-    assert dense_work(10, 4, 4, half=True) == Work("fp16", 10, (2 * 3 / 4 * 20,))
+    assert dense_work(10, 8, 4) == Work(Dense(), 10, (2 * 3 / 4 * 80,))
+    assert dense_work(10, 4, 4, half=True) == Work(Dense(), 10, (2 * 3 / 4 * 20,), half=True)
 
 
 def test_a_payload_of_changing_size_counts_by_what_was_measured() -> None:
@@ -72,16 +70,16 @@ def joined() -> float:
 
 def test_dense_stages() -> None:
     sent = Stage(1.6, "allreduce", 600.0, 1e-3, joined())
-    assert stages_of(Work("dense", 100, (600.0,)), SPEED, NETWORK) == (sent,)
+    assert stages_of(Work(Dense(), 100, (600.0,)), SPEED, NETWORK) == (sent,)
 
 
 def test_fp16_stages() -> None:
-    stages = stages_of(Work("fp16", 100, (300.0,)), SPEED, NETWORK)
+    stages = stages_of(Work(Dense(), 100, (300.0,), half=True), SPEED, NETWORK)
     assert stages == (Stage(1000.5), Stage(2.6, "allreduce_half", 300.0, 2e-3, joined()), Stage(100.25))
 
 
 def test_two_phase_stages() -> None:
-    stages = stages_of(Work("two_phase", 100, (60.0, 50.0), pieces=4), SPEED, NETWORK)
+    stages = stages_of(Work(TwoPhase(), 100, (60.0, 50.0), pieces=4), SPEED, NETWORK)
     assert stages == (
         Stage(4 * (0.5 + 250)),  # four chunks of 25 elements
         Stage(3 + 0.18, "alltoall"),
@@ -89,17 +87,17 @@ def test_two_phase_stages() -> None:
         Stage(4 + 0.2, "allgather"),
         Stage(4 * (0.25 + 25)),
     )
-    several = stages_of(Work("two_phase", 100, (60.0, 50.0), pieces=8), SPEED, NETWORK)
+    several = stages_of(Work(TwoPhase(), 100, (60.0, 50.0), pieces=8), SPEED, NETWORK)
     # an owner has two of the eight
     assert several[0] == Stage(8 * 0.5 + 1000)
     assert several[2] == Stage((2 * 0.25 + 25) + 3 * (2 * 0.125 + 50) + (2 * 0.5 + 250))
     assert several[4] == Stage(8 * 0.25 + 100)
-    work = Work("two_phase", 100, (60.0, 50.0), pieces=4)
+    work = Work(TwoPhase(), 100, (60.0, 50.0), pieces=4)
     assert exchange_seconds(work, SPEED, NETWORK) == sum(s.seconds for s in stages)
 
 
 def test_allgather_stages() -> None:
-    stages = stages_of(Work("allgather", 100, (120.0,)), SPEED, NETWORK)
+    stages = stages_of(Work(AllGather(), 100, (120.0,)), SPEED, NETWORK)
     assert stages == (Stage(1000.5), Stage(4.48, "allgather"), Stage(100.25 + 3 * 200.125))
 
 

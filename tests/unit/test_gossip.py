@@ -26,6 +26,7 @@ from hvd_compress import (
 )
 from hvd_compress.errors import StateError, UnsupportedError, WireError
 from hvd_compress.gossip import GossipLoopback, GossipSettings, Node, ParameterSpec
+from tests.outsider import RelativeThreshold, Star
 
 TENSORS = [
     ParameterSpec("w", (40, 30)),
@@ -392,3 +393,33 @@ def test_a_policy_says_which_tensor_is_compressed():
 def test_settings_that_cannot_be_are_refused(settings, error, told):
     with pytest.raises(error, match=told):
         GossipSettings(**{"trigger": ConstantThreshold(0), "topology": Ring(), **settings})
+
+
+# -- of the user's own -----------------------------------------------------------------------------------------------
+
+
+def test_a_topology_and_a_trigger_of_a_users_file_bring_ranks_together() -> None:
+    size, numel = 5, 6
+    ranks = GossipLoopback([ParameterSpec("w", (numel,))], size, RelativeThreshold(1e-3), Star())
+    values = [[np.full(numel, 10.0 + rank, np.float32)] for rank in range(size)]
+    for _ in range(60):
+        ranks.step(values)
+    found = np.stack([of_rank[0] for of_rank in values])
+    np.testing.assert_allclose(found, 12.0, rtol=5e-3)
+    assert len(ranks.nodes[0].part.senders) == size - 1
+    assert all(node.part.senders == (0,) for node in ranks.nodes[1:])
+    # nothing is sent once values stay
+    assert all(node.watch.passes == 60 and node.watch.sent_at.max() < 60 for node in ranks.nodes)
+
+
+def test_states_of_a_users_trigger_are_its_own() -> None:
+    watch = RelativeThreshold(0.5).watch(2)
+    watch.decide(np.array([1.0, 2.0]))
+    watch.decide(np.array([4.0, 2.0]))
+    again = RelativeThreshold(0.5).watch(2)
+    again.load_state_dict(watch.state_dict())
+    for norms in (np.array([4.4, 2.5]), np.array([8.0, 3.5])):
+        assert again.decide(norms).tolist() == watch.decide(norms).tolist()
+    for other in (RelativeThreshold(0.25), ConstantThreshold(0.5)):
+        with pytest.raises(StateError, match="takes its own only"):
+            other.watch(2).load_state_dict(watch.state_dict())

@@ -12,7 +12,7 @@ import pytest
 from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Policy, TopK, wire
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
-from hvd_compress.exchange import Bucket, Hosts, Parcel
+from hvd_compress.exchange import AllGather, Bucket, Hosts, Parcel, TwoPhase, checked_exchange
 from hvd_compress.exchange.raw import CheckedRaw
 from hvd_compress.policy import Assigned
 from tests.close import check_taken_back
@@ -25,7 +25,7 @@ DENSE = Routing(None, min_numel=100)
 
 
 def routing(compressor: Any, exchange: str = "two_phase", bucket_bytes: int = 4 * 4100) -> Routing:
-    return Routing(compressor, exchange, min_numel=100, bucket_bytes=bucket_bytes)
+    return Routing(compressor, checked_exchange(exchange), min_numel=100, bucket_bytes=bucket_bytes)
 
 
 def ledgers(of: Routing, pays_debts: bool = True) -> list[Ledger[Bucket]]:
@@ -122,7 +122,7 @@ ROUTINGS = {
     "hierarchical-alone": routing(TopK(0.1), "hierarchical", bucket_bytes=0),
     "mixed": routing(Policy([("a", OneBit()), ("b", TopK(0.05))]), "hierarchical"),
     "at once": Routing(
-        Assigned(dict.fromkeys("abc", OneBit()), dict.fromkeys("abc", "allgather")),
+        Assigned(dict.fromkeys("abc", OneBit()), dict.fromkeys("abc", AllGather())),
         min_numel=100,
         bucket_bytes=4 * 4100,
     ),
@@ -316,9 +316,9 @@ def test_what_auto_assigns_is_followed() -> None:
 
 
 def test_a_bucket_goes_as_its_tensors_want_if_they_agree() -> None:
-    ways = {"a": "allgather", "b": "allgather"}
-    whole = Routing(Assigned(dict.fromkeys("abc", OneBit()), ways), "two_phase", min_numel=100, bucket_bytes=4 * 4100)
+    ways = {"a": AllGather(), "b": AllGather()}
+    whole = Routing(Assigned(dict.fromkeys("abc", OneBit()), ways), TwoPhase(), min_numel=100, bucket_bytes=4 * 4100)
     # c and b share a bucket, and differ; a has one of its own
-    assert {n: lane.plan.exchange for n, lane in ledgers(whole)[0].accounts.items()} == {
+    assert {n: account.plan.exchange.id for n, account in ledgers(whole)[0].accounts.items()} == {
         "a": "allgather", "b": "two_phase", "c": "two_phase",
     }  # fmt: skip

@@ -25,7 +25,7 @@ from hvd_compress import (
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, Routing, Tensor, check_settings, description, exchanged, resolved
 from hvd_compress.errors import StateError, UnsupportedError, WireError
-from hvd_compress.exchange import Bucket, make_plan, plan_together
+from hvd_compress.exchange import Bucket, checked_exchange, make_plan, plan_together
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
 from tests.stages import last_message
@@ -278,7 +278,7 @@ def test_tensors_of_several_compressors_share_a_root() -> None:
     for answer in ("compressed", "dense"):
         plans = plan_together(ParameterServer(1, answer), {n: (SHAPE, c) for n, c in kinds.items()}, 3)
         assert {plan.root for plan in plans.values()} == {1}
-        assert {plan.exchange for plan in plans.values()} == {"parameter_server"}
+        assert {plan.exchange.id for plan in plans.values()} == {"parameter_server"}
 
 
 @every_answer
@@ -294,7 +294,7 @@ def test_bytes_are_those_of_gather_and_broadcast(answer: str) -> None:
 
 def ledgers(exchange: Any, compressor: Compressor) -> list[Ledger[Bucket]]:
     tensors = [Tensor("w", SHAPE), Tensor("v", (50, 50))]
-    return [Ledger(Routing(compressor, exchange, 100), 2, rank, tensors, Bucket) for rank in range(2)]
+    return [Ledger(Routing(compressor, checked_exchange(exchange), 100), 2, rank, tensors, Bucket) for rank in range(2)]
 
 
 def step(of: list[Ledger[Bucket]], number: int) -> dict[str, np.ndarray]:

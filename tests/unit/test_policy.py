@@ -38,6 +38,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import TwoPhase
 from hvd_compress.gossip import GossipLoopback, GossipSettings
 from hvd_compress.gossip import Member as GossipMember
 from hvd_compress.policy import Assigned, check_patterns, given_compression, meant
@@ -277,7 +278,7 @@ def test_what_the_edges_make_of_them() -> None:
 
 
 def test_a_policy_routes_tensors() -> None:
-    routing = Routing(POLICY, "two_phase", min_numel=1000, bucket_bytes=4 * 30_000)
+    routing = Routing(POLICY, TwoPhase(), min_numel=1000, bucket_bytes=4 * 30_000)
     tensors = [
         Tensor("embedding.weight", (100, 100)),
         Tensor("block.1.a.weight", (100, 100)),

@@ -13,7 +13,7 @@ from hvd_compress import BF16, QSGD, Adaptive, NoCompression, OneBit, Percentile
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import WireError
-from hvd_compress.exchange import Account, Bucket, message, plan_together
+from hvd_compress.exchange import Account, Bucket, checked_exchange, message, plan_together
 from hvd_compress.exchange.table import Table
 from hvd_compress.kernels.checksum import checksum
 from tests.close import check_taken_back
@@ -70,7 +70,7 @@ def encode(of_ranks: Sequence[Bucket], step: int, rng: np.random.Generator) -> l
 
 def last_message(of_ranks: Sequence[Bucket], parcels: Sequence[Any]) -> np.ndarray:
     """What the allgather brings."""
-    if of_ranks[0].exchange == "two_phase":
+    if of_ranks[0].exchange.has_owners:
         ranks = len(of_ranks)
         sizes = [p.sizes or (p.buffer.size // ranks,) * ranks for p in parcels]
         ends = [np.cumsum([0, *s]) for s in sizes]
@@ -136,7 +136,7 @@ def test_payloads_of_one_kind_share_a_table() -> None:
 def costs(exchange: str, left_out: str) -> list[dict[str, Any]]:
     """What the tensors of a bucket have cost each rank in some steps, without times."""
     tensors = [Tensor(name, (64, 512)) for name in "abc"]
-    routing = Routing(OneBit(), exchange, min_numel=100)
+    routing = Routing(OneBit(), checked_exchange(exchange), min_numel=100)
     ledgers = [Ledger(routing, 2, rank, tensors, Bucket) for rank in range(2)]
     of_ranks = [ledger.buckets[0] for ledger in ledgers]
     for step in range(4):

@@ -10,6 +10,7 @@ import pytest
 
 from hvd_compress import OneBit
 from hvd_compress.engine import Routing
+from hvd_compress.exchange import AllGather, TwoPhase
 from tests.close import check_taken_back
 
 torch = pytest.importorskip("torch")
@@ -29,7 +30,7 @@ def made(min_numel: int = 100, compressor: Any = None, dtype: Any = torch.float3
     """An engine of rank 0 of 2 that owes DEBT of "w", which goes dense unless it is compressed or packed."""
     ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, process_set_id=0)
     tensors = [("w", torch.zeros(SHAPE, dtype=dtype)), ("large", torch.zeros(50, 50))]
-    it = engine.Engine(Routing(compressor, "two_phase", min_numel), 1.0, ranks, tensors, pays_debts=True)
+    it = engine.Engine(Routing(compressor, TwoPhase(), min_numel), 1.0, ranks, tensors, pays_debts=True)
     entry = {"shape": list(SHAPE), "values": torch.from_numpy(DEBT.copy())}
     state = {**it.state_dict(), "residuals": {"w": entry}}
     it.load_state_dict(state)
@@ -125,7 +126,7 @@ def gradients(dtype: Any = torch.float32) -> dict[str, Any]:
 def started(given: dict[str, Any], order: str) -> tuple[Any, list[bytes]]:
     """An engine of rank 0 of 2 after all gradients but the last have been given, and what it sends after the last."""
     ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, process_set_id=0)
-    it = engine.Engine(Routing(OneBit(), "two_phase", 100), 1.0, ranks, given.items())
+    it = engine.Engine(Routing(OneBit(), TwoPhase(), 100), 1.0, ranks, given.items())
     sent: list[bytes] = []
     (bucket,) = it.buckets
     bucket._issue = lambda _, parcel: sent.append(parcel.buffer.tobytes())
@@ -146,7 +147,7 @@ def test_gradients_that_wait_are_taken_together_in_any_order() -> None:
 def combined(given: dict[str, Any], disturb: Any = None, steps: int = 3, keep: bool = True) -> tuple[Any, Any]:
     """The results of the last step on rank 0 of 2, both of which give the same, and the engine of rank 0."""
     ranks: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0, process_set_id=0)
-    it = engine.Engine(Routing(OneBit(), "allgather", 100), 1.0, ranks, given.items())
+    it = engine.Engine(Routing(OneBit(), AllGather(), 100), 1.0, ranks, given.items())
     (bucket,) = it.buckets
     for step in range(steps):
         sent: list[np.ndarray] = []

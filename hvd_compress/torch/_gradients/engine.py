@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
-from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack, ParameterServer
+from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.torch._gradients.bucket import Shipment
 from hvd_compress.torch._gradients.staging import overlapping
@@ -75,7 +75,7 @@ class Engine(Ledger[Shipment]):
         label: str = "",
     ) -> None:
         ranks, messages = TorchRanks(process_set), None
-        if isinstance(routing.exchange, ParameterServer) and routing.exchange.transport == "mpi":
+        if routing.exchange.sends_by_mpi:
             messages = start_root_messages(hvd, ranks)
 
         def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Shipment:
@@ -87,7 +87,7 @@ class Engine(Ledger[Shipment]):
             return Shipment(bucket, channel)
 
         hosts = None
-        if routing.exchange == "hierarchical":
+        if routing.exchange.uses_hosts:
             hosts = Hosts.of_names(ranks.host_numbers())
         super().__init__(
             routing, ranks.size, ranks.position, described(tensors), make_bucket, groups, pays_debts, hosts,

@@ -24,7 +24,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, Bucket, ParameterServer
+from hvd_compress.exchange import AdaGrad, Bucket, Exchange
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._carried import refuse_other_types
 from hvd_compress.torch._gradients.engine import described
@@ -62,7 +62,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     *,
-    exchange: str | ParameterServer = "auto",
+    exchange: str | Exchange = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     adagrad: AdaGrad | None = None,

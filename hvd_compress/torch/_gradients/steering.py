@@ -45,7 +45,7 @@ class Steering:
 
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
         self._ranks = TorchRanks(process_set)
-        network = network_of(self._ranks, with_hosts=routing.exchange == "hierarchical")
+        network = network_of(self._ranks, with_hosts=routing.exchange.uses_hosts)
         speeds = slowest_speeds((FP16(), *auto.candidates), self._ranks)
         self._name = f"hvd_compress.seconds.{_agreed_number(self._ranks)}"
         self._pilot = Pilot(auto, tensors, routing, network, speeds)

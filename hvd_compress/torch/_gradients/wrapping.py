@@ -14,7 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
-from hvd_compress.exchange import AdaGrad, ParameterServer
+from hvd_compress.exchange import AdaGrad, Exchange
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import Place, require_agreement_through
 from hvd_compress.torch._gradients.bucket import collective_name
@@ -48,7 +48,7 @@ class Wrapping:
     compression: Any
     ours: Compressor | Policy | Auto | None
     op: Any
-    exchange: str | ParameterServer
+    exchange: Exchange
     min_numel: int
     bucket_bytes: int
     groups: Any

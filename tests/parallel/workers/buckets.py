@@ -16,8 +16,9 @@ from horovod.torch import optimizer as horovods_optimizer
 import hvd_compress.torch as hvd
 from hvd_compress import QSGD, Adaptive, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, routing
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import GradientError, MismatchError
+from hvd_compress.exchange import kinds
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
@@ -193,7 +194,7 @@ def results_are_the_grouped_loopbacks(setting: tuple[Compressor, str, int]) -> N
     model = Many()
     expected = Expected(model, compressor, bucket_bytes, exchange)
     # of four ranks, an allgather of a small matrix's payloads sends as much as an allreduce
-    with mock.patch.object(routing, "saves_bytes", return_value=True):
+    with mock.patch.object(kinds, "saves_bytes", return_value=True):
         optimizer = wrap(model, compressor, exchange=exchange, bucket_bytes=bucket_bytes)
     train(model, optimizer, expected)
     check_equal_on_all_ranks(model)

@@ -14,7 +14,7 @@ import torch
 import hvd_compress.torch as hvd
 from hvd_compress import OneBit
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import routing
+from hvd_compress.exchange import kinds
 from hvd_compress.loopback import Loopback
 from tests import close
 from tests.parallel.workers.neutral import (
@@ -78,7 +78,7 @@ def wrap(model: torch.nn.Module, compression: Any = None, **settings: Any) -> An
 
 def wrap_to_compress(model: torch.nn.Module, compressor: Compressor, **settings: Any) -> Any:
     """`wrap`, with tensors compressed whose payloads, gathered by four ranks, take as much as an allreduce, too."""
-    with mock.patch.object(routing, "saves_bytes", return_value=True):
+    with mock.patch.object(kinds, "saves_bytes", return_value=True):
         return wrap(model, compressor, **settings)
 
 

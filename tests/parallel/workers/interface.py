@@ -25,7 +25,7 @@ from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
 from hvd_compress.torch import _functions
 from tests.hostile import same
-from tests.outsider import SignSum
+from tests.outsider import EveryOther, SignSum
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
@@ -104,8 +104,8 @@ def names_of_horovods_compressors_stay_its_own() -> None:
 # -- a compressor of somebody else -----------------------------------------------------------------------------------
 
 
-@cases.each({e: e for e in (*EXCHANGES, "parameter_server")})
-def a_compressor_of_a_users_file_trains_and_resumes(exchange: str) -> None:
+@cases.each({e: e for e in (*EXCHANGES, "parameter_server")} | {"own": EveryOther()})
+def a_compressor_of_a_users_file_trains_and_resumes(exchange: Any) -> None:
     first, second = Net(), Net()
     second.load_state_dict(first.state_dict())
     optimizer = wrap_to_compress(first, "signsum:0.5", exchange=exchange)
@@ -319,7 +319,7 @@ def allreduce_of_other_types(dtype: torch.dtype) -> None:
     assert result.dtype == dtype
     arrays = [to_numpy(torch.from_numpy(a).to(dtype)) for a in of_all("t", 0, shape)]
     plan = make_plan("auto", OneBit(), shape, horovod.size(), dtype.itemsize)
-    assert plan.exchange != "dense"
+    assert plan.exchange.id != "dense"
     expected = Loopback(horovod.size(), OneBit(), plan.exchange).allreduce(arrays)[0]
     assert torch.equal(result, torch.from_numpy(expected).to(dtype))
 
@@ -735,6 +735,10 @@ def disagreements() -> dict[str, tuple[Callable[[bool], Any], tuple[str, ...]]]:
         "kind": (lambda odd: wrap(Net(), OneBit() if odd else QSGD()), ("compression", "onebit", "qsgd")),
         "horovods": (lambda odd: wrap(Net(), hvd.Compression.fp16 if odd else OneBit()), ("compression", "FP16")),
         "exchange": (lambda odd: wrap(Net(), exchange="allgather" if odd else "auto"), ("exchange", "'allgather'")),
+        "own exchange": (
+            lambda odd: wrap(Net(), exchange=EveryOther() if odd else "two_phase"),
+            ("exchange", "'every_other'", "'two_phase'"),
+        ),
         "min_numel": (lambda odd: wrap(Net(), min_numel=7 if odd else 8), ("min_numel", "7", "8")),
         "op": (lambda odd: wrap(Net(), op=hvd.Sum if odd else hvd.Average), ("op",)),
         "passes": (lambda odd: wrap(Net(), backward_passes_per_step=3 if odd else 2), ("backward_passes_per_step",)),

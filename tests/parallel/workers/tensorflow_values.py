@@ -15,11 +15,12 @@ import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
 from hvd_compress import QSGD, NoCompression, OneBit, Policy, Threshold, TopK
-from hvd_compress.engine import DEFAULT_BUCKET_BYTES, routing
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.exchange import kinds
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
-from tests.outsider import SignSum
+from tests.outsider import EveryOther, SignSum
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, numbers, raises
 
@@ -68,7 +69,7 @@ def whatever_the_bytes(case: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(case)
     def compressing(setting: Any) -> None:
-        with mock.patch.object(routing, "saves_bytes", return_value=True):
+        with mock.patch.object(kinds, "saves_bytes", return_value=True):
             case(setting)
 
     return compressing
@@ -90,7 +91,7 @@ def the_tape_is_the_loopback(setting: Any) -> None:
                 check_against(loopback, name, found, i, range(horovod.size()), name_of_op)
 
 
-@cases.each({f"{e}": ("signsum:0.5", e) for e in ("two_phase", "allgather")})
+@cases.each({f"{e}": ("signsum:0.5", e) for e in ("two_phase", "allgather")} | {"own": ("signsum:0.5", EveryOther())})
 @whatever_the_bytes
 def a_compressor_of_a_users_file_is_the_loopback(setting: Any) -> None:
     compression, exchange = setting

@@ -14,7 +14,7 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import FP16, NoCompression, OneBit, TopK, errors
-from hvd_compress.engine import routing
+from hvd_compress.exchange import kinds
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
@@ -81,7 +81,7 @@ def average_is_the_loopbacks(setting: tuple[Any, str]) -> None:
     compressor, exchange = setting
     model, oracle = Net(), Oracle(compressor, exchange, together=TOGETHER)
     # of four ranks, an allgather of halves or of a small matrix's payloads sends as much as an allreduce
-    with mock.patch.object(routing, "saves_bytes", return_value=True):
+    with mock.patch.object(kinds, "saves_bytes", return_value=True):
         optimizer = wrap(model, compressor, exchange=exchange)
     train(model, optimizer, range(4), check=lambda step: oracle.check_step(model, step))
     check_equal_on_all_ranks(model)

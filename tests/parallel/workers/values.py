@@ -14,7 +14,8 @@ import torch
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, OneBit, Threshold, TopK
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import has_cores, routing
+from hvd_compress.engine import has_cores
+from hvd_compress.exchange import kinds
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
     COMPRESSORS,
@@ -323,7 +324,7 @@ def gradients_of_layers_are_encoded_where_they_lie() -> None:
     layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 32), torch.nn.LayerNorm(32)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 10))
     # of a bias of ten elements too, whose means take more bytes
-    with mock.patch.object(routing, "saves_bytes", return_value=True):
+    with mock.patch.object(kinds, "saves_bytes", return_value=True):
         optimizer = wrap(model, min_numel=1)
     own: set[str] = set()
     combine = optimizer._engine.combine

@@ -1,0 +1,235 @@
+"""The kinds of exchange: who sums which elements, and which collectives that takes."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+from hvd_compress.compressors import Compressor
+from hvd_compress.errors import ContractError
+from hvd_compress.exchange.plan import Plan, chunk_bounds, cuts_within, ring_bytes, saves_bytes, sent_bytes
+
+__all__ = ["AllGather", "Dense", "Exchange", "FewestBytes", "Hierarchical", "TwoPhase"]
+
+# What a collective costs besides its bytes, in bytes: between the 80 kB at which four ranks broke even on links of
+# 1 Gbit/s, and the 10 kB of 100 Mbit/s. Auto measures the link instead.
+_COLLECTIVE_BYTES = 2**15
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A way to combine the gradients of all ranks: who sums which elements, and which collectives that takes.
+
+    With owners, each element is summed by one rank, its owner: all ranks send the owner what they have encoded of it,
+    and the owner encodes the sum and sends it to all. Without, every rank sends all that it has encoded to all others,
+    and each of them sums it up.
+
+    To divide the work in another way, derive from `TwoPhase`, and give it an `id` and `owners`. All ranks have to make
+    equal ones.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import OneBit, TwoPhase
+        >>> from hvd_compress.loopback import Loopback
+        >>> class FirstHalf(TwoPhase):
+        ...     id = "first_half"
+        ...     def owners(self, ranks):
+        ...         return range((ranks + 1) // 2)
+        >>> ranks = Loopback(4, OneBit(), exchange=FirstHalf())
+        >>> ranks.allreduce([np.full(64, rank, np.float32) for rank in range(4)], name="w")[0].max()
+        np.float32(1.5)
+        >>> ranks.bounds("w")
+        (0, 32, 64, 64, 64)
+    """
+
+    id: ClassVar[str]
+    """The name in settings and statistics."""
+    collectives: ClassVar[tuple[str, ...]]
+    """What follows each stage. All but "allgather" and "broadcast" are alltoalls, some of them with empty parts."""
+    has_owners: ClassVar[bool] = True
+    """Whether each element is summed, and encoded again, by one rank only."""
+    uses_hosts: ClassVar[bool] = False
+    """Whether it matters which ranks share a host."""
+    takes_all: ClassVar[bool] = False
+    """Whether tensors go this way where it saves no bytes, too, and where they are not compressed."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not isinstance(vars(cls).get("id"), str):
+            raise ContractError(
+                f"{cls.__name__}: a class of exchanges needs an id of its own, a string, by which ranks and statistics "
+                "tell it from others"
+            )
+
+    @property
+    def sends_by_mpi(self) -> bool:
+        """Whether messages of MPI take the place of Horovod's collectives."""
+        return False
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the settings as a JSON-able dict, which ranks compare."""
+        return {"id": self.id, **asdict(self)}
+
+    def owners(self, ranks: int) -> Sequence[int]:
+        """Return the positions, in ascending order, of the ranks that sum; each gets an equal share of the elements.
+
+        Raises:
+            UnsupportedError: it cannot work among so many ranks.
+        """
+        return range(ranks)
+
+    def root_among(self, ranks: int) -> int | None:
+        """Return the rank that sums everything, if there is one, and broadcasts it."""
+        return None
+
+    def answers_of(self, compressor: Compressor) -> Compressor:
+        """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
+        return compressor
+
+    def of_bucket(self, number: int, ranks: int) -> Exchange:
+        """Return the exchange of one bucket of an optimizer."""
+        return self
+
+    def with_owners(self) -> Exchange:
+        """Return the one to use where sums must have owners: itself, if it has a choice, one of its candidates."""
+        return self
+
+    def pays(self, plan: Plan, itemsize: int) -> bool:
+        """Tell whether a tensor alone, of elements of `itemsize` bytes, is worth its exchange, of which this is a plan.
+
+        It is not where it would send as many bytes as an allreduce.
+        """
+        return self.takes_all or saves_bytes(plan, itemsize)
+
+    def alone(self, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int) -> Plan:
+        """Plan the exchange of a tensor that goes alone."""
+        return self._plan(compressor, shape, ranks)
+
+    def together(
+        self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
+    ) -> dict[str, Plan]:  # fmt: skip
+        """Plan the exchange that tensors, {name: (shape, compressor)}, share."""
+        plans: dict[str, Plan] = {}
+        for kind in dict.fromkeys(compressor for _, compressor in tensors.values()):
+            alike = {name: shape for name, (shape, compressor) in tensors.items() if compressor == kind}
+            if not self.has_owners or len(alike) == 1:
+                plans |= {name: self._plan(kind, shape, ranks) for name, shape in alike.items()}
+                continue
+            owners = len(self._checked_owners(ranks))
+            ends = list(accumulate((math.prod(shape) for shape in alike.values()), initial=0))
+            for (name, shape), start in zip(alike.items(), ends, strict=False):
+                cuts = cuts_within(start, math.prod(shape), ends[-1], owners, kind.group_of(shape))
+                plans[name] = self._plan(kind, shape, ranks, cuts)
+        return {name: plans[name] for name in tensors}
+
+    def _checked_owners(self, ranks: int) -> Sequence[int]:
+        owners = self.owners(ranks)
+        if not owners or list(owners) != sorted({*owners} & {*range(ranks)}):
+            raise ContractError(
+                f"{self!r}: owners({ranks}) returned {list(owners)}; it has to return some of the positions from 0 to "
+                f"{ranks - 1}, in ascending order"
+            )
+        return owners
+
+    def _plan(
+        self, compressor: Compressor, shape: tuple[int, ...], ranks: int, cuts: tuple[int, ...] | None = None
+    ) -> Plan:
+        """Plan the exchange of a tensor, of which each owner gets what lies between two cuts."""
+        numel, group = math.prod(shape), compressor.group_of(shape)
+        owners = self._checked_owners(ranks) if self.has_owners else range(1)
+        cuts = chunk_bounds(numel, len(owners), group) if cuts is None else cuts
+        chunks = range(ranks) if self.has_owners else owners
+        bounds = (*(cuts[bisect_left(owners, chunk)] for chunk in chunks), numel)
+        sizes = [b - a for a, b in pairwise(bounds)]
+        parts = tuple(compressor.for_part(n, numel) if n else compressor for n in sizes)
+        answers = tuple(map(self.answers_of, parts))
+        # a tensor without elements still has a payload for each owner, so that its exchange is not empty
+        has_payload = [n > 0 or (numel == 0 and chunk in owners) for chunk, n in zip(chunks, sizes, strict=True)]
+
+        def slots(of: Sequence[Compressor]) -> tuple[int, ...]:
+            return tuple(c.capacity(n, group) if has else 0 for c, n, has in zip(of, sizes, has_payload, strict=True))
+
+        return Plan(
+            self, shape, ranks, group, bounds, parts, slots(parts), answers, slots(answers), self.root_among(ranks)
+        )
+
+
+@dataclass(frozen=True)
+class TwoPhase(Exchange):
+    """Each rank owns an equal share of the elements, of which it sums and encodes again what all have sent.
+
+    Of tensors that go together each rank owns an equal run of all elements that share a compressor, so that it decodes
+    and encodes few long chunks instead of a short one of every tensor.
+    """
+
+    id = "two_phase"
+    collectives = ("alltoall", "allgather")
+
+
+@dataclass(frozen=True)
+class AllGather(Exchange):
+    """Every rank gets what all have encoded, and sums it up: one collective, and bytes that grow with the ranks."""
+
+    id = "allgather"
+    collectives = ("allgather",)
+    has_owners = False
+
+
+@dataclass(frozen=True)
+class Hierarchical(Exchange):
+    """Ranks of a host sum their gradients uncompressed; what travels between hosts is compressed, in two phases."""
+
+    id = "hierarchical"
+    collectives = ("scatter_inside", "alltoall", "gather_between", "gather_inside")
+    uses_hosts = True
+
+
+@dataclass(frozen=True)
+class Dense(Exchange):
+    """Horovod's own allreduce, which stands in plans of tensors that are not worth an exchange."""
+
+    id = "dense"
+    collectives = ()
+
+
+@dataclass(frozen=True)
+class FewestBytes(Exchange):
+    """Takes that of two exchanges that sends fewer bytes, for the tensors of each bucket.
+
+    Each collective is counted as 32 KiB more. A tensor alone is not exchanged where none sends fewer bytes than a ring
+    allreduce of the gradient.
+    """
+
+    id = "auto"
+    collectives = ()
+    candidates: ClassVar[tuple[Exchange, ...]] = (AllGather(), TwoPhase())
+
+    def with_owners(self) -> Exchange:
+        return next(exchange for exchange in self.candidates if exchange.has_owners)
+
+    def pays(self, plan: Plan, itemsize: int) -> bool:
+        # told by the plan, which counts what a collective costs, too
+        return not isinstance(plan.exchange, Dense)
+
+    def alone(self, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int) -> Plan:
+        plans = [[exchange.alone(compressor, shape, ranks, itemsize)] for exchange in self.candidates]
+        # collectives are left out here: in a bucket the tensor shares them with others
+        if ranks > 1 and min(map(sent_bytes, plans)) >= ring_bytes(itemsize * math.prod(shape), ranks):
+            return Plan(Dense(), shape, ranks, 1, (0, math.prod(shape)), (), (), (), ())
+        (best,) = min(plans, key=_priced)
+        return best
+
+    def together(
+        self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
+    ) -> dict[str, Plan]:  # fmt: skip
+        plans = [exchange.together(tensors, ranks) for exchange in self.candidates]
+        return min(plans, key=lambda of_exchange: _priced(list(of_exchange.values())))
+
+
+def _priced(plans: Sequence[Plan]) -> float:
+    """Compute the cost of an exchange of the tensors of `plans`, in bytes."""
+    return sent_bytes(plans) + _COLLECTIVE_BYTES * len(plans[0].collectives)
