@@ -69,6 +69,10 @@ def be_strict() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=r".*torch\.jit.*", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=r"builtin type .* has no __module__", category=DeprecationWarning)
+    # AutoGraph's trees, from Python 3.13 on; as an error it would end the conversion without a word
+    warnings.filterwarnings(
+        "ignore", message=r".*unexpected keyword argument '___pyct_anno'", category=DeprecationWarning
+    )
     # of a kind that Python hides: what horovod.torch would do in our place
     message = r"optimizer\.step\(\) called without"
     warnings.filterwarnings("ignore", message=message, category=PendingDeprecationWarning)
