@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_compress import wire
 from hvd_compress.elastic import is_elastic
@@ -16,7 +16,9 @@ from hvd_compress.waiting import waiting
 
 __all__ = [
     "DIGEST_BYTES",
+    "Place",
     "agree",
+    "agree_at",
     "begin_agreement",
     "check_agreement",
     "digest",
@@ -29,6 +31,20 @@ DIGEST_BYTES = 32
 _MOST_SHOWN = 200
 
 _VERSIONS = ("package version", "wire version")
+
+
+class Place(NamedTuple):
+    """Names an operation in whose place ranks compare: a sum of floating point numbers, or a movement of uint8.
+
+    Args:
+        collective: "allreduce", "grouped_allreduce", "allgather", or else one of an exchange that is an alltoall.
+        name: of the operation.
+        tensors: in a group.
+    """
+
+    collective: str
+    name: str
+    tensors: int = 1
 
 
 def serialize(description: dict[str, Any]) -> bytes:
@@ -96,6 +112,28 @@ def agree(description: dict[str, Any], allgather: Callable[[bytes, str], bytes],
     """
     if not is_elastic():
         begin_agreement(description, lambda data, label: partial(allgather, data, label), name)()
+
+
+def agree_at(
+    places: Sequence[Place],
+    description: dict[str, Any],
+    meet: Callable[[bytes], bytes],
+    allgather: Callable[[bytes, str], bytes],
+) -> None:
+    """Do what `agree` does in place of operations that ranks are about to start who do not know of it.
+
+    Args:
+        places: of the operations; the name of the first is that of the comparison.
+        description: JSON-able.
+        meet: bytes of this rank -> those of all ranks that have come to the places; fails where another one has started
+            an operation itself.
+        allgather: as in `agree`; ranks that gather once more have all met.
+
+    Raises:
+        MismatchError: on all ranks, naming the first difference.
+    """
+    name = places[0].name
+    agree(description, lambda data, label: meet(data) if label == name else allgather(data, label), name)
 
 
 def begin_agreement(

@@ -110,7 +110,6 @@ class Bucket:
         """Where results go that are not to overwrite their gradients."""
         self._waiting: list[int] = []
         self._skipped: set[int] = set()
-        self._is_begun = False
         self._wide: set[int] = set()
         """Whose gradients are float64."""
         self._lost = np.zeros(count, bool)
@@ -218,9 +217,7 @@ class Bucket:
     def _encode(self, numbers: Sequence[int]) -> None:
         """Encode gradients, or the sums of those of this host, into the slots of the first message."""
         begin = time.perf_counter()
-        if not self._is_begun:
-            self._gradients.begin()
-            self._is_begun = True
+        self._gradients.begin()
         self._gradients.encode(numbers, self._values_at, self._wide)
         self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
 
@@ -233,8 +230,8 @@ class Bucket:
             for i in self._given
         }
         parcel = self._inside.cut(gradients)
-        for i, nbytes in self._inside.sent_bytes().items():
-            self.tally.add_bytes("bytes_sent_inside", np.array([i]), np.array([nbytes]))
+        sent = self._inside.sent_bytes()
+        self.tally.add_bytes("bytes_sent_inside", np.array([*sent], np.int64), np.array([*sent.values()]))
         return parcel
 
     def _payloads(self) -> Parcel:

@@ -57,9 +57,13 @@ class Outbox:
         """What is sent, from its start on."""
         self._places: Numbers = np.empty(0, np.int64)
         self._used = np.zeros(len(message.parts), np.int64)
+        self._is_begun = False
 
     def begin(self) -> None:
-        """Begin a step; nothing is allocated after the first one."""
+        """Begin a step, if it has not begun; nothing is allocated after the first one."""
+        if self._is_begun:
+            return
+        self._is_begun = True
         if not self.buffer.size:
             self.buffer = aligned_empty(self._nbytes, np.uint8)
         self._places = kernels.address_of(self.buffer) + self.message.places
@@ -67,6 +71,7 @@ class Outbox:
     def end(self) -> None:
         """End a step: what was sent is not to be taken back any more."""
         self._used[:] = 0
+        self._is_begun = False
 
     def encode(self, numbers: Collection[int], values_at: Numbers, wide: Collection[int]) -> None:
         """Encode tensors, by number, into their slots.

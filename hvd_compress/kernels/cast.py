@@ -237,9 +237,9 @@ def decode_raw_rows(itemsize, rows, like, scale):
     """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1.
 
     Args:
+        itemsize: bytes of a sent value; 0 where the header's flag for float64 tells.
         rows: see `table`.
         like: see `table`.
-        itemsize: bytes of a sent value; 0 where the header's flag for float64 tells.
         scale: factor on the values.
     """
     for i in range(rows.shape[0]):

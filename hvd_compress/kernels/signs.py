@@ -449,16 +449,15 @@ def encode_threshold_rows(codec, tau, rows, like):
     """Encode a table of tensors; a body is the counts, and then the entries. See `encode_threshold`."""
     for i in range(rows.shape[0]):
         x, gradient = table.given(rows, i, like)
-        group = rows[i, table.GROUP]
+        group, pair = rows[i, table.GROUP], _pair(tau)
         body = table.body_of(rows, i)
         counts, at = table.section(body, table.count_groups(x.size, group), np.uint32)
         entries = table.array_at(at, x.size, np.uint16)
         found, is_finite = encode_threshold(x, gradient, group, x.dtype.type(tau), counts, entries)
         if not is_finite and gradient.size > 0:
-            decode(counts, _pair(tau), 0, entries[:found], group, np.float32(1), x, True)
+            decode(counts, pair, 0, entries[:found], group, np.float32(1), x, True)
             take_back(x, gradient)
-        bits = _pair(tau).view(np.uint32)[0]
-        table.seal(rows, i, like, codec, bits, found, at - body + 2 * found, is_finite)
+        table.seal(rows, i, like, codec, pair.view(np.uint32)[0], found, at - body + 2 * found, is_finite)
 
 
 @kernel

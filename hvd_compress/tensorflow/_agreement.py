@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.fingerprint import agree
+from hvd_compress.fingerprint import Place, agree_at
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
 
-__all__ = ["Place", "is_mismatch", "met", "require_agreement_through"]
+__all__ = ["is_mismatch", "met", "require_agreement_through"]
 
 Array = np.ndarray[Any, Any]
-
-
-class Place(NamedTuple):
-    """A collective in whose place ranks compare: one of floating point numbers or of uint8.
-
-    Args:
-        collective: "allreduce", "grouped_allreduce", "allgather", or else one of an exchange that is an alltoall.
-        name: of the operation.
-        tensors: in a group.
-    """
-
-    collective: str
-    name: str
-    tensors: int = 1
 
 
 def require_agreement_through(
@@ -43,17 +29,8 @@ def require_agreement_through(
         MismatchError: on all ranks, naming the first difference.
         tf.errors.OpError: another rank has started these operations themselves, see `is_mismatch`.
     """
-    name = places[0].name
-
-    def allgather(data: bytes, its_name: str) -> bytes:
-        # those that gather once more have all met
-        return (
-            met(data, places, process_set)
-            if its_name == name
-            else TensorFlowRanks(process_set).gather_bytes(data, its_name)
-        )
-
-    agree(description, allgather, name)
+    allgather = TensorFlowRanks(process_set).gather_bytes
+    agree_at(places, description, lambda data: met(data, places, process_set), allgather)
 
 
 def is_mismatch(error: Exception) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.exchange import Bucket, Parcel, aligned_empty
-from hvd_compress.tensorflow._agreement import Place
+from hvd_compress.fingerprint import Place
 
 __all__ = ["Nodes"]
 

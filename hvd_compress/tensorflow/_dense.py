@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import SPARSE
-from hvd_compress.tensorflow._agreement import Place
+from hvd_compress.fingerprint import Place
 from hvd_compress.tensorflow._carried import allgather, carried_dtype, dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._gradients import Gradient
 from hvd_compress.tensorflow._seams import ALLGATHER, ALLREDUCE, split_list

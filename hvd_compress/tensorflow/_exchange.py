@@ -27,9 +27,9 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Account, Bucket, Hosts, Pack
+from hvd_compress.fingerprint import Place
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy, check_patterns
-from hvd_compress.tensorflow._agreement import Place
 from hvd_compress.tensorflow._beginning import lay_comparison
 from hvd_compress.tensorflow._bucket import Nodes
 from hvd_compress.tensorflow._dense import DenseWay

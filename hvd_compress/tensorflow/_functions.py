@@ -13,7 +13,8 @@ import tensorflow as tf
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.tensorflow._agreement import Place, is_mismatch
+from hvd_compress.fingerprint import Place
+from hvd_compress.tensorflow._agreement import is_mismatch
 from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._exchange import GradientExchange
 from hvd_compress.tensorflow._meeting import Meeting

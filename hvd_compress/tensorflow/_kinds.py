@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from hvd_compress.engine import kinds_told, only_here, only_there
 from hvd_compress.errors import MismatchError
-from hvd_compress.tensorflow._agreement import Place, is_mismatch, require_agreement_through
+from hvd_compress.fingerprint import Place
+from hvd_compress.tensorflow._agreement import is_mismatch, require_agreement_through
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
 from hvd_compress.tensorflow._turn import Turn
 

@@ -12,8 +12,8 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.fingerprint import agree, check_agreement, serialize
-from hvd_compress.tensorflow._agreement import Place, is_mismatch, met
+from hvd_compress.fingerprint import Place, agree, check_agreement, serialize
+from hvd_compress.tensorflow._agreement import is_mismatch, met
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
 
 __all__ = ["Meeting"]

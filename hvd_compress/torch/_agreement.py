@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -13,30 +13,16 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.errors import MismatchError
-from hvd_compress.fingerprint import agree, check_agreement, serialize
+from hvd_compress.fingerprint import Place, agree_at, check_agreement, serialize
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Meeting", "Place", "is_mismatch", "require_agreement_through", "without_compression"]
+__all__ = ["Meeting", "is_mismatch", "require_agreement_through", "without_compression"]
 
 Array = np.ndarray[Any, Any]
 
 
 _MARK: Array = np.zeros(40, np.int8)
 """As long as what is compared, so that both are of one shape."""
-
-
-class Place(NamedTuple):
-    """An operation in whose place ranks compare: a reduction of floating point numbers, or a movement of uint8.
-
-    Args:
-        collective: "allreduce", "grouped_allreduce", "allgather", or else one of an exchange that is an alltoall.
-        name: of the operation.
-        tensors: in a group.
-    """
-
-    collective: str
-    name: str
-    tensors: int = 1
 
 
 def require_agreement_through(description: dict[str, Any], process_set: hvd.ProcessSet, place: Place) -> None:
@@ -46,17 +32,7 @@ def require_agreement_through(description: dict[str, Any], process_set: hvd.Proc
         MismatchError: on all ranks, naming the first difference.
         HorovodInternalError: another rank has started the operation itself.
     """
-    _agree_at(Meeting(process_set, place.name), description, [place])
-
-
-def _agree_at(meeting: Meeting, description: dict[str, Any], places: Sequence[Place]) -> None:
-    name = places[0].name
-
-    def allgather(data: bytes, its_name: str) -> bytes:
-        # those that gather once more have all met
-        return meeting.gather(data, places) if its_name == name else meeting.ranks.gather_bytes(data, its_name)
-
-    agree(description, allgather, name)
+    Meeting(process_set, place.name).agree([place], description)
 
 
 class Meeting:
@@ -86,12 +62,16 @@ class Meeting:
             MismatchError: on all ranks, naming the first difference; nothing is under way any more.
         """
         try:
-            _agree_at(self, description, places)
+            self.agree(places, description)
             self._finish()
         except (MismatchError, HorovodInternalError) as error:
             if isinstance(error, HorovodInternalError) and "Mismatched" not in str(error):
                 raise
             self.leave(label, description, error)
+
+    def agree(self, places: Sequence[Place], description: dict[str, Any]) -> None:
+        """See `fingerprint.agree_at`."""
+        agree_at(places, description, lambda mine: self.gather(mine, places), self.ranks.gather_bytes)
 
     def gather(self, mine: bytes, places: Sequence[Place]) -> bytes:
         """Bytes of all ranks, as many of each, that have met at the first place.

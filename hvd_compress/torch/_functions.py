@@ -21,8 +21,9 @@ from hvd_compress.engine import (
     op_of_call,
 )
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.fingerprint import Place
 from hvd_compress.torch import _differentiable
-from hvd_compress.torch._agreement import Meeting, Place, is_mismatch
+from hvd_compress.torch._agreement import Meeting, is_mismatch
 from hvd_compress.torch._carried import name_of
 from hvd_compress.torch._collectives import name_of_call
 from hvd_compress.torch._gradients.bucket import collective_name

@@ -28,8 +28,9 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import Bucket
+from hvd_compress.fingerprint import Place
 from hvd_compress.policy import Auto, Policy, check_patterns
-from hvd_compress.torch._agreement import Meeting, Place
+from hvd_compress.torch._agreement import Meeting
 from hvd_compress.torch._collectives import allreduce_async, synchronize
 from hvd_compress.torch._gradients.beginning import checksum
 from hvd_compress.torch._gradients.bucket import collective_name

@@ -15,8 +15,9 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import AdaGrad, Exchange
+from hvd_compress.fingerprint import Place
 from hvd_compress.policy import Auto, Policy
-from hvd_compress.torch._agreement import Place, require_agreement_through
+from hvd_compress.torch._agreement import require_agreement_through
 from hvd_compress.torch._gradients.bucket import collective_name
 from hvd_compress.torch._gradients.engine import Engine, described
 from hvd_compress.torch._gradients.owners import exchanging
