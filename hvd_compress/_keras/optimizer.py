@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress._keras.link import KerasExchange, Link
@@ -152,6 +152,12 @@ def _load(exchange: KerasExchange, state: dict[str, Any]) -> None:
 class _Distributed:
     """Methods that every wrapped optimizer has."""
 
+    # of the optimizer's class, in the Keras that has them
+    _trainable_variables: list[Any]
+    built: bool
+    build: Callable[[list[Any]], None]
+    iterations: Any
+
     _hvd: Distribution
 
     @classmethod
@@ -220,17 +226,17 @@ class _Distributed:
 class _Keras3(_Distributed):
     """Combines where Keras 3 clips: after local accumulation and unscaling, before clipping and the update."""
 
-    def _backend_apply_gradients(self: Any, grads: Any, trainable_variables: Any) -> None:
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         self._hvd.of_gradients = list(trainable_variables)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
-    def _filter_empty_gradients(self: Any, grads: Any, vars: Any) -> Any:
+    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:
         if all(g is None for g in grads):
             # Keras refuses a step without any gradient, and other ranks would wait for this one
             self._hvd.combine(list(grads), list(vars), self._trainable_variables)
         return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
 
-    def _clip_gradients(self: Any, grads: Any) -> Any:
+    def _clip_gradients(self, grads: Any) -> Any:
         combined = self._hvd.combine(grads, self._hvd.of_gradients, self._trainable_variables)
         return super()._clip_gradients(combined)  # type: ignore[misc]
 
@@ -254,7 +260,7 @@ class _Keras3Apply(_Distributed):
     hands parts of them on to others.
     """
 
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         if not self.built:
             # the loss scale is a variable, which exists from here on
             self.build(list(trainable_variables))
@@ -268,12 +274,12 @@ class _Keras3Apply(_Distributed):
 class _Keras2(_Distributed):
     """Combines where Keras 2 aggregates: before clipping, and before a LossScaleOptimizer checks what is finite."""
 
-    def aggregate_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
         variables = [v for _, v in pairs]
         return list(zip(self._hvd.combine([g for g, _ in pairs], variables, variables), variables, strict=True))
 
-    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         if self._hvd.passes == 1:
             return super().apply_gradients(grads_and_vars, *args, **kwargs)  # type: ignore[misc]
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
@@ -294,7 +300,7 @@ class _Keras2(_Distributed):
 class _Keras2Legacy(_Keras2):
     """The optimizers of `keras.optimizers.legacy`, which call it by another name."""
 
-    def _aggregate_gradients(self: Any, grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    def _aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         return self.aggregate_gradients(grads_and_vars)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "make_class",
     "refuse_wrapped",
     "relay",
+    "step_below",
 ]
 
 
@@ -88,6 +89,11 @@ def laid_over(optimizer: torch.optim.Optimizer, overrides: type) -> Any:
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._itself = weakref.ref(wrapped)
     return wrapped
+
+
+def step_below(optimizer: Any) -> Any:
+    """Make a step of the class that methods were laid over."""
+    return super(optimizer.__class__, optimizer).step()
 
 
 def _refuse_another(self: Any, *args: Any, **kwargs: Any) -> NoReturn:

@@ -15,7 +15,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi import communicator, join_server
 from hvd_compress.torch._averaging.parameters import Parameters, as_tensors, trained
 from hvd_compress.torch._gradients.owners import check_sole_step, refuse_retired, take_over
-from hvd_compress.torch._horovod import laid_over
+from hvd_compress.torch._horovod import laid_over, step_below
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["AsyncParameterServerOptimizer"]
@@ -67,29 +67,30 @@ class _Values:
 class _Overrides:
     """Methods laid over those of the wrapped optimizer's class."""
 
-    _server: Any = _NoServer()
-    _values: Any = _NoServer()
+    param_groups: list[dict[str, Any]]  # of the optimizer's class
+    _server: Member | _NoServer = _NoServer()
+    _values: _Values | _NoServer = _NoServer()
     _retired = False
     """Whether another optimizer has taken over the parameters."""
 
-    def _owned(self: Any) -> set[int]:
+    def _owned(self) -> set[int]:
         return {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
 
-    def retire(self: Any) -> None:
+    def retire(self) -> None:
         """Another optimizer takes over the parameters: refuse to go on."""
         self._retired = True
 
     @property
-    def is_server(self: Any) -> bool:
+    def is_server(self) -> bool:
         """Whether this rank serves; the others train."""
-        return bool(self._server.is_server)
+        return self._server.is_server
 
     @property
-    def is_over(self: Any) -> bool:
+    def is_over(self) -> bool:
         """On a worker: whether the others have finished while it was silent, so that its gradients count no more."""
-        return bool(self._server.is_over)
+        return self._server.is_over
 
-    def serve(self: Any, on_update: Callable[[int], object] | None = None) -> None:
+    def serve(self, on_update: Callable[[int], object] | None = None) -> None:
         """On the server: update with each gradient as it comes, until all workers have called `close()`.
 
         Workers that have been silent for `patience` seconds are not waited for. Learning rates are those of the
@@ -103,7 +104,7 @@ class _Overrides:
         """
         self._server.serve(on_update)
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """On a worker: send its gradients, once the last ones are answered; parameters may be newer afterwards.
 
         Nothing is updated here. Gradients that are not finite are not applied, and residuals stay as they are.
@@ -113,7 +114,7 @@ class _Overrides:
             HvdCompressError: the server has failed.
         """
         if self._values.is_updating:
-            return super(self.__class__, self).step()  # type: ignore[misc]
+            return step_below(self)
         if self._retired:
             refuse_retired()
         loss = None
@@ -124,7 +125,7 @@ class _Overrides:
         self._server.step(self._values.parameters.gradients)
         return loss
 
-    def server_stats(self: Any) -> dict[str, Any]:
+    def server_stats(self) -> dict[str, Any]:
         """What has become of the gradients so far.
 
         Returns:
@@ -136,19 +137,17 @@ class _Overrides:
             On a worker {"is_server": False} with steps, too_stale, not_finite, waited_steps, waited_seconds, bytes
             sent and received, and what these had been without compression.
         """
-        stats: dict[str, Any] = self._server.stats()
-        return stats
+        return self._server.stats()
 
-    def compression_state_dict(self: Any) -> dict[str, Any]:
+    def compression_state_dict(self) -> dict[str, Any]:
         """What this rank owes, to be saved per rank; on the server `state_dict()` has the optimizer's own state.
 
         Returns:
             A dict of tensors and plain values that `torch.save` takes. A gradient under way counts as applied.
         """
-        state: dict[str, Any] = as_tensors(self._server.state_dict())
-        return state
+        return as_tensors(self._server.state_dict())
 
-    def load_compression_state_dict(self: Any, state: dict[str, Any]) -> None:
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `compression_state_dict` returned on this rank.
 
         Raises:
@@ -156,7 +155,7 @@ class _Overrides:
         """
         self._server.load_state_dict(state)
 
-    def close(self: Any) -> None:
+    def close(self) -> None:
         """Say that this rank has finished; on the server, wait until all have said so. Done at exit at the latest."""
         self._server.close()
 

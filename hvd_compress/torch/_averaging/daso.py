@@ -28,12 +28,18 @@ __all__ = ["DASO", "daso_process_sets"]
 class _Overrides:
     """Methods laid over those of `DistributedOptimizer` of one node."""
 
+    # of that class
+    param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, Any]
+    _refuse_early_look: Callable[[dict[str, Any]], None]
+    _combine_for_step: Callable[[], None]
+
     _daso: _Daso
     _below_step: Callable[..., Any]
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
 
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients in the node, update, and do what is due between nodes."""
         self._daso.check(self.param_groups)
         loss = None
@@ -49,7 +55,7 @@ class _Overrides:
         self._daso.after_update()
         return loss
 
-    def epoch_end(self: Any, loss: Any = None) -> None:
+    def epoch_end(self, loss: Any = None) -> None:
         """End an epoch: all ranks get the same parameters, and the schedule looks at the loss; a collective call.
 
         Named buffers, and with `average_state` the state of the optimizer, become their mean over the ranks.
@@ -65,7 +71,7 @@ class _Overrides:
         self._daso.check(self.param_groups)
         self._daso.end_epoch(number_of(loss), self.state)
 
-    def daso_stats(self: Any) -> dict[str, Any]:
+    def daso_stats(self) -> dict[str, Any]:
         """What this rank has done so far.
 
         Returns:
@@ -77,7 +83,7 @@ class _Overrides:
         """
         return {**self._daso.member.stats(), "gradient_bytes": self._daso.gradient_bytes}
 
-    def daso_state_dict(self: Any) -> dict[str, Any]:
+    def daso_state_dict(self) -> dict[str, Any]:
         """The schedule, what is owed, and what is under way, to be saved per rank, by all ranks after the same step.
 
         What is under way is waited for, and merged when it is due.
@@ -85,10 +91,9 @@ class _Overrides:
         Returns:
             A dict of tensors and plain values that `torch.save` takes.
         """
-        state: dict[str, Any] = as_tensors(self._daso.member.state_dict())
-        return state
+        return as_tensors(self._daso.member.state_dict())
 
-    def load_daso_state_dict(self: Any, state: dict[str, Any]) -> None:
+    def load_daso_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `daso_state_dict` returned on this rank; training goes on as if it had not stopped.
 
         Raises:

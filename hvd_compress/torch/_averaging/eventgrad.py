@@ -17,7 +17,7 @@ from hvd_compress.torch._averaging.gossip import Gossip
 from hvd_compress.torch._averaging.parameters import by_name, trained
 from hvd_compress.torch._gradients.owners import check_sole_step, refuse_retired, take_over
 from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
-from hvd_compress.torch._horovod import laid_over
+from hvd_compress.torch._horovod import laid_over, step_below
 
 __all__ = ["DPSGDOptimizer", "EventGraDOptimizer"]
 
@@ -34,21 +34,22 @@ class _NoNeighbours:
 class _Overrides:
     """Methods laid over those of the wrapped optimizer's class."""
 
-    _gossip: Any = _NoNeighbours()
+    param_groups: list[dict[str, Any]]  # of the optimizer's class
+    _gossip: Gossip | _NoNeighbours = _NoNeighbours()
     # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
     _step_supports_amp_scaling = True
     _retired = False
     """Whether another optimizer has taken over the parameters."""
 
-    def _owned(self: Any) -> set[int]:
+    def _owned(self) -> set[int]:
         return {id(p) for group in self.param_groups for p in group["params"] if p.requires_grad}
 
-    def retire(self: Any) -> None:
+    def retire(self) -> None:
         """Another optimizer takes over the parameters: refuse to go on."""
         self._retired = True
 
     @torch.no_grad()
-    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the parameters with those of the neighbours, and update them with this rank's gradients.
 
         A closure is called once, before the averaging: gradients belong to the parameters as they were. Where a
@@ -66,11 +67,11 @@ class _Overrides:
                 unscale(self.param_groups, told["grad_scale"])
             self._gossip.mix()
             if not told.get("found_inf", False):
-                super(self.__class__, self).step()  # type: ignore[misc]
+                step_below(self)
         self._gossip.after_update()
         return loss
 
-    def average_parameters(self: Any) -> None:
+    def average_parameters(self) -> None:
         """Make the parameters and named buffers of all ranks their mean, when all have come here; a collective call.
 
         A rank that comes first answers its neighbours until the last one has come, so ranks may have made different
@@ -79,14 +80,14 @@ class _Overrides:
         self._gossip.check(self.param_groups)
         self._gossip.average()
 
-    def consensus_distance(self: Any) -> float:
+    def consensus_distance(self) -> float:
         """How far the ranks are apart: the root of the mean over ranks of ‖x - mean of x‖²; a collective call.
 
         A rank that comes first answers its neighbours until the last one has come, as in `average_parameters`.
         """
-        return float(self._gossip.consensus_distance())
+        return self._gossip.consensus_distance()
 
-    def event_stats(self: Any) -> dict[str, Any]:
+    def event_stats(self) -> dict[str, Any]:
         """Messages and bytes that this rank has sent so far.
 
         Returns:
@@ -96,19 +97,17 @@ class _Overrides:
             payloads; tensors have the present threshold. With `traced` also "trace": norms, thresholds and sent,
             arrays of (passes, tensors).
         """
-        stats: dict[str, Any] = self._gossip.member.stats()
-        return stats
+        return self._gossip.member.stats()
 
-    def event_state_dict(self: Any) -> dict[str, Any]:
+    def event_state_dict(self) -> dict[str, Any]:
         """Histories, thresholds and copies of this rank, to be saved per rank, by all ranks after the same step.
 
         Returns:
             A dict of tensors and plain values that `torch.save` takes.
         """
-        state: dict[str, Any] = self._gossip.state_dict()
-        return state
+        return self._gossip.state_dict()
 
-    def load_event_state_dict(self: Any, state: dict[str, Any]) -> None:
+    def load_event_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `event_state_dict` returned on this rank; training goes on as if it had not stopped.
 
         With the transport "one_sided", whose messages may be under way when a state is saved, this is a collective
@@ -119,7 +118,7 @@ class _Overrides:
         """
         self._gossip.load_state_dict(state)
 
-    def close(self: Any) -> None:
+    def close(self) -> None:
         """Give up the memory that the transport "one_sided" shares with the neighbours; a collective call."""
         self._gossip.member.close()
 
