@@ -133,6 +133,11 @@ class Exchange:
                 f"{self!r}: owners({ranks}) returned {list(owners)}; it has to return some of the positions from 0 to "
                 f"{ranks - 1}, in ascending order"
             )
+        if self.uses_hosts and len(owners) < ranks:
+            raise ContractError(
+                f"{self!r}: owners({ranks}) returned {list(owners)}; between hosts every rank owns a share. Derive from "
+                "TwoPhase to choose others"
+            )
         return owners
 
     def _plan(

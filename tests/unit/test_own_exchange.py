@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import AdaGrad, Adaptive, Auto, Exchange, OneBit, ParameterServer, TopK, TwoPhase
+from hvd_compress import AdaGrad, Adaptive, Auto, Exchange, Hierarchical, OneBit, ParameterServer, TopK, TwoPhase
 from hvd_compress.engine import Ledger, Routing, Tensor, check_settings, description
 from hvd_compress.errors import ContractError
 from hvd_compress.exchange import EXCHANGES, Bucket, checked_exchange, make_plan, plan_together
@@ -119,6 +119,17 @@ def test_owners_that_are_none_are_told(owners: list[int]) -> None:
 
     with pytest.raises(ContractError, match=r"owners\(5\) returned .*positions from 0 to 4, in ascending order"):
         make_plan(Wrong(), OneBit(), (64, 96), RANKS)
+
+
+def test_between_hosts_all_ranks_own_a_share() -> None:
+    class Wrong(Hierarchical):
+        id = "wrong"
+
+        def owners(self, ranks: int) -> range:
+            return range(0, ranks, 2)
+
+    with pytest.raises(ContractError, match="between hosts every rank owns a share"):
+        make_plan(Wrong(), OneBit(), (64, 96), 4)
 
 
 def test_an_exchange_has_an_id_of_its_own() -> None:
