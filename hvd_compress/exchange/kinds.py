@@ -135,8 +135,8 @@ class Exchange:
             )
         if self.uses_hosts and len(owners) < ranks:
             raise ContractError(
-                f"{self!r}: owners({ranks}) returned {list(owners)}; between hosts every rank owns a share. Derive from "
-                "TwoPhase to choose others"
+                f"{self!r}: owners({ranks}) returned {list(owners)}; between hosts every rank owns a share. Derive "
+                "from TwoPhase to choose others"
             )
         return owners
 
