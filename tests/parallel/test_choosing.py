@@ -4,8 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.parallel.cases import of_tensorflow
 from tests.parallel.launch import launched, thorough
-from tests.parallel.workers import choosing_tensorflow
+
+choosing_tensorflow = of_tensorflow("choosing_tensorflow")
 
 STARTS = [(2, "gloo"), thorough(4, "mpi")]
 

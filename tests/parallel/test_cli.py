@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.cases import of_tensorflow
 from tests.parallel.launch import launched, thorough
-from tests.parallel.workers import cli, cli_tensorflow
+from tests.parallel.workers import cli
+
+cli_tensorflow = of_tensorflow("cli_tensorflow")
 
 
 @pytest.mark.parametrize("case", cli.cases)

@@ -6,8 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.parallel.cases import of_tensorflow
 from tests.parallel.launch import launched, thorough
-from tests.parallel.workers import hierarchical_tensorflow
+
+hierarchical_tensorflow = of_tensorflow("hierarchical_tensorflow")
 
 # ranks were started host by host; one on each host in turn; so that Horovod's own numbers of hosts are wrong; on one
 STARTS = [("aabb", "mpi"), thorough("abab", "gloo"), thorough("abba", "gloo"), thorough("", "mpi")]

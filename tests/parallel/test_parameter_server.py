@@ -6,8 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.parallel.cases import of_tensorflow
 from tests.parallel.launch import launched, thorough
-from tests.parallel.workers import parameter_server_tensorflow
+
+parameter_server_tensorflow = of_tensorflow("parameter_server_tensorflow")
 
 STARTS = [(2, "gloo"), thorough(3, "mpi"), thorough(4, "gloo"), thorough(4, "mpi")]
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parallel.cases import of_tensorflow
 from tests.parallel.launch import launched, thorough
-from tests.parallel.workers import ranks, ranks_tensorflow
+from tests.parallel.workers import ranks
+
+ranks_tensorflow = of_tensorflow("ranks_tensorflow")
 
 STARTS = [(2, "gloo"), thorough(4, "mpi")]
 
