@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +23,28 @@ _TOLERANCE = 1e-9
 
 
 class Topology(ABC):
-    """Base of the topologies: who is whose neighbour, among any number of ranks."""
+    """Base of the topologies, also of your own: who is whose neighbour, among any number of ranks.
+
+    A subclass is a frozen dataclass whose fields are the settings, equal on all ranks. It has an `id` and the method
+    `matrix`, whose weights keep the mean: no row and no column may sum up to anything but 1. Each rank needs a weight
+    of its own, and a way to every other rank.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import numpy as np
+        >>> from hvd_compress import Topology
+        >>> @dataclass(frozen=True)
+        ... class Pairs(Topology):
+        ...     own: float = 0.5
+        ...     id = "pairs"
+        ...     def matrix(self, size):
+        ...         other = np.roll(np.eye(size), 1, axis=0)
+        ...         return self.own * np.eye(size) + (1 - self.own) * other
+        >>> Pairs(0.75).get_config()
+        {'id': 'pairs', 'own': 0.75}
+        >>> [part.senders for part in Pairs().neighbours(3)]
+        [(2,), (0,), (1,)]
+    """
 
     id: ClassVar[str]
 
@@ -33,7 +54,8 @@ class Topology(ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Return the settings as a JSON-able dict, which ranks compare."""
-        return {"id": self.id}
+        own: Any = self
+        return {"id": self.id, **(asdict(own) if hasattr(own, "__dataclass_fields__") else {})}
 
     def neighbours(self, size: int) -> list[Neighbours]:
         """Check the weights among `size` ranks and return the part of each rank.

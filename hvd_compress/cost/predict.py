@@ -89,7 +89,8 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
     if not first.exchange.has_owners:
         hops: tuple[float, ...] = ((first.ranks - 1) * nbytes,)
     elif not first.exchange.uses_hosts:
-        hops = (others * nbytes, others * nbytes)
+        # an owner sends its sums to all others
+        hops = (others * nbytes, (first.ranks - 1) / len(first.exchange.owners(first.ranks)) * nbytes)
     else:
         hosts = first.ranks // ranks_per_host
         inside, between = (ranks_per_host - 1) / ranks_per_host, (hosts - 1) / hosts
@@ -112,11 +113,11 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
     def sent(collective: str, nbytes: float, of: LinkSpeed = link) -> Stage:
         return Stage(of.seconds(collective, nbytes), collective, core=network.core.get(collective, 0.0))
 
-    def reduction(chunk: float, senders: int) -> Stage:
-        """Describe the owner's part, which decodes and adds what all have sent, and encodes the sum."""
-        calls = one.of_calls(work.pieces / ranks)
+    def reduction(owners: int, senders: int) -> Stage:
+        """Describe an owner's part, which decodes and adds what all have sent, and encodes the sum."""
+        chunk, calls = numel / owners, one.of_calls(work.pieces / owners)
         added = calls.decode(chunk) + (senders - 1) * calls.add(chunk)
-        return Stage(added + calls.encoding(chunk, work.groups / ranks))
+        return Stage(added + calls.encoding(chunk, work.groups / owners))
 
     encode = Stage(speed.encoding(numel, work.groups))
     if isinstance(work.exchange, Dense):
@@ -140,8 +141,9 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         return (encode, sent("allgather", nbytes), Stage(first + rest))
     if not work.exchange.uses_hosts:
         to_owner, to_all = work.hop_bytes
+        owners = len(work.exchange.owners(ranks))
         return (
-            encode, sent("alltoall", to_owner), reduction(numel / ranks, ranks), sent("allgather", to_all),
+            encode, sent("alltoall", to_owner), reduction(owners, ranks), sent("allgather", to_all),
             Stage(speed.decode(numel)),
         )  # fmt: skip
     if network.between is None or network.inside is None:
@@ -153,7 +155,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         sent("alltoall", cut_up, network.inside),
         Stage(summed + one.of_calls(work.pieces / per_host).encoding(shard, work.groups / per_host)),
         sent("alltoall", to_owner, network.between),
-        reduction(shard / network.hosts, network.hosts),
+        reduction(ranks, network.hosts),
         sent("alltoall", to_all, network.between),
         sent("alltoall", passed_on, network.inside),
         Stage(speed.decode(numel)),

@@ -20,6 +20,10 @@ __all__ = ["AllGather", "Dense", "Exchange", "FewestBytes", "Hierarchical", "Two
 _COLLECTIVE_BYTES = 2**15
 
 
+_ids: dict[str, str] = {}
+"""The names of all classes of exchanges, by their ids."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A way to combine the gradients of all ranks: who sums which elements, and which collectives that takes.
@@ -28,8 +32,8 @@ class Exchange:
     and the owner encodes the sum and sends it to all. Without, every rank sends all that it has encoded to all others,
     and each of them sums it up.
 
-    To divide the work in another way, derive from `TwoPhase`, and give it an `id` and `owners`. All ranks have to make
-    equal ones.
+    To divide the work in another way, derive from `TwoPhase`, and give it an `id` and `owners`. Settings are fields of
+    a frozen dataclass. All ranks have to make equal ones; they compare the settings and the owners.
 
     Example:
         >>> import numpy as np
@@ -59,10 +63,19 @@ class Exchange:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not isinstance(vars(cls).get("id"), str):
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        own = vars(cls).get("id")
+        if not isinstance(own, str) or _ids.setdefault(own, name) != name:
+            has = f"id={own!r}, as {_ids[own]} has" if isinstance(own, str) else "none"
             raise ContractError(
-                f"{cls.__name__}: a class of exchanges needs an id of its own, a string, by which ranks and statistics "
-                "tell it from others"
+                f"{name}: a class of exchanges needs an id of its own, a string, by which ranks and statistics tell it "
+                f"from others; it has {has}"
+            )
+        if not cls.has_owners and "owners" in vars(cls):
+            raise ContractError(f"{name}: it has owners(), and has_owners=False. Derive from TwoPhase to choose owners")
+        if cls.uses_hosts != ("scatter_inside" in getattr(cls, "collectives", ())):
+            raise ContractError(
+                f"{name}: uses_hosts={cls.uses_hosts} does not fit its collectives. Derive from Hierarchical"
             )
 
     @property
@@ -74,6 +87,15 @@ class Exchange:
         """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": self.id, **asdict(self)}
 
+    def told_among(self, ranks: int) -> dict[str, Any]:
+        """Return what ranks compare: the settings, and which of them sum, where these are not all."""
+        try:
+            owners: Any = [int(owner) for owner in self.of_bucket(0, ranks).owners(ranks)]
+        except Exception as error:
+            # told to all ranks, who have to compare before one of them raises it
+            owners = repr(error)
+        return self.get_config() if owners == [*range(ranks)] else {**self.get_config(), "sums_on": owners}
+
     def owners(self, ranks: int) -> Sequence[int]:
         """Return the positions, in ascending order, of the ranks that sum; each gets an equal share of the elements.
 
@@ -81,10 +103,6 @@ class Exchange:
             UnsupportedError: it cannot work among so many ranks.
         """
         return range(ranks)
-
-    def root_among(self, ranks: int) -> int | None:
-        """Return the rank that sums everything, if there is one, and broadcasts it."""
-        return None
 
     def answers_of(self, compressor: Compressor) -> Compressor:
         """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
@@ -119,33 +137,46 @@ class Exchange:
             if not self.has_owners or len(alike) == 1:
                 plans |= {name: self._plan(kind, shape, ranks) for name, shape in alike.items()}
                 continue
-            owners = len(self._checked_owners(ranks))
+            owners = len(self.checked_owners(ranks))
             ends = list(accumulate((math.prod(shape) for shape in alike.values()), initial=0))
             for (name, shape), start in zip(alike.items(), ends, strict=False):
                 cuts = cuts_within(start, math.prod(shape), ends[-1], owners, kind.group_of(shape))
                 plans[name] = self._plan(kind, shape, ranks, cuts)
         return {name: plans[name] for name in tensors}
 
-    def _checked_owners(self, ranks: int) -> Sequence[int]:
-        owners = self.owners(ranks)
-        if not owners or list(owners) != sorted({*owners} & {*range(ranks)}):
+    def checked_owners(self, ranks: int) -> list[int]:
+        """Return `owners`, if they are some.
+
+        Raises:
+            ContractError: they are none, or fit neither the ranks nor the collectives.
+            UnsupportedError: see `owners`.
+        """
+        owners = list(self.owners(ranks))
+        if not owners or owners != sorted({*owners} & {*range(ranks)}):
             raise ContractError(
-                f"{self!r}: owners({ranks}) returned {list(owners)}; it has to return some of the positions from 0 to "
+                f"{self!r}: owners({ranks}) returned {owners}; it has to return some of the positions from 0 to "
                 f"{ranks - 1}, in ascending order"
             )
         if self.uses_hosts and len(owners) < ranks:
             raise ContractError(
-                f"{self!r}: owners({ranks}) returned {list(owners)}; between hosts every rank owns a share. Derive "
-                "from TwoPhase to choose others"
+                f"{self!r}: owners({ranks}) returned {owners}; between hosts every rank owns a share. Derive from "
+                "TwoPhase to choose others"
             )
+        if self._has_root and len(owners) > 1:
+            raise ContractError(f"{self!r}: owners({ranks}) returned {owners}; only one rank can broadcast the sums")
         return owners
+
+    @property
+    def _has_root(self) -> bool:
+        """Whether one rank broadcasts all sums."""
+        return self.collectives[-1:] == ("broadcast",)
 
     def _plan(
         self, compressor: Compressor, shape: tuple[int, ...], ranks: int, cuts: tuple[int, ...] | None = None
     ) -> Plan:
         """Plan the exchange of a tensor, of which each owner gets what lies between two cuts."""
         numel, group = math.prod(shape), compressor.group_of(shape)
-        owners = self._checked_owners(ranks) if self.has_owners else range(1)
+        owners = self.checked_owners(ranks) if self.has_owners else [0]
         cuts = chunk_bounds(numel, len(owners), group) if cuts is None else cuts
         chunks = range(ranks) if self.has_owners else owners
         bounds = (*(cuts[bisect_left(owners, chunk)] for chunk in chunks), numel)
@@ -158,9 +189,8 @@ class Exchange:
         def slots(of: Sequence[Compressor]) -> tuple[int, ...]:
             return tuple(c.capacity(n, group) if has else 0 for c, n, has in zip(of, sizes, has_payload, strict=True))
 
-        return Plan(
-            self, shape, ranks, group, bounds, parts, slots(parts), answers, slots(answers), self.root_among(ranks)
-        )
+        root = owners[0] if self._has_root else None
+        return Plan(self, shape, ranks, group, bounds, parts, slots(parts), answers, slots(answers), root)
 
 
 @dataclass(frozen=True)

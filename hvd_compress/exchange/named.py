@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.exchange.kinds import AllGather, Exchange, FewestBytes, Hierarchical, TwoPhase
+from hvd_compress.errors import ContractError
+from hvd_compress.exchange.kinds import AllGather, Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
 from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.exchange.plan import Plan
 
@@ -23,8 +25,19 @@ def checked_exchange(exchange: Any) -> Exchange:
 
     Raises:
         ValueError: it is neither.
+        ContractError: one of the user's own, whose settings are not the fields of a frozen dataclass.
     """
-    if isinstance(exchange, Exchange):
+    if isinstance(exchange, Exchange) and not isinstance(exchange, Dense):
+        extra = sorted(vars(exchange).keys() - {field.name for field in fields(exchange)})
+        try:
+            hash(exchange)
+        except TypeError as error:
+            extra.append(str(error))
+        if extra:
+            raise ContractError(
+                f"{type(exchange).__name__}: settings have to be fields of a frozen dataclass that can be hashed, such "
+                f"as numbers and tuples, or ranks cannot compare them: {', '.join(extra)}"
+            )
         return exchange
     found = EXCHANGES.get(exchange) if isinstance(exchange, str) else None
     if found is None:

@@ -70,9 +70,6 @@ class ParameterServer(Exchange):
         return replace(self, root=number % ranks) if self.root == _ROUND_ROBIN else self
 
     def owners(self, ranks: int) -> Sequence[int]:
-        return (self.root_among(ranks),)
-
-    def root_among(self, ranks: int) -> int:
         """Return the root, which `of_bucket` has filled in.
 
         Raises:
@@ -84,7 +81,7 @@ class ParameterServer(Exchange):
             raise UnsupportedError(
                 f"{self!r} among {ranks} ranks: the root is a position in the process set, from 0 to {ranks - 1}"
             )
-        return self.root
+        return (self.root,)
 
     def answers_of(self, compressor: Compressor) -> Compressor:
         return compressor if self.answer == "compressed" or isinstance(compressor, Raw) else CheckedRaw()

@@ -399,7 +399,8 @@ class GradientExchange(Ledger[Nodes]):
         settings = self.settings
         return description(
             settings.compression, settings.op, [[s.name, s.shape, s.dtype.name] for s in self._sources],
-            exchange=settings.exchange, min_numel=settings.min_numel, bucket_bytes=settings.bucket_bytes,
+            exchange=settings.exchange.told_among(settings.process_set.size()),
+            min_numel=settings.min_numel, bucket_bytes=settings.bucket_bytes,
             sparse_as_dense=settings.sparse_as_dense,
             gradient_predivide_factor=settings.gradient_predivide_factor, groups=settings.groups,
             adagrad=settings.adagrad,

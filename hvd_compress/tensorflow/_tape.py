@@ -230,7 +230,7 @@ def DistributedGradientTape(
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
         exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
             collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
-            inside each host, and their sums exchanged compressed between hosts, or a
+            inside each host, and their sums exchanged compressed between hosts, or an `Exchange`, such as
             `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the

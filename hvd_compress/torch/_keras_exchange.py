@@ -83,9 +83,10 @@ class TorchExchange:
                 )  # fmt: skip
             return
         compared_keys = (
-            "exchange", "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense", "adagrad",
+            "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense", "adagrad",
         )  # fmt: skip
         compared = {k: settings[k] for k in compared_keys}
+        compared["exchange"] = settings["exchange"].told_among(process_set.size())
         parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
         TorchRanks(process_set).agree(description(compression, settings["op"], parameters, **compared))
         check_patterns(compression, self._names)

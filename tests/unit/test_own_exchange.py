@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from hvd_compress import AdaGrad, Adaptive, Auto, Exchange, Hierarchical, OneBit, ParameterServer, TopK, TwoPhase
+from hvd_compress import (
+    AdaGrad,
+    Adaptive,
+    AllGather,
+    Auto,
+    Exchange,
+    Hierarchical,
+    OneBit,
+    ParameterServer,
+    TopK,
+    TwoPhase,
+)
+from hvd_compress.cost import work_of
 from hvd_compress.engine import Ledger, Routing, Tensor, check_settings, description
-from hvd_compress.errors import ContractError
-from hvd_compress.exchange import EXCHANGES, Bucket, checked_exchange, make_plan, plan_together
+from hvd_compress.errors import ContractError, MismatchError
+from hvd_compress.exchange import EXCHANGES, Bucket, Dense, checked_exchange, make_plan, plan_together
+from hvd_compress.fingerprint import check_agreement, serialize
 from hvd_compress.loopback import Loopback
 from tests.outsider import EveryOther, SignSum
 
@@ -112,7 +126,7 @@ def test_what_is_no_exchange_is_told(wrong: Any) -> None:
 @pytest.mark.parametrize("owners", [[], [0, 0], [1, 0], [0, RANKS], [-1]], ids=str)
 def test_owners_that_are_none_are_told(owners: list[int]) -> None:
     class Wrong(TwoPhase):
-        id = "wrong"
+        id = "of_no_owners"
 
         def owners(self, ranks: int) -> list[int]:
             return owners
@@ -123,7 +137,7 @@ def test_owners_that_are_none_are_told(owners: list[int]) -> None:
 
 def test_between_hosts_all_ranks_own_a_share() -> None:
     class Wrong(Hierarchical):
-        id = "wrong"
+        id = "of_some_hosts"
 
         def owners(self, ranks: int) -> range:
             return range(0, ranks, 2)
@@ -134,5 +148,101 @@ def test_between_hosts_all_ranks_own_a_share() -> None:
 
 def test_an_exchange_has_an_id_of_its_own() -> None:
     for base in (Exchange, TwoPhase):
-        with pytest.raises(ContractError, match="Nameless: a class of exchanges needs an id of its own"):
-            type("Nameless", (base,), {})
+        for attributes in ({}, {"id": 3}, {"id": "two_phase"}, {"id": "every_other"}):
+            with pytest.raises(ContractError, match=r"Nameless: a class of exchanges needs an id of its own.*it has"):
+                type("Nameless", (base,), attributes)
+    # a cell of a notebook that is run again
+    for _ in range(2):
+        type("Again", (TwoPhase,), {"id": "again"})
+
+
+def test_what_does_not_fit_its_collectives_is_told() -> None:
+    with pytest.raises(ContractError, match="Derive from TwoPhase to choose owners"):
+        type("Gathers", (AllGather,), {"id": "gathers", "owners": lambda self, ranks: (0,)})
+    with pytest.raises(ContractError, match="Derive from Hierarchical"):
+        type("Hosts", (TwoPhase,), {"id": "hosts", "uses_hosts": True})
+
+
+def test_the_root_is_the_owner() -> None:
+    class LastRank(ParameterServer):
+        id = "last_rank"
+
+        def owners(self, ranks: int) -> tuple[int, ...]:
+            return (ranks - 1,)
+
+    class Two(ParameterServer):
+        id = "two_roots"
+
+        def owners(self, ranks: int) -> tuple[int, ...]:
+            return (0, 1)
+
+    given = gradients(0)
+    servers = LastRank(), ParameterServer(RANKS - 1)
+    ours, theirs = (Loopback(RANKS, OneBit(), server).grouped_allreduce(given) for server in servers)
+    for name in SHAPES:
+        assert np.array_equal(ours[0][name], theirs[0][name])
+    with pytest.raises(ContractError, match=r"owners\(5\) returned \[0, 1\]; only one rank can broadcast"):
+        make_plan(Two(), OneBit(), (64, 96), RANKS)
+
+
+def test_settings_are_what_ranks_can_compare() -> None:
+    class Attribute(TwoPhase):
+        id = "attribute"
+
+        def __init__(self, positions: Any) -> None:
+            self.positions = positions
+
+    @dataclass(frozen=True)
+    class Field(TwoPhase):
+        positions: Any = (0, 1)
+        id = "field"
+
+        def owners(self, ranks: int) -> Any:
+            return self.positions
+
+    with pytest.raises(ContractError, match=r"Attribute: settings have to be fields of a frozen dataclass.*positions"):
+        checked_exchange(Attribute((0, 1)))
+    with pytest.raises(ContractError, match=r"Field: settings have to be fields.*unhashable"):
+        checked_exchange(Field([0, 1]))
+    with pytest.raises(ValueError, match="must be one of"):
+        checked_exchange(Dense())
+    assert checked_exchange(Field((1, 2))) != Field((0, 2))
+    for positions in (np.arange(0, RANKS, 2), {0, 2, 4}, (i for i in (0, 2, 4))):
+        assert Field(positions).checked_owners(RANKS) == [0, 2, 4]
+
+
+def test_ranks_compare_owners() -> None:
+    class FromOutside(TwoPhase):
+        id = "from_outside"
+        chosen: ClassVar[Any] = (0, 1)
+
+        def owners(self, ranks: int) -> Any:
+            return self.chosen if self.chosen else 1 / 0
+
+    assert TwoPhase().told_among(3) == {"id": "two_phase"}
+    assert ParameterServer(2).told_among(3)["sums_on"] == [2]
+    assert ParameterServer("round_robin").told_among(3)["sums_on"] == [0]
+    told = [FromOutside().told_among(3)]
+    FromOutside.chosen = (0, 2)
+    told.append(FromOutside().told_among(3))
+    FromOutside.chosen = ()
+    told.append(FromOutside().told_among(3))
+    with pytest.raises(MismatchError, match=r"sums_on\[1\]: rank 0 has 1, rank 1 has 2"):
+        check_agreement([serialize(of_rank) for of_rank in told[:2]])
+    with pytest.raises(MismatchError, match="ZeroDivisionError"):
+        check_agreement([serialize(of_rank) for of_rank in told[1:]])
+    # all ranks have compared: now it may be raised
+    assert ParameterServer(7).told_among(3)["sums_on"].startswith("UnsupportedError")
+
+
+def test_predictions_know_how_much_an_owner_sends() -> None:
+    class One(TwoPhase):
+        id = "one"
+
+        def owners(self, ranks: int) -> range:
+            return range(1)
+
+    plans = [make_plan(exchange, OneBit(), (64, 512), 4) for exchange in (One(), ParameterServer())]
+    works = [work_of([plan]) for plan in plans]
+    slot = max(plans[0].slots)
+    assert [work.hop_bytes for work in works] == [(3 / 4 * slot, 3 * slot)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
@@ -126,6 +127,18 @@ def test_a_topology_of_ones_own_is_checked():
 
     with pytest.raises(ValueError, match=r"weights of shape \(4, 4\) for 3 ranks"):
         Broken().neighbours(3)
+
+
+def test_settings_of_ones_own_are_compared():
+    @dataclass(frozen=True)
+    class Steps(Topology):
+        rows: int = 2
+        id = "steps"
+
+        def matrix(self, size):
+            return FullyConnected().matrix(size)
+
+    assert [Steps(rows).get_config() for rows in (2, 3)] == [{"id": "steps", "rows": rows} for rows in (2, 3)]
 
 
 def test_configs_differ_with_the_weights():

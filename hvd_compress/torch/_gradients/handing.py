@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
@@ -56,7 +57,7 @@ class Backward(Completing):
         if self._steering is not None:
             self._steering.begin()
         self._given[name], self._versions[name] = gradient, gradient._version
-        if not self._is_queued or len(self._given) == len(self._requires_update):
+        if self._queued_in != current_pass() or len(self._given) == len(self._requires_update):
             self._queue_end()
         if left == 0:
             engine.start_together(bucket)
@@ -76,7 +77,7 @@ class Backward(Completing):
         if self._allreduce_delay[p] == 0:
             # handing it over may have replaced it
             self._given[name], self._versions[name] = p.grad, p.grad._version
-            if not self._is_queued or len(self._given) == len(self._requires_update):
+            if self._queued_in != current_pass() or len(self._given) == len(self._requires_update):
                 self._queue_end()
         elif not self._has_warned and not gradient._is_view():
             self._versions[name] = gradient._version
@@ -91,14 +92,13 @@ class Backward(Completing):
     def _queue_end(self) -> None:
         """Let this backward pass call `_on_backward_end`; with the first gradient, and again with the last.
 
-        A pass inside this one, as checkpoints make it, has an end of its own.
+        A pass inside another one, as checkpoints make it, has an end of its own; one that fails has none.
         """
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-        self._is_queued = True
+        self._queued_in = current_pass()
 
     def _on_backward_end(self) -> None:
         """Complete the exchange if all gradients of this rank are here, so that `.grad` is what is to be used."""
-        self._is_queued = False
         for name, p in self._new_members():
             # torch takes hooks of parameters that take gradients only, so that those of this pass were not told
             self._take_gradient(name, p)
@@ -149,7 +149,7 @@ class Backward(Completing):
         except MismatchError as error:
             self._stopped = str(error)
             raise
-        self._is_open, self._is_queued = True, False
+        self._is_open, self._queued_in = True, None
 
     def _was_combined(self, name: str, gradient: Any) -> bool:
         """Whether a gradient is a combined one to which a pass has added, and nobody has written in between."""
@@ -185,6 +185,10 @@ class Backward(Completing):
                 "accumulators lie with the owners of elements, which would change. Save compression_state_dict() of "
                 "all ranks, wrap the optimizer again, and load what hvd_compress.feedback.redistribute returns"
             )
+
+
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that calls us; the innermost where one runs inside another."""
 
 
 def _on_gradient(optimizer: weakref.ref[Any], name: str, p: torch.Tensor) -> None:

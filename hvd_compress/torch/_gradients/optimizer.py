@@ -87,7 +87,7 @@ def DistributedOptimizer(
         process_set: the ranks that take part.
         exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
             collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
-            inside each host, and their sums exchanged compressed between hosts, or a
+            inside each host, and their sums exchanged compressed between hosts, or an `Exchange`, such as
             `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
         min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
         bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
@@ -120,7 +120,7 @@ def DistributedOptimizer(
     if op == hvd.Adasum and hvd.size() > 1:
         if ours is not None:
             raise UnsupportedError(
-                f"op=Adasum with {ours!r} and exchange={exchange!r}: Adasum combines dense gradients pairwise. Use "
+                f"op=Adasum with {ours!r} and exchange={exchange.id!r}: Adasum combines dense gradients pairwise. Use "
                 'op=Average or op=Sum, or compression=hvd.Compression.fp16 and exchange="auto"'
             )
         return hvd.DistributedOptimizer(

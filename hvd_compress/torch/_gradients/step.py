@@ -63,8 +63,8 @@ class Step:
     """Some values of some of them, after a pass that has not brought all."""
     _has_warned = False
     """Whether the user was told of gradients that were changed before the last of their passes."""
-    _is_queued = False
-    """Whether the end of this backward pass will be told."""
+    _queued_in: int | None = None
+    """The backward pass whose end will be told."""
     _has_compared = False
     """Whether ranks know which gradients of each other are sparse; nothing is sent before."""
     _sparse_dims: dict[str, int]

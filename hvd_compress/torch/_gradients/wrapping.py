@@ -78,7 +78,8 @@ class Wrapping:
             together = [[positions.get(id(p)) for p in group] for group in together]
         parameters = [[names.get(id(p), i), list(p.shape), str(p.dtype), p.requires_grad] for i, p in enumerate(params)]
         return description(
-            self.compression, self.op, parameters, exchange=self.exchange, min_numel=self.min_numel,
+            self.compression, self.op, parameters,
+            exchange=self.exchange.told_among(self.process_set.size()), min_numel=self.min_numel,
             bucket_bytes=self.bucket_bytes, groups=together, adagrad=self.adagrad, **self.settings,
         )  # fmt: skip
 
