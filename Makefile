@@ -33,8 +33,8 @@ coverage: setup      ## the tests of `make test` and `make test-rest`, and which
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest --cov --cov-report=term $(ARGS)
 
 test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the core, with TensorFlow 2.15 and Keras 2
-	@$(WITH_VENV_KERAS2) .venv-keras2/bin/python -m pytest tests/unit tests/parallel/test_tensorflow.py \
-		tests/parallel/test_keras.py $(ARGS)
+	@$(WITH_VENV_KERAS2) .venv-keras2/bin/python -m pytest tests/unit --ignore-glob "tests/unit/test_reproduce_*" \
+		tests/parallel/test_tensorflow.py tests/parallel/test_keras.py $(ARGS)
 
 test-all: test test-rest test-keras2  ## all three
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hvd_compress import ConstantThreshold, OneBit, SlopeThreshold, TopK
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
@@ -26,6 +25,8 @@ from tests.hostile import damaged, same
 from tests.threads import World
 from tests.unit import test_accumulators, test_daso, test_ledger
 from tests.unit.test_feedback import states
+
+torch = pytest.importorskip("torch")
 
 Load = Callable[[Any], Any]
 
