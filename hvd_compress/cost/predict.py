@@ -90,7 +90,7 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
         hops: tuple[float, ...] = ((first.ranks - 1) * nbytes,)
     elif not first.exchange.uses_hosts:
         # an owner sends its sums to all others
-        hops = (others * nbytes, (first.ranks - 1) / len(first.exchange.owners(first.ranks)) * nbytes)
+        hops = (others * nbytes, (first.ranks - 1) / len(first.exchange.checked_owners(first.ranks)) * nbytes)
     else:
         hosts = first.ranks // ranks_per_host
         inside, between = (ranks_per_host - 1) / ranks_per_host, (hosts - 1) / hosts
@@ -141,7 +141,7 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         return (encode, sent("allgather", nbytes), Stage(first + rest))
     if not work.exchange.uses_hosts:
         to_owner, to_all = work.hop_bytes
-        owners = len(work.exchange.owners(ranks))
+        owners = len(work.exchange.checked_owners(ranks))
         return (
             encode, sent("alltoall", to_owner), reduction(owners, ranks), sent("allgather", to_all),
             Stage(speed.decode(numel)),

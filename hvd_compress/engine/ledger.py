@@ -114,7 +114,7 @@ class Ledger(Generic[AnyBucket]):
             self._resting[tensor.name] = Counters()
         if ranks > 1:
             # asked for its checks, whether a tensor goes there or not
-            routing.exchange.of_bucket(0, ranks).owners(ranks)
+            routing.exchange.of_bucket(0, ranks).checked_owners(ranks)
         for names in routing.divided(by_name.values(), ranks, groups):
             bucket = self._make_bucket(names, by_name, routing, make_bucket)
             self.buckets.append(bucket)

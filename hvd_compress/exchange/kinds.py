@@ -127,9 +127,7 @@ class Exchange:
         """Plan the exchange of a tensor that goes alone."""
         return self._plan(compressor, shape, ranks)
 
-    def together(
-        self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
-    ) -> dict[str, Plan]:  # fmt: skip
+    def together(self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
         """Plan the exchange that tensors, {name: (shape, compressor)}, share."""
         plans: dict[str, Plan] = {}
         for kind in dict.fromkeys(compressor for _, compressor in tensors.values()):
@@ -258,9 +256,7 @@ class FewestBytes(Exchange):
         (best,) = min(plans, key=_priced)
         return best
 
-    def together(
-        self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int
-    ) -> dict[str, Plan]:  # fmt: skip
+    def together(self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
         plans = [exchange.together(tensors, ranks) for exchange in self.candidates]
         return min(plans, key=lambda of_exchange: _priced(list(of_exchange.values())))
 
