@@ -8,7 +8,7 @@ each padded to 8 bytes. All numbers are little-endian. The header:
     4       uint8   version of the layout
     5       uint8   codec number: of the compressor, or of its form whose body is losslessly coded
     6       uint8   flags: 1 = a value was not finite, there is no body; 2 = the source was float64;
-                    4 = there was no gradient, there is no body
+                    4 = there was no gradient, there is no body; 8 = the checksum is that of devices
     7       uint8   number of dimensions
     8       uint64  number of elements
     16      uint64  bytes of the payload, header and padding included
@@ -29,17 +29,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.errors import WireError
-from hvd_compress.kernels.checksum import checksum
-from hvd_compress.kernels.table import ABSENT, CHECKSUM_WORD, FLOAT64, HEADER, NONFINITE, VERSION
+from hvd_compress.kernels.checksum import checksum, checksum_of_parts
+from hvd_compress.kernels.table import ABSENT, CHECKSUM_WORD, FLOAT64, HEADER, NONFINITE, SUMMED, VERSION
 
 __all__ = ["HEADER_BYTES", "VERSION", "Header", "Sections", "frames", "open_payload", "seal"]
 
 HEADER_BYTES = HEADER
-_ALL_FLAGS = NONFINITE | FLOAT64 | ABSENT
+_ALL_FLAGS = NONFINITE | FLOAT64 | ABSENT | SUMMED
 
 _MAGIC = b"hvdc"
 _LAYOUT = struct.Struct("<4sBBBBQQIIII")
 _CHECKSUM = struct.Struct("<I")
+_FLAGS_AT = 6
 _CHECKSUM_AT = 8 * CHECKSUM_WORD + 4  # the upper half of a word
 _MOST_ELEMENTS = 2**40
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # of a NumPy array
@@ -196,9 +197,11 @@ def _no_payload(buffer: Bytes) -> WireError:
 
 
 def _actual_checksum(payload: Bytes) -> int:
-    words = payload.view(np.uint64)
+    is_summed = payload[_FLAGS_AT] & SUMMED
+    words = payload.view(np.uint32 if is_summed else np.uint64)
+    words = words if words.flags.aligned else words.copy()
     # the stored checksum is the upper half of a word
-    return int(checksum(words if words.flags.aligned else words.copy(), CHECKSUM_WORD))
+    return int(checksum_of_parts(words, 2 * CHECKSUM_WORD + 1) if is_summed else checksum(words, CHECKSUM_WORD))
 
 
 def frames(buffer: Bytes, count: int) -> list[Bytes]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors import tables
 from hvd_compress.compressors.key import Key
-from hvd_compress.compressors.tables import LIKE, Kernels
+from hvd_compress.compressors.tables import LIKE, DeviceKernels, Kernels
 from hvd_compress.errors import ContractError, UnsupportedError, WireError
 from hvd_compress.kernels import common, table
 
@@ -156,6 +156,10 @@ class Compressor(ABC):
 
     def kernels(self, group: int) -> Kernels | None:
         """Return the kernels for tensors with groups of so many elements; None where `encode_body` encodes each."""
+        return None
+
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        """Return the kernels for gradients in device memory; None where such gradients go through host memory."""
         return None
 
     def limit_of(self, numel: int, group: int) -> int:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.settings import check_flag, check_group, check_int
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import onebit as kernels
 
 __all__ = ["OneBit"]
@@ -66,8 +66,19 @@ class OneBit(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # what is drawn is scattered, and few draw
+        return None if self.sample is not None else _device_kernels()
+
 
 @cache
 def _kernels(compressor: OneBit) -> Kernels:
     encode = partial(kernels.encode_rows, compressor.codec, compressor.sample or 0)
     return Kernels(encode, kernels.decode_rows)
+
+
+@cache
+def _device_kernels() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import onebit
+
+    return DeviceKernels(partial(onebit.encode, codec=OneBit.codec), onebit.verify, onebit.decode)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LIKE",
+    "DeviceKernels",
     "Kernels",
     "Rows",
     "array_at",
@@ -53,6 +54,22 @@ class Kernels(NamedTuple):
 
     encode: Callable[[Rows, Array], None]
     decode: Callable[[Rows, Array, np.float32], int]
+
+
+class DeviceKernels(NamedTuple):
+    """The kernels of a compressor with its settings for tables in device memory, see `hvd_compress.kernels.cuda`.
+
+    Each takes a `Launch`, and none waits.
+
+    Args:
+        encode: (launch); makes whole payloads.
+        verify: (launch); checks the bodies of payloads whose headers are good, so that `decode` need not.
+        decode: (launch, scale, force); with `force` also bodies that are not sent, since a value is not finite.
+    """
+
+    encode: Callable[[Any], None]
+    verify: Callable[[Any], None]
+    decode: Callable[[Any, float, bool], None]
 
 
 def row(x: int, numel: int, group: int, payload: Bytes) -> Rows:

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from hvd_compress.kernels.checksum import checksum
+from hvd_compress.kernels.checksum import checksum, checksum_of_parts
 from hvd_compress.kernels.common import take_back
 from hvd_compress.kernels.jit import kernel
 
@@ -37,6 +37,8 @@ COLUMNS = 12
 VERSION = 1
 HEADER = 40
 NONFINITE, FLOAT64, ABSENT = 1, 2, 4
+SUMMED = 8
+"""The checksum is the one whose parts can be made at once, as devices make it."""
 CODED = 256
 """Beside the flags of a header: the body is in the losslessly coded form."""
 CHECKSUM_WORD = 4
@@ -190,13 +192,18 @@ def check(rows, codec, coded):
         expected = np.uint64(VERSION) | np.uint64(1) << np.uint64(24)
         if words[0] & _LOW != _MAGIC or kinds & ~np.uint64(0xFFFF00) != expected or (found != codec and found != coded):
             return i
-        if flags & ~(NONFINITE | FLOAT64 | ABSENT) or np.int64(words[1]) != rows[i, NUMEL]:
+        if flags & ~(NONFINITE | FLOAT64 | ABSENT | SUMMED) or np.int64(words[1]) != rows[i, NUMEL]:
             return i
         if not HEADER <= nbytes <= room or nbytes & 7 or (words[3] & _LOW == 0 and rows[i, NUMEL]):
             return i
         if flags & (NONFINITE | ABSENT) and nbytes != HEADER:
             return i
-        if checksum(words[: nbytes >> 3], CHECKSUM_WORD) != np.uint32(words[CHECKSUM_WORD] >> np.uint64(32)):
+        stated = np.uint32(words[CHECKSUM_WORD] >> np.uint64(32))
+        if flags & SUMMED:
+            matches = checksum_of_parts(array_at(at, nbytes >> 2, np.uint32), 2 * CHECKSUM_WORD + 1) == stated
+        else:
+            matches = checksum(words[: nbytes >> 3], CHECKSUM_WORD) == stated
+        if not matches:
             return i
         rows[i, FLAGS] = flags | (CODED if found == coded else 0)
     return -1

@@ -1,0 +1,129 @@
+"""A table in device memory, and the lists of work for its launches, which are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+
+from hvd_compress.kernels import table
+from hvd_compress.kernels.cuda import envelope
+from hvd_compress.kernels.cuda.rows import GROUPS_AT, STATE, WIDTH
+
+Numbers = npt.NDArray[np.int64]
+
+KINDS = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+"""Types of gradients that kernels read and write."""
+
+
+class Launch:
+    """What the kernels of a compressor are launched with, for one table.
+
+    Args:
+        rows: the table on the host; addresses may change later, sizes may not.
+        upload: copies a NumPy array into device memory, without waiting, and returns it there.
+        empty: (count, name of a type): allocates device memory, which is not initialized.
+    """
+
+    def __init__(
+        self, rows: Numbers, upload: Callable[[npt.NDArray[Any]], Any], empty: Callable[[int, str], Any]
+    ) -> None:
+        self._upload, self._empty = upload, empty
+        count = len(rows)
+        self.numels: Numbers = rows[:, table.NUMEL].copy()
+        self.groups: Numbers = np.minimum(rows[:, table.GROUP], np.maximum(self.numels, 1))
+        """Elements per group, at most those of the row."""
+        self._rooms: Numbers = rows[:, table.ROOM].copy()
+        self.counts: Numbers = -(-self.numels // rows[:, table.GROUP])
+        """Groups of each row."""
+        self._host = np.zeros((count, WIDTH), np.int64)
+        self._host[:, GROUPS_AT] = np.cumsum(self.counts) - self.counts
+        adds = rows[:, table.ADD] != 0
+        starts = np.flatnonzero(~adds) if not adds.all() else np.zeros(1, np.int64)
+        self._runs = np.stack([starts, np.diff([*starts, count])], 1)
+        """The first row of each tensor, and how many rows are added up."""
+        self._kept: dict[Any, Any] = {}
+        self.rows: Any = None
+        self.state: Any = upload(np.zeros((count, STATE), np.int64))
+        self.kind: Any = tl.float32
+        """Of gradients when encoding, of what is written when decoding."""
+        self.feedback = False
+        """Whether residuals are encoded, to which gradients are added."""
+        self.aligned = False
+        """Whether all arrays begin on 16-byte boundaries."""
+
+    def place(self, rows: Numbers, kind: str, feedback: bool) -> None:
+        """Take the addresses of this step, and upload them if they have changed."""
+        self.kind, self.feedback = KINDS[kind], feedback
+        if self.rows is not None and np.array_equal(self._host[:, : table.COLUMNS], rows):
+            return
+        self._host[:, : table.COLUMNS] = rows
+        self.aligned = not ((rows[:, table.X] | rows[:, table.GRADIENT]) & 15).any()
+        self.rows = self._upload(self._host)
+
+    def scratch(self, name: str, count: int, kind: str) -> Any:
+        """Return device memory for so many elements, the same in each step."""
+        kept = self._kept.get(name)
+        if kept is None or kept.shape[0] < count:
+            kept = self._kept[name] = self._empty(max(count, 1), kind)
+        return kept
+
+    # -- lists of work -------------------------------------------------------------------------------------------
+
+    def work_by_groups(self) -> Any:
+        """Return (row, 1, group) for each group of each row."""
+        return self._work("groups", lambda: _spread(np.arange(len(self.numels)), np.ones_like(self.counts), self.counts))
+
+    def work_by_parts(self, block: int) -> Any:
+        """Return (row, 1, part) where each group is cut into parts of `block` elements; some may be empty."""
+        parts = self.counts * -(-self._host[:, table.GROUP] // block)
+        return self._work(("parts", block), lambda: _spread(np.arange(len(parts)), np.ones_like(parts), parts))
+
+    def work_by_blocks(self, block: int) -> Any:
+        """Return (first row, rows, block) for each block of `block` elements of each tensor."""
+        first, rows = self._runs.T
+        return self._work(("blocks", block), lambda: _spread(first, rows, -(-self.numels[first] // block)))
+
+    def work_by_groups_of_tensors(self) -> Any:
+        """Return (first row, rows, group) for each group of each tensor."""
+        first, rows = self._runs.T
+        return self._work("groups of tensors", lambda: _spread(first, rows, self.counts[first]))
+
+    def work_by_rows(self) -> Any:
+        """Return (row, 1, 0) for each row."""
+        ones = np.ones_like(self.counts)
+        return self._work("rows", lambda: _spread(np.arange(len(ones)), ones, ones))
+
+    def work_by_words(self) -> Any:
+        """Return (row, parts, part) for each part of the room of each payload."""
+        parts = np.maximum(-(-self._rooms // (4 * envelope.PART)), 1)
+        return self._work("words", lambda: _spread(np.arange(len(parts)), parts, parts))
+
+    def _work(self, name: Any, make: Callable[[], npt.NDArray[np.int32]]) -> Any:
+        kept = self._kept.get(("work", name))
+        if kept is None:
+            kept = self._kept["work", name] = self._upload(make())
+        return kept
+
+    # -- headers -------------------------------------------------------------------------------------------------
+
+    def seal(self, codec: int, parameter: int) -> None:
+        """Complete the payloads; see `envelope.seal`."""
+        envelope.seal(self.rows, self.work_by_words(), self.state, codec, parameter)
+
+    def check(self, codec: int) -> None:
+        """Check what has come; see `envelope.check`."""
+        envelope.check(self.rows, self.work_by_words(), self.state, codec)
+
+
+def _spread(first: Numbers, count: Numbers, blocks: Numbers) -> npt.NDArray[np.int32]:
+    """Return (first, count, block, 0) for each of so many blocks."""
+    total = int(blocks.sum())
+    work = np.zeros((total, 4), np.int32)
+    work[:, 0] = np.repeat(first, blocks)
+    work[:, 1] = np.repeat(count, blocks)
+    work[:, 2] = np.arange(total) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    return work

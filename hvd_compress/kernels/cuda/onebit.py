@@ -1,0 +1,254 @@
+"""One bit per element and two means per group; see `hvd_compress.kernels.onebit`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hvd_compress.kernels.cuda.launch import Launch
+from hvd_compress.kernels.cuda.rows import (
+    ADD,
+    FLAGS,
+    GRADIENT,
+    GROUP,
+    HEADER,
+    NUMEL,
+    PAYLOAD,
+    X,
+    column,
+    corrected,
+    entry,
+    expect_body,
+    note_bad,
+    pointer,
+    state_of,
+)
+
+_LONGEST = 8192  # elements of a group that one program holds in registers
+
+
+@triton.jit
+def _pack(is_positive, BLOCK: tl.constexpr):
+    """Return the words of 32 bits that say which elements are positive."""
+    bits = tl.reshape(is_positive.to(tl.uint32), (BLOCK // 32, 32))
+    return tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _put_bits(bits, first, last, is_positive, BLOCK: tl.constexpr, aligned: tl.constexpr):
+    """Write the bits of the elements from `first` to `last`; words that others write to, too, are joined."""
+    words = _pack(is_positive, BLOCK)
+    number = (first >> 5) + tl.arange(0, BLOCK // 32)
+    if aligned:
+        tl.store(bits + number, words, mask=32 * number < last)
+    else:
+        is_whole = (32 * number >= first) & (32 * number + 32 <= last)
+        tl.store(bits + number, words, mask=is_whole)
+        tl.atomic_or(bits + number, words, mask=(is_whole == 0) & (32 * number < last))
+
+
+@triton.jit
+def _encode_groups(
+    rows, work, state, BLOCK: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr
+):
+    i, _, g = entry(work)
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    if aligned:
+        group = tl.multiple_of(group, 32)
+    start = g * group
+    size = tl.minimum(group, numel - start).to(tl.int32)
+    shift = 0 if aligned else (start & 31).to(tl.int32)
+    o = tl.arange(0, BLOCK) - shift
+    inside = (o >= 0) & (o < size)
+    x = pointer(column(rows, i, X), tl.float32 if feedback else kind, aligned) + start
+    gradient = pointer(column(rows, i, GRADIENT), kind, aligned) + start
+    y, good = corrected(x, gradient, o, inside, feedback)
+    note_bad(state, i, good | (inside == 0))
+    is_positive = (y >= 0) & inside
+    wide = y.to(tl.float64)
+    count = tl.sum(is_positive.to(tl.int32), 0)
+    upper = tl.sum(tl.where(is_positive, wide, 0.0), 0)
+    lower = tl.sum(tl.where(is_positive, 0.0, wide), 0)
+    positive = (upper / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    negative = (lower / tl.maximum(size - count, 1).to(tl.float64)).to(tl.float32)
+    if feedback:
+        tl.store(x + o, y - tl.where(is_positive, positive, negative), mask=inside)
+    body = column(rows, i, PAYLOAD) + HEADER
+    means = pointer(body, tl.float32) + 2 * g
+    tl.store(means, positive)
+    tl.store(means + 1, negative)
+    groups = (numel + group - 1) // group
+    _put_bits(pointer(body + 8 * groups, tl.int32), start, start + size, is_positive, BLOCK, aligned)
+    _note_size(state, i, numel, groups, g == 0)
+
+
+@triton.jit
+def _note_size(state, i, numel, groups, is_first):
+    if is_first:
+        tl.store(state_of(state, i, 1), numel)
+        tl.store(state_of(state, i, 2), 8 * groups + ((numel + 7) >> 3))
+
+
+# groups that are too long for one program: parts are summed, then the means are made, then the residuals
+
+
+@triton.jit
+def _place_of_part(rows, i, part, BLOCK: tl.constexpr):
+    """Return the group of a part of a row, where it begins, its elements; and which part of the group it is."""
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    parts = (group + BLOCK - 1) // BLOCK
+    g = part // parts
+    begin = g * group + (part % parts) * BLOCK
+    end = tl.minimum(tl.minimum(begin + BLOCK, (g + 1) * group), numel)
+    return g, begin, tl.maximum(end - begin, 0).to(tl.int32), part % parts
+
+
+@triton.jit
+def _sum_parts(
+    rows, work, state, sums, counts, BLOCK: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
+    aligned: tl.constexpr,
+):  # fmt: skip
+    i, _, part = entry(work)
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    g, start, size, _ = _place_of_part(rows, i, part, BLOCK)
+    shift = (start & 31).to(tl.int32)
+    o = tl.arange(0, 2 * BLOCK) - shift if not aligned else tl.arange(0, BLOCK)
+    inside = (o >= 0) & (o < size)
+    x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+    gradient = pointer(column(rows, i, GRADIENT), kind) + start
+    y, good = corrected(x, gradient, o, inside, feedback)
+    note_bad(state, i, good | (inside == 0))
+    if feedback:
+        tl.store(x + o, y, mask=inside)
+    is_positive = (y >= 0) & inside
+    wide = y.to(tl.float64)
+    program = tl.program_id(0)
+    tl.store(sums + 2 * program, tl.sum(tl.where(is_positive, wide, 0.0), 0))
+    tl.store(sums + 2 * program + 1, tl.sum(tl.where(is_positive, 0.0, wide), 0))
+    tl.store(counts + program, tl.sum(is_positive.to(tl.int32), 0))
+    groups = (numel + group - 1) // group
+    bits = pointer(column(rows, i, PAYLOAD) + HEADER + 8 * groups, tl.int32)
+    _put_bits(bits, start, start + size, is_positive, BLOCK if aligned else 2 * BLOCK, aligned)
+    _note_size(state, i, numel, groups, part == 0)
+
+
+@triton.jit
+def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, feedback: tl.constexpr):
+    i, _, part = entry(work)
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    g, start, size, number = _place_of_part(rows, i, part, BLOCK)
+    parts = ((tl.minimum(group, numel - g * group) + BLOCK - 1) // BLOCK).to(tl.int32)
+    first = tl.program_id(0) - number
+    # every part sums in the same order, and so gets the same means
+    upper = tl.zeros((1024,), tl.float64)
+    lower = tl.zeros((1024,), tl.float64)
+    count = tl.zeros((1024,), tl.int64)
+    for at in range(0, parts, 1024):
+        o = at + tl.arange(0, 1024)
+        upper += tl.load(sums + 2 * (first + o), mask=o < parts, other=0.0)
+        lower += tl.load(sums + 2 * (first + o) + 1, mask=o < parts, other=0.0)
+        count += tl.load(counts + first + o, mask=o < parts, other=0)
+    ones = tl.sum(count, 0)
+    zeros = tl.minimum(group, numel - g * group) - ones
+    positive = (tl.sum(upper, 0) / tl.maximum(ones, 1).to(tl.float64)).to(tl.float32)
+    negative = (tl.sum(lower, 0) / tl.maximum(zeros, 1).to(tl.float64)).to(tl.float32)
+    if number == 0 and size > 0:
+        means = pointer(column(rows, i, PAYLOAD) + HEADER, tl.float32) + 2 * g
+        tl.store(means, positive)
+        tl.store(means + 1, negative)
+    if feedback:
+        o = tl.arange(0, BLOCK)
+        x = pointer(column(rows, i, X), tl.float32) + start
+        y = tl.load(x + o, mask=o < size, other=0.0)
+        tl.store(x + o, y - tl.where(y >= 0, positive, negative), mask=o < size)
+
+
+@triton.jit
+def _decode(
+    rows, work, state, scale, BLOCK: tl.constexpr, kind: tl.constexpr, long_groups: tl.constexpr, force: tl.constexpr
+):
+    first_row, count, block = entry(work)
+    numel, group = column(rows, first_row, NUMEL), column(rows, first_row, GROUP)
+    out = pointer(column(rows, first_row, X), kind)
+    start = block * BLOCK
+    o = tl.arange(0, BLOCK)
+    inside = start + o < numel
+    groups = (numel + group - 1) // group
+    first = start // group
+    # a block reaches into one group more at most, where groups are long
+    is_next = start + o >= (first + 1) * group
+    second = tl.minimum(first + 1, groups - 1)
+    g = first + ((start - first * group).to(tl.int32) + o) // group.to(tl.int32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    if column(rows, first_row, ADD) != 0:
+        sums = tl.load(out + start + o, mask=inside, other=0.0).to(tl.float32)
+    is_first = column(rows, first_row, ADD) == 0
+    for i in range(first_row, first_row + count):
+        flags = tl.load(state_of(state, i, 5))
+        if force or (flags & 5) == 0:
+            body = column(rows, i, PAYLOAD) + HEADER
+            means = pointer(body, tl.float32)
+            bits = pointer(body + 8 * groups, tl.int32)
+            if long_groups:
+                positive = tl.where(is_next, tl.load(means + 2 * second), tl.load(means + 2 * first)) * scale
+                negative = tl.where(is_next, tl.load(means + 2 * second + 1), tl.load(means + 2 * first + 1)) * scale
+            else:
+                positive = tl.load(means + 2 * g, mask=inside, other=0.0) * scale
+                negative = tl.load(means + 2 * g + 1, mask=inside, other=0.0) * scale
+            word = tl.load(bits + ((start + o) >> 5), mask=inside, other=0)
+            v = tl.where(((word >> (o & 31)) & 1) != 0, positive, negative)
+            sums = tl.where(is_first & (i == first_row), v, sums + v)
+        elif (flags & 1) != 0:
+            sums = tl.full((BLOCK,), float("nan"), tl.float32)
+    tl.store(out + start + o, sums.to(kind), mask=inside)
+
+
+def encode(launch: Launch, codec: int) -> None:
+    """Encode a table; see `hvd_compress.kernels.onebit.encode_rows`."""
+    longest = int(launch.groups.max())
+    aligned = launch.aligned and not (launch.groups % 32).any()
+    if longest <= _LONGEST:
+        block = max(32, triton.next_power_of_2(longest if aligned else longest + 31))
+        work = launch.work_by_groups()
+        _encode_groups[(work.shape[0],)](
+            launch.rows, work, launch.state, block, launch.feedback, launch.kind, aligned,
+            num_warps=max(1, min(16, block // 512)), enable_fp_fusion=False,
+        )  # fmt: skip
+    else:
+        work = launch.work_by_parts(_LONGEST)
+        count = work.shape[0]
+        sums = launch.scratch("sums", 2 * count, "float64")
+        counts = launch.scratch("counts", count, "int64")
+        _sum_parts[(count,)](
+            launch.rows, work, launch.state, sums, counts, _LONGEST, launch.feedback, launch.kind, aligned,
+            num_warps=16, enable_fp_fusion=False,
+        )  # fmt: skip
+        _leave_parts[(count,)](
+            launch.rows, work, sums, counts, _LONGEST, launch.feedback, num_warps=16, enable_fp_fusion=False
+        )
+    launch.seal(codec, 0)
+
+
+def decode(launch: Launch, scale: float, force: bool = False) -> None:
+    """Decode a table of checked payloads, and add up the rows of one tensor in their order."""
+    shortest = int(launch.groups.min())
+    block = 4096 if shortest >= 4096 else 1024
+    work = launch.work_by_blocks(block)
+    _decode[(work.shape[0],)](
+        launch.rows, work, launch.state, scale, block, launch.kind, shortest >= block, force,
+        num_warps=block // 512, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _verify(rows, work, state):
+    i, _, _ = entry(work)
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    body = 8 * ((numel + group - 1) // group) + ((((numel + 7) >> 3) + 7) & ~7)
+    expect_body(state, i, body)
+
+
+def verify(launch: Launch) -> None:
+    """Check the sizes of the bodies of payloads whose headers are good."""
+    work = launch.work_by_rows()
+    _verify[(work.shape[0],)](launch.rows, work, launch.state, num_warps=1)

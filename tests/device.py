@@ -1,0 +1,125 @@
+"""Tables of payloads on a device beside the same ones on the host: a GPU where HVD_COMPRESS_TEST_GPU=1 is set, else
+Triton's interpreter, whose device memory is that of the host.
+"""
+
+from __future__ import annotations
+
+import os
+
+ON_GPU = os.environ.get("HVD_COMPRESS_TEST_GPU") == "1"
+if not ON_GPU:
+    # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from hvd_compress.compressors import Compressor, Key, tables
+from hvd_compress.kernels import table
+from hvd_compress.kernels.cuda.launch import Launch
+from hvd_compress.kernels.cuda.rows import FOUND, NBYTES
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def upload(array):
+    return torch.from_numpy(np.ascontiguousarray(array)).clone().to(DEVICE)
+
+
+def empty(count, kind):
+    return torch.empty(count, dtype=getattr(torch, kind), device=DEVICE)
+
+
+class Tables:
+    """Rows of `compressor` for gradients of these sizes on the device, and their payloads.
+
+    Args:
+        compressor: of all.
+        shapes: of the tensors; one group size must be right for all.
+        group: elements per group; that of the first shape by default.
+        kind: of the gradients.
+        senders: rows of each tensor, for decoding.
+        fill: what payload memory holds before.
+    """
+
+    def __init__(self, compressor: Compressor, numels, group, kind="float32", senders=1, fill=0):
+        self.compressor, self.group, self.kind = compressor, group, kind
+        self.numels = list(numels)
+        self.senders = senders
+        self.room = [compressor.capacity(n, group) for n in numels for _ in range(senders)]
+        starts = np.cumsum([0, *self.room])
+        self.starts = starts[:-1]
+        self.payloads = torch.full((int(starts[-1]) + 64,), fill, dtype=torch.uint8, device=DEVICE)
+        rows = np.zeros((len(self.room), table.COLUMNS), np.int64)
+        rows[:, table.NUMEL] = np.repeat(self.numels, senders)
+        rows[:, table.GROUP] = group
+        rows[:, table.LIMIT] = [compressor.limit_of(int(n), group) for n in rows[:, table.NUMEL]]
+        rows[:, table.DIMENSIONS] = 1
+        rows[:, table.ADD] = np.arange(len(rows)) % senders != 0
+        rows[:, table.ROOM] = self.room
+        rows[:, table.PAYLOAD] = self.payloads.data_ptr() + self.starts
+        self.rows = rows
+        self.launch = Launch(rows, upload, empty)
+        self.kernels = compressor.device_kernels(group)
+
+    def encode(self, xs, gradients=None, keys=None):
+        """Encode tensors on the device; returns the payloads as NumPy arrays. `xs` are renewed with feedback."""
+        self.rows[:, table.X] = [x.data_ptr() for x in xs]
+        self.rows[:, table.GRADIENT] = 0 if gradients is None else [g.data_ptr() for g in gradients]
+        for i, key in enumerate(keys or []):
+            low, high = key.words()
+            self.rows[i, table.KEY] = np.array(int(low) | int(high) << 32, np.uint64).view(np.int64)
+        self.launch.place(self.rows, self.kind, gradients is not None)
+        self.kernels.encode(self.launch)
+        return self.taken()
+
+    def taken(self):
+        memory = self.payloads.cpu().numpy()
+        state = self.launch.state.cpu().numpy()
+        return [memory[at : at + n].copy() for at, n in zip(self.starts, state[:, NBYTES], strict=True)]
+
+    def put(self, payloads):
+        """Bring payloads into device memory, as if they had come."""
+        for at, payload in zip(self.starts, payloads, strict=True):
+            self.payloads[int(at) : int(at) + len(payload)] = torch.from_numpy(payload.copy()).to(DEVICE)
+
+    def check(self):
+        """Check what has come; returns what was found of each row: flags, or less than 0."""
+        self.launch.place(self.rows, self.kind, False)
+        self.launch.check(self.compressor.codec)
+        self.kernels.verify(self.launch)
+        return self.launch.state.cpu().numpy()[:, FOUND]
+
+    def decode(self, outs, scale=1.0, force=False):
+        """Decode what was checked, or encoded, into tensors on the device, one for each tensor."""
+        self.rows[:, table.X] = np.repeat([out.data_ptr() for out in outs], self.senders)
+        self.rows[:, table.GRADIENT] = 0
+        self.launch.place(self.rows, {v: k for k, v in TYPES.items()}[outs[0].dtype], False)
+        self.kernels.decode(self.launch, scale, force)
+
+
+def host_encode(compressor, x, gradient, group, key=None):
+    """Encode float32 arrays on the host; returns the payload. `x` is renewed where a gradient is given."""
+    payload = np.zeros(compressor.capacity(x.size, group), np.uint8)
+    if gradient is None:
+        used = compressor.encode_into(x, None, payload, group, key or Key())
+    else:
+        used = compressor.encode_into(gradient, x, payload, group, key or Key())
+    return payload[:used]
+
+
+def host_decode(compressor, payloads, numel, scale=1.0):
+    """Decode and add up payloads on the host."""
+    out = np.zeros(numel, np.float32)
+    for number, payload in enumerate(payloads):
+        compressor.decode_into(payload, out, scale, add=number > 0)
+    return out
+
+
+def on_device(array, kind="float32"):
+    """Return a copy of an array on the device."""
+    return torch.from_numpy(np.ascontiguousarray(array)).clone().to(TYPES[kind]).to(DEVICE)
+
+
+__all__ = ["DEVICE", "ON_GPU", "Tables", "host_decode", "host_encode", "on_device", "tables"]
