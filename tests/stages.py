@@ -35,5 +35,5 @@ def last_message(buckets: Sequence[Bucket]) -> np.ndarray:
     *earlier, last = buckets[0].collectives
     if earlier:
         received = alltoall(parcels)
-        parcels = [bucket.reduce(message) for bucket, message in zip(buckets, received, strict=True)]
+        parcels = [bucket.advance("alltoall", message) for bucket, message in zip(buckets, received, strict=True)]
     return parcels[buckets[0].root].buffer if last == "broadcast" else allgather(parcels)

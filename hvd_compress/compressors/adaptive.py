@@ -13,7 +13,7 @@ from hvd_compress.coding import golomb
 from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.settings import check_choice, check_flag, check_group, check_int
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Adaptive"]
@@ -119,6 +119,10 @@ class Adaptive(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self, group <= _LONGEST_ROW)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # a coding is for hosts, and so are groups that no program on a device can hold
+        return _device_kernels(self) if self.coding is None and group <= _LONGEST_ROW else None
+
 
 def _types(group: int) -> tuple[np.dtype[np.generic], np.dtype[np.generic]]:
     """Return the types of a group's count and of an entry `index << 1 | sign`."""
@@ -132,3 +136,11 @@ def _kernels(compressor: Adaptive, is_short: bool) -> Kernels:
     sample = compressor.sample or _EVERY
     encode = partial(kernels.encode_adaptive_rows, index, compressor.codec, compressor.pi, sample)
     return Kernels(encode, kernels.decode_adaptive_rows)
+
+
+@cache
+def _device_kernels(compressor: Adaptive) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import signs
+
+    encode = partial(signs.encode_adaptive, codec=compressor.codec, pi=compressor.pi)
+    return DeviceKernels(encode, signs.verify_adaptive, signs.decode_adaptive)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from hvd_compress.compressors.base import TableCompressor, framework_of
 from hvd_compress.compressors.settings import check_flag
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import cast
 
 __all__ = ["BF16", "FP16", "NoCompression"]
@@ -36,6 +36,9 @@ class NoCompression(TableCompressor):
 
     def kernels(self, group: int) -> Kernels:
         return _RAW
+
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _raw_on_device()
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor as it is, as Horovod's `Compression.none` does."""
@@ -80,6 +83,9 @@ class BF16(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _BF16
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _bf16_on_device()
+
 
 @dataclass(frozen=True)
 class FP16(TableCompressor):
@@ -106,6 +112,9 @@ class FP16(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _FP16
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _fp16_on_device()
+
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor as float16, and the type to return to."""
         framework = framework_of(tensor)
@@ -124,3 +133,26 @@ class FP16(TableCompressor):
 _RAW = Kernels(partial(cast.encode_raw_rows, NoCompression.codec, 0, False), partial(cast.decode_raw_rows, 0))
 _BF16 = Kernels(partial(cast.encode_bf16_rows, BF16.codec), cast.decode_bf16_rows)
 _FP16 = Kernels(partial(cast.encode_fp16_rows, FP16.codec, False), cast.decode_fp16_rows)
+
+
+@cache
+def _raw_on_device() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import cast
+
+    encode = partial(cast.encode_raw, codec=NoCompression.codec, is_checked=False)
+    return DeviceKernels(encode, partial(cast.verify_raw, may_be_wide=True), cast.decode_raw)
+
+
+@cache
+def _bf16_on_device() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import cast
+
+    return DeviceKernels(partial(cast.encode_bfloat16, codec=BF16.codec), cast.verify_halves, cast.decode_bfloat16)
+
+
+@cache
+def _fp16_on_device() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import cast
+
+    encode = partial(cast.encode_float16, codec=FP16.codec, is_checked=False)
+    return DeviceKernels(encode, cast.verify_halves, cast.decode_float16)

@@ -13,7 +13,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import entries
 from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import bitmap as kernels
 
@@ -130,11 +130,22 @@ class Percentile(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _KERNELS
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # coded gaps are for hosts
+        return None if self.coding is not None or group > entries.BLOCK else _device_kernels()
+
 
 _KERNELS = Kernels(
     partial(kernels.encode_rows, Percentile.codec, _BITMAP, _INDICES),
     partial(kernels.decode_rows, _BITMAP, _INDICES),
 )
+
+
+@cache
+def _device_kernels() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import bitmap
+
+    return DeviceKernels(partial(bitmap.encode, codec=Percentile.codec), bitmap.verify, bitmap.decode)
 
 
 @cache

@@ -13,7 +13,7 @@ from hvd_compress import wire
 from hvd_compress.coding import elias
 from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_int
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import qsgd as kernels
 from hvd_compress.kernels import signs
@@ -142,6 +142,10 @@ class QSGD(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # sizes that depend on the levels are for hosts
+        return _device_kernels(self, group) if self.fixed_size else None
+
 
 @cache
 def _kernels(compressor: QSGD) -> Kernels:
@@ -153,6 +157,16 @@ def _kernels(compressor: QSGD) -> Kernels:
     else:
         encode = partial(elias.encode_ternary_rows, compressor.codec, compressor.coded_codec, is_max)
     return Kernels(encode, kernels.decode_rows)
+
+
+@cache
+def _device_kernels(compressor: QSGD, bucket: int) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import qsgd
+
+    bits, is_max = compressor.bits, compressor.norm == "max"
+    encode = partial(qsgd.encode, codec=compressor.codec, bits=bits, is_max=is_max, bucket=bucket)
+    verify = partial(qsgd.verify, bits=bits, bucket=bucket)
+    return DeviceKernels(encode, verify, partial(qsgd.decode, bits=bits, bucket=bucket))
 
 
 def _most_bucket(one_bit_coded: bool) -> int:

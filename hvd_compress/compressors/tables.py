@@ -32,6 +32,7 @@ __all__ = [
     "decode",
     "encode",
     "explain",
+    "fill_keys",
     "row",
     "take_back",
 ]
@@ -97,13 +98,18 @@ def encode(
             _encode_row(compressor, row, like, key_of(i))
         return
     if compressor.draws:
-        rows.view(np.uint32).reshape(len(rows), -1)[:, 2 * table.KEY : 2 * table.KEY + 2] = [
-            key_of(i).words() for i in range(len(rows))
-        ]
+        fill_keys(rows, key_of)
     kernels.encode(rows, like)
     if compressor.coding is not None:
         for of_tensor in rows:
             of_tensor[USED] = compressor.shorten(bytes_at(of_tensor[PAYLOAD], of_tensor[ROOM]))
+
+
+def fill_keys(rows: Rows, key_of: Callable[[int], Key]) -> None:
+    """Fill KEY; `key_of` a row is what its random numbers depend on."""
+    rows.view(np.uint32).reshape(len(rows), -1)[:, 2 * table.KEY : 2 * table.KEY + 2] = [
+        key_of(i).words() for i in range(len(rows))
+    ]
 
 
 def _encode_row(compressor: Compressor, row: Rows, like: Array, key: Key) -> None:

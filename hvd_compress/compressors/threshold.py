@@ -12,13 +12,14 @@ from hvd_compress import wire
 from hvd_compress.coding import golomb
 from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Threshold"]
 
 _INDEX_GROUP = 32768
+_TILE = 4096  # elements that one program on a device compares
 # beyond so many of them lies 1 in 64 values of a normal distribution
 _DEVIATIONS_OF_TAU = 2.42
 
@@ -114,8 +115,22 @@ class Threshold(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # a coding is for hosts; kernels take whole tiles of groups
+        is_taken = self.coding is None and group <= _INDEX_GROUP and group % _TILE == 0
+        return _device_kernels(self) if is_taken else None
+
 
 @cache
 def _kernels(compressor: Threshold) -> Kernels:
     encode = partial(kernels.encode_threshold_rows, compressor.codec, np.float32(compressor.tau))
     return Kernels(encode, kernels.decode_threshold_rows)
+
+
+@cache
+def _device_kernels(compressor: Threshold) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import signs
+
+    tau = np.float32(compressor.tau)
+    encode = partial(signs.encode_threshold, codec=compressor.codec, tau=float(tau), parameter=int(tau.view(np.uint32)))
+    return DeviceKernels(encode, signs.verify_threshold, partial(signs.decode_threshold, tau=float(tau)))

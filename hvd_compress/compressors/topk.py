@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import entries
 from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, top_count
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import topk as kernels
 
 __all__ = ["TopK"]
@@ -108,5 +108,16 @@ class TopK(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _KERNELS
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # coded gaps are for hosts
+        return None if self.coding is not None or group > entries.BLOCK else _device_kernels()
+
 
 _KERNELS = Kernels(partial(kernels.encode_rows, TopK.codec), kernels.decode_rows)
+
+
+@cache
+def _device_kernels() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import topk
+
+    return DeviceKernels(partial(topk.encode, codec=TopK.codec), topk.verify, topk.decode)

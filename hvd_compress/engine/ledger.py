@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,9 +21,11 @@ from hvd_compress.exchange import (
     Counters,
     Hosts,
     Pack,
+    Plan,
     plan_together,
 )
 from hvd_compress.feedback import FORMAT, check_state
+from hvd_compress.memory import HOST, Memory
 
 __all__ = ["Ledger"]
 
@@ -65,6 +67,7 @@ class Ledger(Generic[AnyBucket]):
             them where they arrive, and dense ones where the edge calls `precondition`.
         scale: factor on the sum over ranks, of which AdaGrad must know.
         resting: tensors that take no gradients now, and may do so again: what is owed of them is kept.
+        memory_of: the memory that the gradients of tensors, given by name, that go together come from.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class Ledger(Generic[AnyBucket]):
         adagrad: AdaGrad | None = None,
         scale: float = 1.0,
         resting: Iterable[Tensor] = (),
+        memory_of: Callable[[Sequence[str]], Memory] = lambda names: HOST,
     ) -> None:
         self.routing = routing
+        self._memory_of = memory_of
         self.buckets: list[AnyBucket] = []
         self.accounts: dict[str, Account] = {}
         self.packs: dict[str, Pack] = {}
@@ -135,19 +140,28 @@ class Ledger(Generic[AnyBucket]):
         ways = {routing.exchange_of(t.name) for t in compressed}
         exchange = ways.pop() if len(ways) == 1 else routing.exchange
         plans = plan_together(exchange.of_bucket(len(self.buckets), self._ranks), together, self._ranks)
+        memory = self._memory_for(names, plans)
         accounts = {
             t.name: Account(
                 t.name, plans[t.name], chosen[t.name], self._position, self._hosts, t.itemsize,
-                self._accumulator(),
+                self._accumulator(), memory,
             )
             for t in compressed
         }  # fmt: skip
         pack = None
         if small:
-            pack = Pack(packed_as, small, plans[packed_as], self._position, self._hosts, self._accumulator())
+            pack = Pack(packed_as, small, plans[packed_as], self._position, self._hosts, self._accumulator(), memory)
         self.accounts.update(accounts)
         self.packs.update(dict.fromkeys(small, pack) if pack is not None else {})
         return make_bucket(accounts, pack)
+
+    def _memory_for(self, names: Sequence[str], plans: Mapping[str, Plan]) -> Memory:
+        """Return where these tensors are exchanged: through the host where the other memory lacks what is wanted."""
+        memory = self._memory_of(names)
+        if memory.is_host or self.accumulators is not None or self._hosts is not None:
+            return HOST
+        used = {(c, p.group) for p in plans.values() for c in (*p.chunk_compressors, *p.answer_compressors)}
+        return HOST if any(compressor.device_kernels(group) is None for compressor, group in used) else memory
 
     def _accumulator(self) -> Accumulator | None:
         return None if self.accumulators is None else self.accumulators.of_sums()
@@ -307,7 +321,7 @@ class Ledger(Generic[AnyBucket]):
             if account.residual is not None or account.pending is not None:
                 residuals[name] = {"shape": shape, "values": account.whole_residual().copy()}
             if account.owner_residual is not None and account.owned is not None:
-                values = account.owner_residual.copy()
+                values = account.memory.to_host(account.owner_residual).copy()
                 owners[name] = {"shape": shape, "start": account.owned.start, "values": values}
         for name, debt in self.debts.items():
             residuals[name] = {"shape": list(self._shapes[name]), "values": debt.copy()}
@@ -363,7 +377,8 @@ class Ledger(Generic[AnyBucket]):
             if own is not None:
                 account.take_residual(own["values"].copy())
             if "accumulators" in state:
-                account.owner_residual = owned.get(name)
+                values = owned.get(name)
+                account.owner_residual = None if values is None else account.memory.from_host(values)
             elif owed is not None:
                 account.take_owed(owed["start"], owed["values"].copy())
             account.step = state.get("transfer_steps", {}).get(name, state["steps"])

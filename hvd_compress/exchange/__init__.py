@@ -18,12 +18,12 @@ from hvd_compress.exchange.counters import Counters
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.inside import Parcel
 from hvd_compress.exchange.kinds import AllGather, Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
-from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.named import EXCHANGES, checked_exchange, make_plan, plan_together
 from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.exchange.plan import Plan, chunk_bounds, ring_bytes
 from hvd_compress.exchange.raw import Raw, checked, fitted, is_uncompressed, unchecked
+from hvd_compress.memory import aligned_empty
 
 __all__ = [
     "EXCHANGES",

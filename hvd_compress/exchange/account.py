@@ -13,9 +13,8 @@ from hvd_compress.compressors import Compressor, Key
 from hvd_compress.exchange.adagrad import Accumulator
 from hvd_compress.exchange.counters import Counters
 from hvd_compress.exchange.hosts import Hosts
-from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan, ring_bytes
-from hvd_compress.kernels.common import norm
+from hvd_compress.memory import HOST, Memory, aligned_empty
 
 __all__ = ["Account"]
 
@@ -33,6 +32,7 @@ class Account:
         hosts: of the ranks, for a hierarchical exchange.
         itemsize: bytes per element of the uncompressed gradient, for the statistics.
         accumulator: of the elements that this rank owns; with it, results are AdaGrad's updates.
+        memory: where its gradients come from, and its residuals lie.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class Account:
         hosts: Hosts | None = None,
         itemsize: int = 4,
         accumulator: Accumulator | None = None,
+        memory: Memory = HOST,
     ) -> None:
         self.name = name
+        self.memory = memory
         self.plan = plan
         self.position = position
         self.hosts = hosts
@@ -55,10 +57,10 @@ class Account:
         """Whether error feedback is on."""
         self.owner_keeps_residual = any(answer.feedback for answer in plan.answer_compressors)
         """Whether it is on for sums."""
-        self.residual: Array | None = None
-        """Of the elements in `shard`."""
-        self.owner_residual: Array | None = None
-        """Of the elements in `owned`: in units of the sum, with an accumulator in units of the update."""
+        self.residual: Any = None
+        """Of the elements in `shard`: an array of `memory`, or None."""
+        self.owner_residual: Any = None
+        """Of the elements in `owned`, likewise: in units of the sum, with an accumulator in units of the update."""
         self.pending: Array | None = None
         """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
         shard only."""
@@ -102,15 +104,24 @@ class Account:
 
     # -- residuals -----------------------------------------------------------------------------------------------
 
-    def fit_residual(self, dtype: npt.DTypeLike) -> Array:
-        """Return the residual in this type, zeros if there is none yet."""
-        self.residual = _fitted(self.residual, self.shard, dtype)
+    def fit_residual(self, kind: str) -> Any:
+        """Return the residual in a type, given by name; zeros if there is none yet."""
+        self.residual = self._fitted(self.residual, self.shard, kind)
         return self.residual
 
-    def fit_owner_residual(self, dtype: npt.DTypeLike) -> Array:
-        """Return the owner's residual, of the sums of `owned`, in this type."""
-        self.owner_residual = _fitted(self.owner_residual, self.owned or slice(0, 0), dtype)
+    def fit_owner_residual(self, kind: str) -> Any:
+        """Return the owner's residual, of the sums of `owned`, in a type."""
+        self.owner_residual = self._fitted(self.owner_residual, self.owned or slice(0, 0), kind)
         return self.owner_residual
+
+    def _fitted(self, residual: Any, part: slice, kind: str) -> Any:
+        if residual is None:
+            # complete before anybody sees it: statistics may be asked for on another thread
+            return self.memory.zeros(part.stop - part.start, kind)
+        if self.memory.kind_of(residual) == kind:
+            return residual
+        # the model has been converted to another type since
+        return self.memory.from_host(self.memory.to_host(residual).astype(kind))
 
     def is_owing(self) -> bool:
         """Tell whether this rank still owes anything of this tensor."""
@@ -127,13 +138,13 @@ class Account:
         if other.residual is not None or other.pending is not None:
             self.take_residual(other.whole_residual())
         if other.owner_residual is not None and other.owned is not None:
-            self.take_owed(other.owned.start, other.owner_residual)
+            self.take_owed(other.owned.start, other.memory.to_host(other.owner_residual))
 
     def take_residual(self, values: Array) -> None:
-        """Take over a residual of all elements, and its memory."""
+        """Take over a residual of all elements, given on the host, and its memory."""
         self.residual, self.pending = None, None
         if self.shard == slice(0, values.size):
-            self.residual = values
+            self.residual = self.memory.from_host(values)
         elif values.any():
             self.pending = values
 
@@ -141,7 +152,7 @@ class Account:
         """Take over an owner's residual of the elements from `start`, in units of the sum, whoever owns them now."""
         # with AdaGrad owners owe updates: what is owed in units of the sum has to go with the next gradients
         if self.accumulator is None and self.owned == slice(start, start + values.size):
-            self.owner_residual = values
+            self.owner_residual = self.memory.from_host(values)
             return
         # both kinds of residual are in units of the sum
         whole = self.whole_residual(values.dtype)
@@ -149,8 +160,8 @@ class Account:
         self.take_residual(whole)
 
     def whole_residual(self, dtype: npt.DTypeLike = np.float32) -> Array:
-        """Return what this rank owes as a sender, of all elements: the residual itself, or a new array."""
-        residual, pending = self.residual, self.pending
+        """Return, on the host, what this rank owes as a sender of all elements: the residual itself, or a new array."""
+        residual, pending = None if self.residual is None else self.memory.to_host(self.residual), self.pending
         if residual is not None and residual.size == self.plan.numel:
             return residual
         known = pending if residual is None else residual
@@ -164,28 +175,20 @@ class Account:
         """Return all that this rank owes, as a sender and as an owner; may use the residuals' memory for it."""
         owed = self.whole_residual()
         if self.owner_residual is not None and self.owned is not None:
-            owed[self.owned] += self.owner_residual
+            owed[self.owned] += self.memory.to_host(self.owner_residual)
         return owed
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals, which are in units of scaled gradients; updates have no scale."""
         for owed in (self.residual, self.pending, self.owner_residual if self.accumulator is None else None):
             if owed is not None:
-                owed *= factor
+                (HOST if owed is self.pending else self.memory).multiply(owed, factor)
 
     def residual_norm(self) -> float:
         """Compute the Euclidean norm of what this rank still owes."""
-        return math.hypot(*(norm(owed) for owed in self._debts()))
+        debts = [self.memory.norm(r) for r in (self.residual, self.owner_residual) if r is not None]
+        return math.hypot(*debts, 0.0 if self.pending is None else HOST.norm(self.pending))
 
     def _debts(self) -> list[Array]:
-        return [r for r in (self.residual, self.pending, self.owner_residual) if r is not None]
-
-
-def _fitted(residual: Array | None, part: slice, dtype: npt.DTypeLike) -> Array:
-    if residual is None:
-        # complete before anybody sees it: statistics may be asked for on another thread
-        new = aligned_empty(part.stop - part.start, dtype)
-        new[...] = 0
-        return new
-    # the model may have been converted to another type since
-    return residual.astype(dtype, copy=False)
+        debts = [self.memory.to_host(r) for r in (self.residual, self.owner_residual) if r is not None]
+        return debts if self.pending is None else [*debts, self.pending]

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from hvd_compress.compressors.settings import check_real
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange.kinds import Exchange
-from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.kernels import adagrad as kernels
+from hvd_compress.memory import aligned_empty
 
 __all__ = ["Accumulator", "AdaGrad", "exchange_with"]
 

@@ -8,7 +8,7 @@ step back adds to the residuals what was sent, and subtracts the gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +19,11 @@ from hvd_compress.errors import WireError
 from hvd_compress.exchange import message
 from hvd_compress.exchange.account import Account
 from hvd_compress.exchange.inside import Inside, Parcel
-from hvd_compress.exchange.memory import aligned, aligned_empty
-from hvd_compress.exchange.outbox import NARROW, WIDE, Outbox, by_dtype
+from hvd_compress.exchange.outbox import NARROW, Outbox, by_kind, computed_in
 from hvd_compress.exchange.pack import Pack
-from hvd_compress.exchange.table import Damaged
+from hvd_compress.exchange.table import Damaged, Table
 from hvd_compress.exchange.tally import Tally
-from hvd_compress.kernels import table as kernels
+from hvd_compress.memory import aligned
 
 __all__ = ["Bucket"]
 
@@ -36,12 +35,18 @@ _LARGE = 2**18  # elements from which on a tensor is encoded as soon as it is th
 
 
 class _Arrived(NamedTuple):
-    """The payloads of a message that has come: where each lies, how many bytes it may take, what its header says.
+    """The payloads of a message that has come.
 
-    `received` keeps their memory.
+    Args:
+        memory: what keeps their memory.
+        at: where each lies on the host.
+        places: where each lies for kernels.
+        sizes: how many bytes it may take.
+        flags: what its header says.
     """
 
-    received: Bytes
+    memory: Any
+    at: Numbers
     places: Numbers
     sizes: Numbers
     flags: Numbers
@@ -75,9 +80,13 @@ class Bucket:
         self.tensors = [*self.accounts, *([] if pack is None else pack.members)]
         """The names of all tensors, in the order in which their gradients are expected."""
         self._numbers = {account.name: i for i, account in enumerate(self._all)}
+        self._packed = -1 if pack is None else len(self._all) - 1
+        """The number of the pack."""
         first = self._all[0]
         self.exchange, self.ranks = first.plan.exchange, first.plan.ranks
         self.position = first.position
+        self.memory = first.memory
+        """Where gradients come from, and residuals lie."""
         self.root = first.plan.root
         """With a parameter server, the rank that sums."""
         self._last, self._owned = message.arriving(self._all), message.owned(self._all)
@@ -95,7 +104,8 @@ class Bucket:
         self._inside = None if first.hosts is None else Inside(self._all, first.hosts)
         self._large = {i for i, a in enumerate(self._all) if a.plan.numel >= _LARGE and self._inside is None}
         self.tally = Tally(self._all)
-        self._sums: dict[int, Array] = {}
+        self._sums: dict[int, Any] = {}
+        self._kinds_of_sums: dict[int, str] = {}
         self._sums_at = np.zeros(len(self._all), np.int64)
         self._forget()
 
@@ -104,20 +114,26 @@ class Bucket:
         self._gradients.end()
         self._answers.end()
         count = len(self._all)
-        self._given: dict[int, Array | None] = {}
+        self._given: dict[int, Any] = {}
         """The gradients of this step, by the number of their tensors; None for those that the caller keeps."""
-        self._moved: dict[int, Array] = {}
+        self._moved: dict[int, Any] = {}
         """Where results go that are not to overwrite their gradients."""
         self._waiting: list[int] = []
         self._skipped: set[int] = set()
-        self._wide: set[int] = set()
-        """Whose gradients are float64."""
+        self._kinds: dict[int, str] = {}
+        """The types of the gradients that are not float32."""
         self._lost = np.zeros(count, bool)
         """Whose gradients are not what they were when they were encoded."""
         self._values_at, self._outs_at = np.zeros(count, np.int64), np.zeros(count, np.int64)
         """Where lies what is encoded; and where results go."""
         self._host_sums: dict[int, Array] = {}
         self._arrived: _Arrived | None = None
+        self._arriving: list[tuple[str, Table]] = []
+        """The tables that `finish` decodes, with the types of results."""
+        self._verdicts: list[bool | Callable[[], bool]] = []
+        self._outgoing: Outbox | None = None
+        self._cargo: Callable[[], Parcel] | None = None
+        """Returns what the next collective sends."""
 
     @property
     def name(self) -> str:
@@ -146,46 +162,56 @@ class Bucket:
         """Tell whether a float32 gradient of this tensor is not touched before all of the bucket are here."""
         return self._numbers.get(name) not in self._large
 
-    def give(self, name: str, gradient: Array | None) -> bool:
+    def give(self, name: str, gradient: Any) -> bool:
         """Take a gradient, in any order; returns whether it was the last one, so that `parcel` is to be sent.
 
         Args:
             name: of the tensor.
-            gradient: flat float32 or float64, read until the step has ended; then `finish` overwrites it with the
-                result, unless `move` has named another place for that. A small tensor is copied. None leaves the tensor
-                out of this step, on all ranks alike.
+            gradient: flat array of the bucket's memory, float32 or float64 (16-bit floats, too, on devices), read until
+                the step has ended; then `finish` overwrites it with the result, unless `move` has named another place
+                for that. A small tensor is copied. None leaves the tensor out of this step, on all ranks alike.
 
         Returns:
             False, too, if all tensors are left out.
         """
         if self.pack is not None and name in self.pack.shapes:
-            if not self.pack.put(name, gradient):
-                return False
-            name, gradient = self.pack.name, self.pack.buffer
+            return self.pack.put(name, gradient) and self.give(self.pack.name, self.pack.buffer)
         number = self._numbers[name]
         if gradient is None:
             self._skipped.add(number)
         else:
-            if gradient.dtype == np.float64:
-                self._wide.add(number)
+            if gradient.dtype != np.float32 and (kind := self.memory.kind_of(gradient)) != NARROW:
+                self._kinds[number] = kind
             self._given[number] = gradient
-            self._values_at[number] = self._outs_at[number] = kernels.address_of(gradient)
+            self._values_at[number] = self._outs_at[number] = self.memory.address(gradient)
             self._encode_or_wait([number])
         return self._is_complete()
 
-    def give_at(self, addresses: Mapping[str, int]) -> bool:
-        """Do as `give`, for contiguous float32 gradients that the caller keeps where they are."""
+    def give_at(self, addresses: Mapping[str, int], kinds: Mapping[str, str] | None = None) -> bool:
+        """Do as `give`, for contiguous gradients that the caller keeps where they are.
+
+        Args:
+            addresses: by the names of the tensors.
+            kinds: the types of those that are not float32.
+        """
         numbers = [self._numbers[name] for name in addresses]
         self._given.update(dict.fromkeys(numbers))
+        if kinds:
+            self._kinds.update({self._numbers[name]: kind for name, kind in kinds.items()})
         self._values_at[numbers] = self._outs_at[numbers] = list(addresses.values())
         self._encode_or_wait(numbers)
         return self._is_complete()
 
-    def move(self, name: str, out: Array) -> None:
+    def give_small(self, gradients: Mapping[str, Any]) -> bool:
+        """Do as `give`, for small tensors that travel uncompressed."""
+        assert self.pack is not None
+        return self.pack.put_all(gradients) and self.give(self.pack.name, self.pack.buffer)
+
+    def move(self, name: str, out: Any) -> None:
         """Write the result of this step into `out`, flat and of the gradient's type, and not into the gradient."""
         number = self._numbers[name]
         self._moved[number] = out
-        self._outs_at[number] = kernels.address_of(out)
+        self._outs_at[number] = self.memory.address(out)
 
     def lose_gradient(self, name: str) -> None:
         """Note that a gradient was overwritten: a step taken back cannot subtract it, so it stays owed."""
@@ -206,6 +232,9 @@ class Bucket:
             return False
         if self._inside is None:
             self._encode_rest()
+            self._cargo = self._payloads
+        else:
+            self._cargo = self._cut
         return True
 
     def _encode_rest(self) -> None:
@@ -213,21 +242,41 @@ class Bucket:
             self._encode(self._waiting)
         if self._skipped:
             self._gradients.say(self._skipped)
+        if not self.memory.is_host:
+            self._gradients.fetch()
+        self._outgoing = self._gradients
 
     def _encode(self, numbers: Sequence[int]) -> None:
         """Encode gradients, or the sums of those of this host, into the slots of the first message."""
         begin = time.perf_counter()
         self._gradients.begin()
-        self._gradients.encode(numbers, self._values_at, self._wide)
+        self._gradients.encode(numbers, self._values_at, self._kinds)
         self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
 
+    def is_loaded(self) -> bool:
+        """Tell whether `parcel` has nothing to wait for; never waits."""
+        return self._outgoing is None or self._outgoing.is_here()
+
+    def wait(self) -> None:
+        """Wait for what `parcel` would wait for."""
+        if self._outgoing is not None:
+            self._outgoing.wait()
+
     def parcel(self) -> Parcel:
-        """Return what the first collective sends, once every tensor is here."""
-        if self._inside is None:
-            return self._payloads()
+        """Return what the next collective sends: the first one once every tensor is here, others after `proceed`.
+
+        Raises:
+            WireError: a payload that `proceed` was given is truncated, corrupted or foreign.
+        """
+        if self._cargo is None:
+            raise RuntimeError(f"parcel() of {self.name!r}, of which nothing is to be sent")
+        return self._cargo()
+
+    def _cut(self) -> Parcel:
+        """Cut gradients up inside of this host."""
+        assert self._inside is not None
         gradients = {
-            i: array_at(self._values_at[i], self._all[i].plan.numel, WIDE if i in self._wide else NARROW)
-            for i in self._given
+            i: array_at(self._values_at[i], self._all[i].plan.numel, self._kinds.get(i, NARROW)) for i in self._given
         }
         parcel = self._inside.cut(gradients)
         sent = self._inside.sent_bytes()
@@ -248,42 +297,57 @@ class Bucket:
     # -- the stages between collectives ------------------------------------------------------------------------------
 
     def advance(self, collective: str, received: Bytes) -> Parcel:
-        """Return what the next collective sends, from what `collective`, which is not the last one, has brought.
+        """Do as `proceed`, and return what the next collective sends."""
+        self.proceed(collective, received)
+        return self.parcel()
+
+    def proceed(self, collective: str, received: Bytes) -> None:
+        """Take what `collective`, which is not the last one, has brought, and make what the next one sends.
 
         Raises:
-            WireError: a payload, or a message, is truncated, corrupted or foreign.
+            WireError: a payload, or a message, is truncated, corrupted or foreign; `parcel` may raise it, too.
         """
-        if collective == "alltoall":
-            return self.reduce(received)
-        if self._inside is None:
-            raise RuntimeError(f"{collective!r} of {self.name!r}, whose exchange is {self.exchange.id!r}")
-        if collective != "scatter_inside":
-            return self._inside.passed_on(received)
-        self._host_sums = self._inside.sums(received)
-        for i, total in self._host_sums.items():
-            self._values_at[i] = kernels.address_of(total)
-        self._encode_rest()
-        return self._payloads()
-
-    def reduce(self, received: Bytes) -> Parcel:
-        """Sum what all ranks sent of this rank's chunks; returns the payloads of the sums.
-
-        Raises:
-            WireError: a payload is truncated, corrupted or foreign.
-        """
+        if collective != "alltoall":
+            self._pass_on(collective, received)
+            return
         begin = time.perf_counter()
         received = aligned(received)
-        places, sizes = self._owned.cut(received)
+        at, sizes = self._owned.cut(received)
         self.tally.count("bytes_received", self._owned, sizes)
         summed = [i for i in self._given if self._all[i].owned is not None]
-        self._sum(summed, places, sizes)
+        self._sum(summed, received, at, sizes)
         bad = {i for i in summed if not self._precondition(i)} if self._all[0].accumulator is not None else set()
         self._answers.begin()
-        self._answers.encode([i for i in summed if i not in bad], self._sums_at, self._wide)
+        kinds = self._kinds_of_values() if self._kinds else {}
+        self._answers.encode([i for i in summed if i not in bad], self._sums_at, kinds)
         if bad:
             self._answers.say(bad, absent=False)
         if self._skipped:
             self._answers.say(self._skipped)
+        if not self.memory.is_host:
+            self._answers.fetch()
+        self._outgoing, self._cargo = self._answers, self._answered
+        self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
+
+    def _pass_on(self, collective: str, received: Bytes) -> None:
+        """Take what a collective inside of this host has brought."""
+        if self._inside is None:
+            raise RuntimeError(f"{collective!r} of {self.name!r}, whose exchange is {self.exchange.id!r}")
+        if collective != "scatter_inside":
+            passed_on = self._inside.passed_on(received)
+            self._cargo = lambda: passed_on
+            return
+        self._host_sums = self._inside.sums(received)
+        for i, total in self._host_sums.items():
+            self._values_at[i] = self.memory.address(total)
+        self._encode_rest()
+        self._cargo = self._payloads
+
+    def _answered(self) -> Parcel:
+        """Return the payloads of the sums."""
+        begin = time.perf_counter()
+        if not self.memory.is_host:
+            self._settle()
         sizes = self._answers.close()
         self.tally.count("bytes_sent", self._answers.message, sizes)
         self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
@@ -292,25 +356,49 @@ class Bucket:
         answers = self._answers.buffer[: int(sizes.sum())]
         return Parcel(answers) if self._inside is None else self._inside.between(answers)
 
-    def _sum(self, numbers: Sequence[int], places: Numbers, sizes: Numbers) -> None:
+    def _settle(self) -> bool:
+        """Hear what checks have found; returns whether all is finite.
+
+        Raises:
+            WireError: a payload is truncated, corrupted or foreign.
+        """
+        verdicts, self._verdicts = self._verdicts, []
+        try:
+            for i, verdict in enumerate(verdicts):
+                verdicts[i] = verdict if isinstance(verdict, bool) else verdict()
+        except Damaged as error:
+            raise self._named(error) from error
+        return all(verdicts)
+
+    def _sum(self, numbers: Sequence[int], received: Bytes, at: Numbers, sizes: Numbers) -> None:
         """Decode and sum the payloads of all senders."""
         flags = np.zeros(len(self._owned.parts), np.int64)
+        places = at
+        if not self.memory.is_host:
+            # kept until the payloads of the sums are there, and so what is decoded here
+            kept, places = self.memory.receive(received, at)
+            self._arrived = _Arrived(kept, at, places, sizes, flags)
         try:
-            for dtype, held in by_dtype(numbers, self._wide):
-                self._fit_sums(held, dtype)
+            for kind, held in by_kind(numbers, self._kinds_of_values() if self._kinds else {}):
+                self._fit_sums(held, kind)
                 for table in self._owned.tables(held):
-                    table.check(places, sizes, flags)
-                    table.decode(self._sums_at, places, sizes, flags, dtype, 1.0)
+                    verdict = table.check(places, sizes, flags, at, kind)
+                    if not isinstance(verdict, bool):
+                        self._verdicts.append(verdict)
+                    table.decode(self._sums_at, places, sizes, flags, at, kind, 1.0)
         except Damaged as error:
             raise self._named(error) from error
 
-    def _fit_sums(self, numbers: Sequence[int], dtype: np.dtype[Any]) -> None:
+    def _kinds_of_values(self) -> dict[int, str]:
+        """Return the types of the sums that are not float32."""
+        return {i: computed_in(kind) for i, kind in self._kinds.items()}
+
+    def _fit_sums(self, numbers: Sequence[int], kind: str) -> None:
         for i in numbers:
-            total = self._sums.get(i)
-            if total is None or total.dtype != dtype:
+            if self._kinds_of_sums.get(i) != kind:
                 part = self._all[i].owned or slice(0, 0)
-                total = self._sums[i] = aligned_empty(part.stop - part.start, dtype)
-                self._sums_at[i] = kernels.address_of(total)
+                total = self._sums[i] = self.memory.empty(part.stop - part.start, kind)
+                self._kinds_of_sums[i], self._sums_at[i] = kind, self.memory.address(total)
 
     def _precondition(self, number: int) -> bool:
         accumulator = self._all[number].accumulator
@@ -323,28 +411,35 @@ class Bucket:
             WireError: truncated or foreign.
         """
         received = aligned(received)
-        places, sizes = self._last.cut(received)
+        at, sizes = self._last.cut(received)
         self.tally.count("bytes_received", self._last, sizes)
         if self._inside is not None:
             self._count_inside(sizes, self._inside)
         flags = np.zeros(len(self._last.parts), np.int64)
+        kept, places = (received, at) if self.memory.is_host else self.memory.receive(received, at)
         try:
             # told here, not when decoding: other tensors of the step may be final by then
-            finite = [table.check(places, sizes, flags) for table in self._last.tables()]
+            compressed = self._given.keys() if self.pack is None else self._given.keys() - {self._packed}
+            self._arriving = self._tables_of(compressed)
+            apart = self._tables_of(self._skipped) if self._skipped else []
+            packed = self._tables_of([self._packed]) if self.pack is not None else []
+            for kind, table in (*self._arriving, *apart, *packed):
+                self._verdicts.append(table.check(places, sizes, flags, at, kind))
         except Damaged as error:
             raise self._named(error) from error
-        self._arrived = _Arrived(received, places, sizes, flags)
-        return self._arrive_packed() and all(finite)
-
-    def _arrive_packed(self) -> bool:
-        """Decode small tensors: nothing is owed of them, so it does not matter whether the step is kept."""
+        self._arrived = _Arrived(kept, at, places, sizes, flags)
         if self.pack is None:
-            return True
-        number = self._numbers[self.pack.name]
+            return self._settle()
+        # nothing is owed of small tensors, so it does not matter whether the step is kept
         outs_at = np.zeros(len(self._all), np.int64)
-        outs_at[number] = kernels.address_of(self.pack.buffer)
-        self._decode([number], outs_at, 1.0)
-        return self.pack.arrive()
+        outs_at[self._packed] = self.memory.address(self.pack.buffer)
+        self._decode(packed, outs_at, 1.0)
+        is_finite = self.pack.arrive()
+        return self._settle() and is_finite()
+
+    def _tables_of(self, numbers: Collection[int]) -> list[tuple[str, Table]]:
+        """Return the tables of the last message that tensors, by number, are decoded from, with types of results."""
+        return [(kind, table) for kind, held in by_kind(numbers, self._kinds) for table in self._last.tables(held)]
 
     def finish(self, keep: bool, scale: float) -> dict[str, Array | None]:
         """Run the last stage: decode all tensors, and make the step's residuals final or take them back.
@@ -364,12 +459,11 @@ class Bucket:
             raise RuntimeError(f"finish() of {self.name!r} before arrive()")
         if not keep:
             self._take_back()
-        packed = None if self.pack is None else self._numbers[self.pack.name]
         accumulator = self._all[0].accumulator
         scale_of_all = scale if accumulator is None else accumulator.loss_scale
         begin = time.perf_counter()
         try:
-            self._decode([i for i in self._given if i != packed], self._outs_at, scale_of_all)
+            self._decode(self._arriving, self._outs_at, scale_of_all)
         except WireError:
             # some of them are results by now
             self._lost |= self._outs_at == self._values_at
@@ -390,14 +484,13 @@ class Bucket:
         self._forget()
         return {name: result for name, result in results.items() if result is not None or name in skipped}
 
-    def _decode(self, numbers: Sequence[int], outs_at: Numbers, scale: float) -> None:
+    def _decode(self, tables: Sequence[tuple[str, Table]], outs_at: Numbers, scale: float) -> None:
         if self._arrived is None:
             raise RuntimeError(f"nothing has arrived of {self.name!r}")
-        _, places, sizes, flags = self._arrived
+        _, at, places, sizes, flags = self._arrived
         try:
-            for dtype, held in by_dtype(numbers, self._wide):
-                for table in self._last.tables(held):
-                    table.decode(outs_at, places, sizes, flags, dtype, scale)
+            for kind, table in tables:
+                table.decode(outs_at, places, sizes, flags, at, kind, scale)
         except Damaged as error:
             raise self._named(error) from error
 
@@ -417,9 +510,8 @@ class Bucket:
 
     def _take_back(self) -> None:
         """Make residuals what they were before the step."""
-        self._gradients.take_back(self._given, self._values_at, self._wide, self._lost)
-        summed = [i for i in self._given if self._all[i].owned is not None]
-        self._answers.take_back(summed, self._sums_at, self._wide)
+        self._gradients.take_back(self._values_at, self._lost)
+        self._answers.take_back(self._sums_at)
 
     def settle_counts(self) -> None:
         """Bring the counters of the tensors up to date."""

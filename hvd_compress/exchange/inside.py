@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hvd_compress.errors import WireError
 from hvd_compress.exchange.account import Account
 from hvd_compress.exchange.hosts import Hosts
-from hvd_compress.exchange.memory import aligned_empty
+from hvd_compress.memory import aligned_empty
 
 __all__ = ["Inside", "Parcel"]
 

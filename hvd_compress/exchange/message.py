@@ -20,6 +20,7 @@ from hvd_compress.errors import WireError
 from hvd_compress.exchange.account import Account
 from hvd_compress.exchange.table import Table
 from hvd_compress.kernels import table as kernels
+from hvd_compress.memory import HOST, Memory
 
 __all__ = ["Message", "Part", "arriving", "made", "owned", "sent"]
 
@@ -62,9 +63,11 @@ class Message:
         runs: of parts; each is for one receiver, or of one sender.
         fixed_size: whether each payload fills its slot.
         count: of the tensors of the bucket.
+        memory: that their arrays lie in.
     """
 
-    def __init__(self, runs: Iterable[Sequence[Part]], fixed_size: bool, count: int) -> None:
+    def __init__(self, runs: Iterable[Sequence[Part]], fixed_size: bool, count: int, memory: Memory = HOST) -> None:
+        self.memory = memory
         runs = list(runs)
         self.parts = [part for run in runs for part in run]
         self.fixed_size = fixed_size
@@ -114,7 +117,9 @@ class Message:
                 part = self.parts[i]
                 kind = part.compressor, part.compressor.kernels(part.group), part.numel == 0
                 alike.setdefault(kind, []).append(i)
-            tables = self._tables[key] = [Table(kind[0], numbers, self.parts) for kind, numbers in alike.items()]
+            tables = self._tables[key] = [
+                Table(kind[0], numbers, self.parts, self.memory) for kind, numbers in alike.items()
+            ]
         return tables
 
     def cut(self, received: Bytes) -> tuple[Numbers, Numbers]:
@@ -155,14 +160,14 @@ def sent(accounts: Sequence[Account]) -> Message:
         return parts
 
     chunks = _chunks_by_rank(first) if plan.exchange.has_owners else [0]
-    return Message(map(run, chunks), all(a.plan.fixed_size for a in accounts), len(accounts))
+    return Message(map(run, chunks), all(a.plan.fixed_size for a in accounts), len(accounts), first.memory)
 
 
 def owned(accounts: Sequence[Account]) -> Message:
     """Describe what this rank receives as the owner of a chunk: a run of each sender."""
     first = accounts[0]
     if not first.plan.exchange.has_owners:
-        return Message([], True, len(accounts))
+        return Message([], True, len(accounts), first.memory)
     senders = range(first.plan.ranks) if first.hosts is None else sorted(first.hosts.between(first.position))
     runs = [
         [
@@ -172,7 +177,7 @@ def owned(accounts: Sequence[Account]) -> Message:
         ]
         for number, sender in enumerate(senders)
     ]
-    return Message(runs, all(a.plan.fixed_size for a in accounts), len(accounts))
+    return Message(runs, all(a.plan.fixed_size for a in accounts), len(accounts), first.memory)
 
 
 def made(accounts: Sequence[Account]) -> Message:
@@ -184,7 +189,7 @@ def made(accounts: Sequence[Account]) -> Message:
         for i, account in enumerate(accounts)
         if account.owned is not None
     ]
-    return Message([run], all(a.plan.fixed_answers for a in accounts), len(accounts))
+    return Message([run], all(a.plan.fixed_answers for a in accounts), len(accounts), first.memory)
 
 
 def arriving(accounts: Sequence[Account]) -> Message:
@@ -202,6 +207,7 @@ def arriving(accounts: Sequence[Account]) -> Message:
             ],
             fixed_size,
             len(accounts),
+            first.memory,
         )
 
     def run(chunk: int) -> list[Part]:
@@ -215,7 +221,7 @@ def arriving(accounts: Sequence[Account]) -> Message:
                     parts.append(_part(i, account, chunk, part.start, part, False, crossings, is_answer=True))
         return parts
 
-    return Message(map(run, _chunks_of_last(first)), fixed_size, len(accounts))
+    return Message(map(run, _chunks_of_last(first)), fixed_size, len(accounts), first.memory)
 
 
 def _part(

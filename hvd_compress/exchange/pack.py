@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.exchange.account import Account
 from hvd_compress.exchange.adagrad import Accumulator
 from hvd_compress.exchange.hosts import Hosts
-from hvd_compress.exchange.memory import aligned_empty
 from hvd_compress.exchange.plan import Plan
 from hvd_compress.exchange.raw import Raw
+from hvd_compress.memory import HOST, Memory
 
 __all__ = ["Pack"]
 
@@ -34,6 +33,7 @@ class Pack:
         position: of this rank among those that take part.
         hosts: of the ranks, for a hierarchical exchange.
         accumulator: of all elements, for AdaGrad, which every rank applies to the sums.
+        memory: of the bucket.
     """
 
     compressor: ClassVar[Compressor] = Raw()
@@ -47,9 +47,11 @@ class Pack:
         position: int,
         hosts: Hosts | None = None,
         accumulator: Accumulator | None = None,
+        memory: Memory = HOST,
     ) -> None:
         self.name = name
-        self.account = Account(name, plan, self.compressor, position, hosts)
+        self.memory = memory
+        self.account = Account(name, plan, self.compressor, position, hosts, memory=memory)
         self.accumulator = accumulator
         self.shapes = dict(members)
         self._places: dict[str, slice] = {}
@@ -57,7 +59,7 @@ class Pack:
         for member, shape in members.items():
             self._places[member] = slice(at, at + math.prod(shape))
             at += math.prod(shape)
-        self.buffer = aligned_empty(at, np.float32)
+        self.buffer = memory.zeros(at, "float32")
         self._missing = set(members)
 
     @staticmethod
@@ -74,29 +76,36 @@ class Pack:
         """Return where a member's elements lie in the buffer."""
         return self._places[member]
 
-    def part(self, member: str) -> Array:
+    def part(self, member: str) -> Any:
         """Return a member's elements in the buffer: its gradient until all have come, its sum after the exchange."""
         return self.buffer[self._places[member]]
 
-    def put(self, member: str, values: Array | None) -> bool:
+    def put(self, member: str, values: Any) -> bool:
         """Copy a flat gradient into the buffer, or zeros for None; returns whether all members are here."""
         self.part(member)[...] = 0 if values is None else values
         self._missing.discard(member)
+        return not self._missing
+
+    def put_all(self, values: Mapping[str, Any]) -> bool:
+        """Do as `put`, for flat gradients of the memory of the bucket."""
+        self.memory.copy_all([self.part(member) for member in values], list(values.values()))
+        self._missing -= values.keys()
         return not self._missing
 
     def share(self, member: str) -> float:
         """Return the share of the pack's bytes and seconds that the member has to bear."""
         return self.part(member).size / self.buffer.size
 
-    def arrive(self) -> bool:
-        """Take the sum that was decoded into the buffer; returns whether it is finite."""
-        if self.accumulator is not None:
-            return self.accumulator.precondition(self.buffer)
-        return bool(np.isfinite(self.buffer).all())
+    def arrive(self) -> Callable[[], bool]:
+        """Take the sum that was decoded into the buffer; returns what tells whether it is finite, and may wait."""
+        if self.accumulator is None:
+            return self.memory.all_finite(self.buffer)
+        is_finite = self.accumulator.precondition(self.buffer)
+        return lambda: is_finite
 
     def finish(self, keep: bool, scale: float) -> None:
         """End the step: make the sum what members get."""
-        self.buffer *= np.float32(scale if self.accumulator is None else self.accumulator.loss_scale)
+        self.memory.multiply(self.buffer, scale if self.accumulator is None else self.accumulator.loss_scale)
         self._end(keep)
 
     def abandon(self) -> None:

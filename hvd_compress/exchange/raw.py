@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 from hvd_compress.compressors import FP16, Compressor, NoCompression
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import cast
 
 __all__ = ["CheckedRaw", "Raw", "checked", "fitted", "is_uncompressed", "unchecked"]
@@ -42,6 +42,10 @@ class CheckedRaw(Raw):
     def kernels(self, group: int) -> Kernels:
         return _CHECKED_RAW[self.itemsize]
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        # gradients in device memory are float32 or narrower
+        return _checked_raw_on_device() if self.itemsize == 4 else None
+
 
 class CheckedHalves(FP16):
     """Sends IEEE halves; the payload says if one is not finite, as values too large for a half are not."""
@@ -54,12 +58,31 @@ class CheckedHalves(FP16):
     def kernels(self, group: int) -> Kernels:
         return _CHECKED_HALVES
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _checked_halves_on_device()
+
 
 _CHECKED_RAW = {
     size: Kernels(partial(cast.encode_raw_rows, CheckedRaw.codec, size, True), partial(cast.decode_raw_rows, size))
     for size in (4, 8)
 }
 _CHECKED_HALVES = Kernels(partial(cast.encode_fp16_rows, FP16.codec, True), cast.decode_fp16_rows)
+
+
+@cache
+def _checked_raw_on_device() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import cast
+
+    encode = partial(cast.encode_raw, codec=CheckedRaw.codec, is_checked=True)
+    return DeviceKernels(encode, partial(cast.verify_raw, may_be_wide=False), cast.decode_raw)
+
+
+@cache
+def _checked_halves_on_device() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import cast
+
+    encode = partial(cast.encode_float16, codec=FP16.codec, is_checked=True)
+    return DeviceKernels(encode, cast.verify_halves, cast.decode_float16)
 
 
 def fitted(compressor: Compressor, dtype: str) -> Compressor:

@@ -28,18 +28,19 @@ class TorchRanks(HorovodRanks):
     def __init__(self, process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
         super().__init__(hvd, process_set)
 
-    @torch.inference_mode(False)  # Horovod's thread, which is in no such mode, sizes the results made here
     def start(self, collective: str, name: str, array: Array, sizes: Sequence[int] | None = None, root: int = 0) -> Any:
-        tensor, settings = torch.from_numpy(array), {"name": name, "process_set": self._process_set}
-        if collective == "allreduce":
-            return hvd.allreduce_async_(tensor, op=hvd.Sum, **settings)
-        if collective == "allgather":
-            return hvd.allgather_async(tensor, **settings)
-        if collective == "broadcast":
-            # Horovod counts roots among all ranks
-            return hvd.broadcast_async_(tensor, self._process_set.ranks[root], **settings)
-        splits = None if sizes is None else torch.tensor(sizes, dtype=torch.int32)
-        return hvd.alltoall_async(tensor, splits=splits, **settings)
+        # Horovod's thread, which is in no such mode, sizes the results made here
+        with torch.inference_mode(False):
+            tensor, settings = torch.from_numpy(array), {"name": name, "process_set": self._process_set}
+            if collective == "allreduce":
+                return hvd.allreduce_async_(tensor, op=hvd.Sum, **settings)
+            if collective == "allgather":
+                return hvd.allgather_async(tensor, **settings)
+            if collective == "broadcast":
+                # Horovod counts roots among all ranks
+                return hvd.broadcast_async_(tensor, self._process_set.ranks[root], **settings)
+            splits = None if sizes is None else torch.tensor(sizes, dtype=torch.int32)
+            return hvd.alltoall_async(tensor, splits=splits, **settings)
 
     def is_done(self, handle: Any) -> bool:
         return bool(hvd.poll(handle))

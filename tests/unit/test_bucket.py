@@ -315,7 +315,7 @@ def test_a_wrong_message_to_an_owner_is_refused_before_anything_is_final(tensors
         received = alltoall([bucket.parcel() for bucket in buckets])
         for bucket, message in zip(buckets, received, strict=True):
             with pytest.raises(WireError):
-                bucket.reduce(change(message, rng))
+                bucket.advance("alltoall", change(message, rng))
             bucket.abandon()
         check_taken_back([residuals(bucket) for bucket in buckets], before, LARGEST, times)
 
@@ -356,7 +356,9 @@ def test_ranks_that_own_nothing_take_part(exchange: str, numel: int) -> None:
     encode(buckets, tensors, 0)
     if exchange == "two_phase":
         assert 0 in buckets[0].parcel().sizes
-        parcels = [b.reduce(m) for b, m in zip(buckets, alltoall([b.parcel() for b in buckets]), strict=True)]
+        parcels = [
+            b.advance("alltoall", m) for b, m in zip(buckets, alltoall([b.parcel() for b in buckets]), strict=True)
+        ]
         assert 0 in [parcel.buffer.size for parcel in parcels]
         message = allgather(parcels)
     else:
@@ -373,7 +375,8 @@ def test_no_rank_reduces_what_it_does_not_own() -> None:
     assert (second.accounts["a"].owned, second.accounts["b"].owned) == (None, slice(0, 4096))
     encode([first, second], tensors, 0)
     sums = [
-        b.reduce(m).buffer for b, m in zip((first, second), alltoall([first.parcel(), second.parcel()]), strict=True)
+        b.advance("alltoall", m).buffer
+        for b, m in zip((first, second), alltoall([first.parcel(), second.parcel()]), strict=True)
     ]
     assert [wire.open_payload(of_rank)[0].nbytes for of_rank in sums] == [of_rank.size for of_rank in sums]
 

@@ -239,7 +239,7 @@ def one_rank(compressor: Compressor, exchange: str, numel: int = 4000) -> tuple[
     bucket.give("w", np.random.default_rng(0).standard_normal(numel).astype(np.float32))
     parcel = bucket.parcel()
     if exchange == "two_phase":
-        parcel = bucket.reduce(alltoall([parcel])[0])
+        parcel = bucket.advance("alltoall", alltoall([parcel])[0])
     return bucket, parcel.buffer.copy()
 
 
@@ -272,11 +272,11 @@ def test_damage_on_the_way_to_the_owner_is_a_wire_error(compressor: Compressor) 
         assert bucket.give("w", x.copy())
     parcels = [bucket.parcel() for bucket in both]
     good, _ = alltoall(parcels)
-    both[0].reduce(good.copy())
+    both[0].advance("alltoall", good.copy())
     bad = good.copy()
     bad[sizes_of(parcels[0], 2)[0] + 60] ^= 1
     with pytest.raises(WireError):
-        both[0].reduce(bad)
+        both[0].advance("alltoall", bad)
 
 
 def test_a_payload_of_another_compressor_is_a_wire_error() -> None:
@@ -301,13 +301,13 @@ def test_an_abandoned_step_leaves_both_residuals(exchange: str) -> None:
     for _ in range(2):
         bucket.give("w", rng.standard_normal(1000).astype(np.float32))
         parcel = bucket.parcel()
-        parcel = bucket.reduce(parcel.buffer) if exchange == "two_phase" else parcel
+        parcel = bucket.advance("alltoall", parcel.buffer) if exchange == "two_phase" else parcel
         assert bucket.arrive(parcel.buffer)
         bucket.finish(keep=True, scale=1.0)
     before = transfer.residual.copy(), None if exchange == "allgather" else transfer.owner_residual.copy()
     bucket.give("w", rng.standard_normal(1000).astype(np.float32))
     if exchange == "two_phase":
-        bucket.reduce(bucket.parcel().buffer)
+        bucket.advance("alltoall", bucket.parcel().buffer)
     assert bucket.busy
     bucket.abandon()
     assert not bucket.busy

@@ -369,7 +369,7 @@ def test_a_damaged_answer_is_told(answer: str) -> None:
         bucket.give(name, np.ones(int(np.prod(bucket.shape_of(name))), np.float32))
     parcel = bucket.parcel()
     used = parcel.buffer if parcel.sizes is None else parcel.buffer[: parcel.sizes[0]]
-    message = bucket.reduce(np.concatenate([used, used])).buffer.copy()
+    message = bucket.advance("alltoall", np.concatenate([used, used])).buffer.copy()
     for damaged in (message[:-8], np.concatenate([message, message[:8]])):
         with pytest.raises(WireError):
             bucket.arrive(damaged)

@@ -80,9 +80,9 @@ def test_a_result_that_is_apart_leaves_the_gradient_what_it_was(dtype: torch.dty
 def test_memory_for_a_copy_is_used_where_it_fits() -> None:
     gradient = torch.arange(6.0).to(torch.float16)
     memory = np.empty(6, np.float32)
-    assert hold(gradient, "w", memory=memory).flat is memory
+    assert hold(gradient, "w", spare=memory).flat is memory
     for other in (np.empty(5, np.float32), np.empty(6, np.float64)):
-        held = hold(gradient, "w", memory=other)
+        held = hold(gradient, "w", spare=other)
         assert held.flat is not other
         assert held.flat.tolist() == gradient.tolist()
 

@@ -75,7 +75,7 @@ def last_message(of_ranks: Sequence[Bucket], parcels: Sequence[Any]) -> np.ndarr
         sizes = [p.sizes or (p.buffer.size // ranks,) * ranks for p in parcels]
         ends = [np.cumsum([0, *s]) for s in sizes]
         parts = [[p.buffer[a:b] for a, b in pairwise(e)] for p, e in zip(parcels, ends, strict=True)]
-        parcels = [b.reduce(np.concatenate([of[rank] for of in parts])) for rank, b in enumerate(of_ranks)]
+        parcels = [b.advance("alltoall", np.concatenate([of[rank] for of in parts])) for rank, b in enumerate(of_ranks)]
     return np.concatenate([p.buffer for p in parcels])
 
 
@@ -228,9 +228,9 @@ def test_damage_on_the_way_to_an_owner_is_a_wire_error(compressor: Compressor) -
             damaged = message.copy()
             damaged[at] ^= 4
             with pytest.raises(WireError):
-                owner.reduce(damaged)
+                owner.advance("alltoall", damaged)
     # and what is not damaged is taken all the same
-    assert owner.reduce(message).buffer.size
+    assert owner.advance("alltoall", message).buffer.size
 
 
 @pytest.mark.parametrize("kind", ["count", "index", "length"])

@@ -129,7 +129,7 @@ def started(given: dict[str, Any], order: str) -> tuple[Any, list[bytes]]:
     it = engine.Engine(Routing(OneBit(), TwoPhase(), 100), 1.0, ranks, given.items())
     sent: list[bytes] = []
     (bucket,) = it.buckets
-    bucket._issue = lambda _, parcel: sent.append(parcel.buffer.tobytes())
+    bucket._issue = lambda _: sent.append(bucket.bucket.parcel().buffer.tobytes())
     for name in order:
         assert not sent
         it.start(name, given[name])
@@ -151,7 +151,7 @@ def combined(given: dict[str, Any], disturb: Any = None, steps: int = 3, keep: b
     (bucket,) = it.buckets
     for step in range(steps):
         sent: list[np.ndarray] = []
-        bucket._issue = lambda _, parcel, sent=sent: sent.append(parcel.buffer.copy())
+        bucket._issue = lambda _, bucket=bucket, sent=sent: sent.append(bucket.bucket.parcel().buffer.copy())
         gradients_now = {name: gradient * (step + 1) for name, gradient in given.items()}
         for name, gradient in gradients_now.items():
             it.start(name, gradient)

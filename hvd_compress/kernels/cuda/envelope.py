@@ -63,21 +63,28 @@ def _sum_of_header(w0, w1, w2, w3, entries):
     i = tl.zeros((), tl.int64)
     for word in tl.static_range(4):
         w = w0 if word == 0 else (w1 if word == 1 else (w2 if word == 2 else w3))
-        total += mixed((w & _LOW).to(tl.uint32), i + 2 * word) + mixed(((w >> 32) & _LOW).to(tl.uint32), i + 2 * word + 1)
+        total += mixed((w & _LOW).to(tl.uint32), i + 2 * word) + mixed(
+            ((w >> 32) & _LOW).to(tl.uint32), i + 2 * word + 1
+        )
     return total + mixed(entries.to(tl.uint32), i + 8) + mixed(tl.zeros((), tl.uint32), i + 9)
 
 
-@triton.jit
+# a codec of 1 must not become a constant, which has no type to widen
+@triton.jit(do_not_specialize=["codec", "parameter"])
 def _seal(rows, work, state, codec, parameter):
     i, parts, part = entry(work)
     is_bad = tl.load(state_of(state, i, 0)) != 0
     body = tl.load(state_of(state, i, 2))
     entries = tl.load(state_of(state, i, 1))
     body = tl.where(is_bad, 0, body)
+    # what differs from row to row is noted by the compressor
+    parameter = tl.where(parameter < 0, tl.load(state_of(state, i, 7)), parameter)
     nbytes = HEADER + ((body + 7) & ~7)
     at = pointer(column(rows, i, PAYLOAD), tl.int32)
     if part * _PART * 4 < nbytes:
         tl.atomic_add(state_of(state, i, 3), _sum_of_part(at, part, nbytes // 4))
+    # no thread may read what the last program has made ready for the next step
+    tl.debug_barrier()
     done = tl.atomic_add(state_of(state, i, 4), 1)
     if done == parts - 1:
         total = tl.atomic_add(state_of(state, i, 3), 0)
@@ -102,7 +109,7 @@ def _seal(rows, work, state, codec, parameter):
         tl.store(state_of(state, i, 5), flags)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["codec"])
 def _check(rows, work, state, codec):
     i, parts, part = entry(work)
     room = column(rows, i, ROOM)
@@ -120,6 +127,8 @@ def _check(rows, work, state, codec):
     nbytes = tl.where(is_good, w2, HEADER)
     if part * _PART * 4 < nbytes:
         tl.atomic_add(state_of(state, i, 3), _sum_of_part(at, part, nbytes // 4))
+    # no thread may read what the last program has made ready for the next step
+    tl.debug_barrier()
     done = tl.atomic_add(state_of(state, i, 4), 1)
     if done == parts - 1:
         total = tl.atomic_add(state_of(state, i, 3), 0) + _sum_of_header(w0, w1, w2, w3, w4 & _LOW)
@@ -141,9 +150,9 @@ def seal(rows, work, state, codec, parameter):
         work: (row, parts of the row, part, 0) for each PART words of the room of each row.
         state: of the rows; FOUND and NBYTES are filled, BAD is 0 afterwards.
         codec: for the headers.
-        parameter: likewise.
+        parameter: likewise; -1 where the last column of `state` has that of each row.
     """
-    _seal[(work.shape[0],)](rows, work, state, codec, parameter, num_warps=4)
+    _seal[(work.shape[0],)](rows, work, state, codec, parameter, num_warps=4, enable_fp_fusion=False)
 
 
 def check(rows, work, state, codec):
@@ -155,4 +164,4 @@ def check(rows, work, state, codec):
         state: of the rows.
         codec: that is expected.
     """
-    _check[(work.shape[0],)](rows, work, state, codec, num_warps=4)
+    _check[(work.shape[0],)](rows, work, state, codec, num_warps=4, enable_fp_fusion=False)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hvd_compress.kernels import table
 from hvd_compress.kernels.cuda import envelope
-from hvd_compress.kernels.cuda.rows import GROUPS_AT, STATE, WIDTH
+from hvd_compress.kernels.cuda.rows import FOUND, GROUPS_AT, STATE, WIDTH
 
 Numbers = npt.NDArray[np.int64]
 
@@ -58,9 +58,10 @@ class Launch:
     def place(self, rows: Numbers, kind: str, feedback: bool) -> None:
         """Take the addresses of this step, and upload them if they have changed."""
         self.kind, self.feedback = KINDS[kind], feedback
-        if self.rows is not None and np.array_equal(self._host[:, : table.COLUMNS], rows):
+        # what kernels fill comes after these
+        if self.rows is not None and np.array_equal(self._host[:, : table.USED], rows[:, : table.USED]):
             return
-        self._host[:, : table.COLUMNS] = rows
+        self._host[:, : table.USED] = rows[:, : table.USED]
         self.aligned = not ((rows[:, table.X] | rows[:, table.GRADIENT]) & 15).any()
         self.rows = self._upload(self._host)
 
@@ -71,11 +72,18 @@ class Launch:
             kept = self._kept[name] = self._empty(max(count, 1), kind)
         return kept
 
+    @staticmethod
+    def found_in(state: Numbers) -> Numbers:
+        """Return what `check` has found of each row, from a copy of `state`: flags, or less than 0."""
+        return state[:, FOUND]
+
     # -- lists of work -------------------------------------------------------------------------------------------
 
     def work_by_groups(self) -> Any:
         """Return (row, 1, group) for each group of each row."""
-        return self._work("groups", lambda: _spread(np.arange(len(self.numels)), np.ones_like(self.counts), self.counts))
+        return self._work(
+            "groups", lambda: _spread(np.arange(len(self.numels)), np.ones_like(self.counts), self.counts)
+        )
 
     def work_by_parts(self, block: int) -> Any:
         """Return (row, 1, part) where each group is cut into parts of `block` elements; some may be empty."""

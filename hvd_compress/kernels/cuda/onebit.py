@@ -8,7 +8,6 @@ import triton.language as tl
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
     ADD,
-    FLAGS,
     GRADIENT,
     GROUP,
     HEADER,
@@ -53,13 +52,17 @@ def _encode_groups(
 ):
     i, _, g = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    if aligned:
-        group = tl.multiple_of(group, 32)
     start = g * group
     size = tl.minimum(group, numel - start).to(tl.int32)
-    shift = 0 if aligned else (start & 31).to(tl.int32)
-    o = tl.arange(0, BLOCK) - shift
-    inside = (o >= 0) & (o < size)
+    if aligned:
+        # a hint for the compiler sticks to what is computed here, not to what a function returns
+        start = tl.multiple_of(start, 32)
+        size = tl.multiple_of(size, 4)
+        o = tl.arange(0, BLOCK)
+        inside = o < size
+    else:
+        o = tl.arange(0, BLOCK) - (start & 31).to(tl.int32)
+        inside = (o >= 0) & (o < size)
     x = pointer(column(rows, i, X), tl.float32 if feedback else kind, aligned) + start
     gradient = pointer(column(rows, i, GRADIENT), kind, aligned) + start
     y, good = corrected(x, gradient, o, inside, feedback)
@@ -110,7 +113,7 @@ def _sum_parts(
 ):  # fmt: skip
     i, _, part = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    g, start, size, _ = _place_of_part(rows, i, part, BLOCK)
+    _, start, size, _ = _place_of_part(rows, i, part, BLOCK)
     shift = (start & 31).to(tl.int32)
     o = tl.arange(0, 2 * BLOCK) - shift if not aligned else tl.arange(0, BLOCK)
     inside = (o >= 0) & (o < size)
@@ -165,18 +168,22 @@ def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, feedback: tl.con
 
 @triton.jit
 def _decode(
-    rows, work, state, scale, BLOCK: tl.constexpr, kind: tl.constexpr, long_groups: tl.constexpr, force: tl.constexpr
-):
+    rows, work, state, scale, BLOCK: tl.constexpr, kind: tl.constexpr, long_groups: tl.constexpr,
+    aligned: tl.constexpr, force: tl.constexpr,
+):  # fmt: skip
     first_row, count, block = entry(work)
     numel, group = column(rows, first_row, NUMEL), column(rows, first_row, GROUP)
-    out = pointer(column(rows, first_row, X), kind)
+    out = pointer(column(rows, first_row, X), kind, aligned)
     start = block * BLOCK
+    size = tl.minimum(numel - start, BLOCK).to(tl.int32)
+    if aligned:
+        size = tl.multiple_of(size, 4)
     o = tl.arange(0, BLOCK)
-    inside = start + o < numel
+    inside = o < size
     groups = (numel + group - 1) // group
     first = start // group
     # a block reaches into one group more at most, where groups are long
-    is_next = start + o >= (first + 1) * group
+    is_next = o >= ((first + 1) * group - start).to(tl.int32)
     second = tl.minimum(first + 1, groups - 1)
     g = first + ((start - first * group).to(tl.int32) + o) // group.to(tl.int32)
     sums = tl.zeros((BLOCK,), tl.float32)
@@ -195,7 +202,7 @@ def _decode(
             else:
                 positive = tl.load(means + 2 * g, mask=inside, other=0.0) * scale
                 negative = tl.load(means + 2 * g + 1, mask=inside, other=0.0) * scale
-            word = tl.load(bits + ((start + o) >> 5), mask=inside, other=0)
+            word = tl.load(bits + (start >> 5) + (o >> 5), mask=inside, other=0)
             v = tl.where(((word >> (o & 31)) & 1) != 0, positive, negative)
             sums = tl.where(is_first & (i == first_row), v, sums + v)
         elif (flags & 1) != 0:
@@ -206,7 +213,7 @@ def _decode(
 def encode(launch: Launch, codec: int) -> None:
     """Encode a table; see `hvd_compress.kernels.onebit.encode_rows`."""
     longest = int(launch.groups.max())
-    aligned = launch.aligned and not (launch.groups % 32).any()
+    aligned = launch.aligned and not (launch.groups % 32).any() and not (launch.numels % 4).any()
     if longest <= _LONGEST:
         block = max(32, triton.next_power_of_2(longest if aligned else longest + 31))
         work = launch.work_by_groups()
@@ -233,9 +240,10 @@ def decode(launch: Launch, scale: float, force: bool = False) -> None:
     """Decode a table of checked payloads, and add up the rows of one tensor in their order."""
     shortest = int(launch.groups.min())
     block = 4096 if shortest >= 4096 else 1024
+    aligned = launch.aligned and not (launch.numels % 4).any()
     work = launch.work_by_blocks(block)
     _decode[(work.shape[0],)](
-        launch.rows, work, launch.state, scale, block, launch.kind, shortest >= block, force,
+        launch.rows, work, launch.state, scale, block, launch.kind, shortest >= block, aligned, force,
         num_warps=block // 512, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -251,4 +259,4 @@ def _verify(rows, work, state):
 def verify(launch: Launch) -> None:
     """Check the sizes of the bodies of payloads whose headers are good."""
     work = launch.work_by_rows()
-    _verify[(work.shape[0],)](launch.rows, work, launch.state, num_warps=1)
+    _verify[(work.shape[0],)](launch.rows, work, launch.state, num_warps=1, enable_fp_fusion=False)

@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.errors import GradientError
-from hvd_compress.exchange import Bucket, Parcel, aligned_empty
+from hvd_compress.errors import GradientError, WireError
+from hvd_compress.exchange import Bucket
 from hvd_compress.ranks import Ranks
-from hvd_compress.torch._gradients.staging import Held, has_room, hold, version_of
+from hvd_compress.torch._device import DeviceMemory
+from hvd_compress.torch._gradients.staging import Held, as_tensor, device_of, has_room, hold, version_of
 
 __all__ = ["Shipment", "collective_name"]
 
 Array = np.ndarray[Any, Any]
+
+_KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def collective_name(collective: str, name: str, label: str = "") -> str:
@@ -58,9 +61,26 @@ class Shipment:
         self._versions: list[int] = []
         self._storages: list[Any] = []
         """They keep the memory of the gradients in `_placed` from being used anew."""
-        self._spare: dict[str, Array] = {}
+        self._kinds: dict[str, str] = {}
+        """The types of the gradients in `_placed` that are not float32."""
+        self._spare: dict[str, Any] = {}
         """Memory for copies of gradients."""
         self._small: dict[str, torch.Tensor] = {}
+        self._device = bucket.memory if isinstance(bucket.memory, DeviceMemory) else None
+        device = device_of(bucket.memory)
+        # what `Tensor.get_device` returns; -1 stands for the host
+        self._index = -1 if device.type == "cpu" else device.index or 0
+        self._place = device
+        # in an allgather sums are made where results go, and those are not made in 16 bits
+        reads_halves = self._device is not None and bucket.exchange.has_owners
+        self._in_place = frozenset([torch.float32, *(_KINDS if reads_halves else ())])
+        """The types of gradients that kernels read where they are, for those that wait."""
+        self._readable = self._in_place | {torch.float64} if self._device is None else self._in_place
+        """The types of gradients that kernels read where they are."""
+        self._streams: set[Any] = set()
+        """Streams of a device on which gradients in `came` were computed."""
+        self.loading = ""
+        """The collective that begins when its payloads are on the host, if there is one."""
         self._handle: Any = None
         self._waiting_for = ""
 
@@ -72,6 +92,8 @@ class Shipment:
         It is read until then, and holds the result afterwards; with `keep` the result is a tensor of its own.
         """
         begin = time.perf_counter()
+        if self._device is not None:
+            self._meet(self._device)
         taken = self._take(name, gradient, keep)
         self.bucket.tally.seconds["encode_seconds"] += time.perf_counter() - begin
         return taken
@@ -86,13 +108,15 @@ class Shipment:
         if (
             name in came
             or gradient is None
-            or gradient.dtype is not torch.float32
-            or not gradient.is_cpu
+            or gradient.dtype not in self._in_place
+            or gradient.get_device() != self._index
             or gradient.is_sparse
             or gradient.requires_grad
         ):
             return None
         came[name] = gradient
+        if self._index >= 0:
+            self._streams.add(torch.cuda.current_stream(self._index))
         return self._count - len(came)
 
     def let_pass(self, name: str) -> int:
@@ -104,6 +128,8 @@ class Shipment:
         """Take all gradients that were put off; returns the arguments for `start_together`."""
         begin = time.perf_counter()
         flats = {}
+        if self._device is not None:
+            self._meet(self._device)
         for name, gradient in self.came.items():
             if gradient is None:
                 continue
@@ -113,6 +139,8 @@ class Shipment:
                 flats[name] = self._take(name, gradient, keep=False)
             else:
                 self._placed[name], self._places[name] = gradient, gradient.data_ptr()
+                if gradient.dtype is not torch.float32:
+                    self._kinds[name] = _KINDS[gradient.dtype]
                 self._versions.append(gradient._version)
                 self._storages.append(gradient.untyped_storage())
         self.bucket.tally.seconds["encode_seconds"] += time.perf_counter() - begin
@@ -124,45 +152,73 @@ class Shipment:
         None leaves the tensor out of this step, on all ranks alike.
         """
         if self.bucket.give(name, flat):
-            self._issue(self.bucket.collectives[0], self.bucket.parcel())
+            self._issue(self.bucket.collectives[0])
 
-    def start_together(self, places: dict[str, int], flats: dict[str, Array]) -> None:
+    def start_together(self, places: dict[str, int], flats: dict[str, Any]) -> None:
         """Do the same for what `take_together` has returned."""
-        given = [self.bucket.give(name, flat) for name, flat in flats.items()]
-        if (self.bucket.give_at(places) if places else False) or any(given):
-            self._issue(self.bucket.collectives[0], self.bucket.parcel())
+        small = {name: flat for name, flat in flats.items() if name not in self.bucket.accounts}
+        given = [self.bucket.give(name, flat) for name, flat in flats.items() if name not in small]
+        given.append(self.bucket.give_small(small) if small else False)
+        given.append(self.bucket.give_at(places, self._kinds) if places else False)
+        if any(given):
+            self._issue(self.bucket.collectives[0])
 
     def progress(self) -> None:
         """Run the next stage if its collective is complete; never waits."""
-        if self.is_between and self._between.is_done(self._handle):
-            self.wait_next()
+        if self.loading:
+            if self.bucket.is_loaded():
+                self.load()
+        elif self.is_between and self._between.is_done(self._handle):
+            self.wait_next(load=False)
 
     def is_over(self) -> bool:
-        """Whether the collective that is in flight, if any, is complete."""
-        return self._handle is None or self._between.is_done(self._handle)
+        """Whether the collective that is in flight, if any, is complete; never waits."""
+        if self.loading and self.bucket.is_loaded():
+            self.load()
+        return not self.loading and (self._handle is None or self._between.is_done(self._handle))
+
+    def load(self) -> None:
+        """Start the collective whose payloads are on their way to the host, if there is one, when they are there."""
+        if self.loading:
+            collective, self.loading = self.loading, ""
+            self.bucket.wait()
+            self._issue(collective)
 
     # -- when backward has ended ---------------------------------------------------------------------------------
 
-    def wait_next(self) -> bool:
-        """Wait for the present collective and start the next; returns False if the last one is under way already."""
+    def wait_next(self, load: bool = True) -> bool:
+        """Wait for the present collective and start the next; returns False if the last one is under way already.
+
+        Without `load`, the next one may start later, when its payloads are on the host.
+        """
         if not self.is_between:
             return False
+        if self.loading:
+            self.load()
         collective = self._waiting_for
-        following = self.bucket.collectives[self.bucket.collectives.index(collective) + 1]
-        self._issue(following, self.bucket.advance(collective, self._receive()))
+        self.bucket.proceed(collective, self._receive())
+        self._issue(self.bucket.collectives[self.bucket.collectives.index(collective) + 1])
+        if self.loading and load:
+            self.load()
         return True
 
     def wait(self) -> bool:
         """Wait for the last payloads; returns whether all values are finite."""
         while self.wait_next():
             pass
+        if self.loading:
+            self.load()
         return self.bucket.arrive(self._receive())
 
     def spans(self) -> list[tuple[int, int]]:
         """Return where the gradients begin and end that results will be written to."""
         held = [h for h in self._gradients.values() if not (h.keep or (h.is_copy and not has_room(h.gradient)))]
-        of_held = [(h.place, h.place + h.gradient.element_size() * h.flat.size) for h in held]
+        of_held = [(h.place, h.place + h.gradient.element_size() * len(h.flat)) for h in held]
         numels = self._numels
+        if self._kinds:
+            return of_held + [
+                (at, at + g.nbytes) for g, at in zip(self._placed.values(), self._places.values(), strict=True)
+            ]
         return of_held + [(at, at + 4 * numels[name]) for name, at in self._places.items()]
 
     def combine(self, keep: bool, scale: float, shared: Collection[int] = ()) -> dict[str, torch.Tensor]:
@@ -176,11 +232,13 @@ class Shipment:
         apart = self._apart(shared)
         self.bucket.finish(keep, scale)
         begin = time.perf_counter()
+        if self._device is not None:
+            self._device.streams.part()
         results = dict(self._placed)
         for name, held in self._gradients.items():
             results[name] = held.gradient
             if held.is_copy:
-                can_hold = has_room(held.gradient) and held.gradient.numel() == held.flat.size
+                can_hold = has_room(held.gradient) and held.gradient.numel() == len(held.flat)
                 results[name] = held.restored(held.keep or held.place in shared or not can_hold)
                 self._spare[name] = held.flat
         for name, result in apart.items():
@@ -193,22 +251,25 @@ class Shipment:
                 # it has moved; `data`: what is written there does not count as a write of the user's
                 gradient.data.copy_(result)
         self.bucket.tally.seconds["decode_seconds"] += time.perf_counter() - begin
-        for name, gradient in self._small.items():
+        if self._small:
             pack = self.bucket.pack
             assert pack is not None
             # `data`: a result that is written there does not count as a write of the user's
-            gradient.data.copy_(torch.from_numpy(pack.part(name)).view(gradient.shape))
-            results[name] = gradient
+            targets = [gradient.data for gradient in self._small.values()]
+            sources = [as_tensor(pack.part(name)).view(gradient.shape) for name, gradient in self._small.items()]
+            torch._foreach_copy_(targets, sources)
+            results |= self._small
         self._forget()
         return results
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals stay as before the step."""
         # one that has failed, because another rank took part in another way, is over too
-        with suppress(HorovodInternalError):
+        with suppress(HorovodInternalError, WireError):
             # a rank on which a collective was complete in time has started the next one already
             while self.wait_next():
                 pass
+            self.load()
         if self._handle is not None:
             with suppress(HorovodInternalError):
                 self._receive()
@@ -237,8 +298,12 @@ class Shipment:
             raise self._wrong_size(name, gradient)
         if name not in self.bucket.accounts:
             self._small[name] = gradient.detach().clone() if keep else gradient
+            if self._device is not None:
+                return gradient.detach().reshape(-1).to(self._device.device, torch.float32)
             return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
-        held = self._gradients[name] = hold(gradient, name, keep, self._spare.pop(name, None))
+        held = self._gradients[name] = hold(
+            gradient, name, keep, self._spare.pop(name, None), self.bucket.memory, self._place, self._readable
+        )
         return held.flat
 
     def _lose_changed(self) -> None:
@@ -259,10 +324,12 @@ class Shipment:
         results = {}
         for name in moved:
             plan = self.bucket.accounts[name].plan
-            dtype = np.dtype(np.float32) if name in self._placed else self._gradients[name].flat.dtype
-            out = aligned_empty(plan.numel, dtype)
+            memory = self.bucket.memory
+            flat = None if name in self._placed else self._gradients[name].flat
+            kind = self._kinds.get(name, "float32") if flat is None else memory.kind_of(flat)
+            out = memory.empty(plan.numel, kind)
             self.bucket.move(name, out)
-            results[name] = torch.from_numpy(out).view(plan.shape)
+            results[name] = as_tensor(out).view(plan.shape)
         return results
 
     def _wrong_size(self, name: str, gradient: torch.Tensor) -> GradientError:
@@ -272,11 +339,24 @@ class Shipment:
             "optimizer was wrapped. Wrap it again after a parameter has got another shape"
         )
 
-    def _issue(self, collective: str, parcel: Parcel) -> None:
+    def _meet(self, memory: DeviceMemory) -> None:
+        """Let the device wait for what has computed the gradients, before it reads them."""
+        streams, self._streams = self._streams, set()
+        if self._index >= 0:
+            streams.add(torch.cuda.current_stream(self._index))
+        for stream in streams or {None}:
+            memory.streams.meet(stream)
+
+    def _issue(self, collective: str) -> None:
+        """Start a collective, now or when its payloads are on the host."""
+        self._waiting_for, self.is_between = collective, collective != self.bucket.collectives[-1]
+        if self._device is not None and not self.bucket.is_loaded():
+            self.loading = collective
+            return
+        parcel = self.bucket.parcel()
         begin = time.perf_counter()
         name, root = self._names[collective], self.bucket.root or 0
         self._handle = self._between.start(collective, name, parcel.buffer, parcel.sizes, root)
-        self._waiting_for, self.is_between = collective, collective != self.bucket.collectives[-1]
         self.bucket.tally.seconds["start_seconds"] += time.perf_counter() - begin
 
     def _receive(self) -> Array:
@@ -291,8 +371,9 @@ class Shipment:
 
     def _ended(self) -> None:
         """Note that nothing is in flight."""
-        self._handle, self._waiting_for, self.is_between = None, "", False
+        self._handle, self._waiting_for, self.is_between, self.loading = None, "", False, ""
 
     def _forget(self) -> None:
         self._gradients, self._small, self.came = {}, {}, {}
-        self._placed, self._places, self._versions, self._storages = {}, {}, [], []
+        self._placed, self._places, self._versions, self._storages, self._kinds = {}, {}, [], [], {}
+        self._streams = set()

@@ -135,6 +135,8 @@ class Completing(Sending):
 
     def _ungroup(self) -> None:
         """Turn a group's entry into one of each of its parameters."""
+        if not self._group_counts:
+            return
         for group in [g for g in self._handles if isinstance(g, tuple)]:
             handles, ctxs = self._handles[group]
             if ctxs is None:
@@ -284,13 +286,21 @@ class Completing(Sending):
         changed = {
             name
             for name, p in self._members.by_name.items()
-            if name in given and (p.grad is not given[name] or p.grad._version != versions[name])
+            if name in given
+            and (
+                p.grad is not given[name] or (p.grad._version != versions[name] and not self._is_written(name, p.grad))
+            )
         }
         for name, (place, sample) in self._samples.items():
             # one that was given other memory gets its result there
             if given[name].data_ptr() == place and not torch.equal(sample, sample_of(given[name])):
                 changed.add(name)
         return [self._harm(name, p.grad) for name, p in self._members.by_name.items() if name in changed]
+
+    def _is_written(self, name: str, given: torch.Tensor, gradient: torch.Tensor | None) -> bool:
+        """Whether Horovod itself may have written to this gradient by now: to one of a device, which it brings back."""
+        goes_dense = self._engine is None or not self._engine.exchanges(name)
+        return goes_dense and gradient is given and not given.is_cpu
 
     def _harm(self, name: str, gradient: torch.Tensor | None) -> GradientError:
         if gradient is None:
@@ -330,7 +340,7 @@ class Completing(Sending):
         ledger.count_step()
 
 
-@torch.no_grad()
 def complete_steps(optimizers: Iterable[Completing]) -> None:
     """Complete the exchanges of these optimizers' steps, each as what it waits for arrives."""
-    run_together([optimizer._combining() for optimizer in optimizers])
+    with torch.no_grad():
+        run_together([optimizer._combining() for optimizer in optimizers])

@@ -12,6 +12,7 @@ import torch
 from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
+from hvd_compress.torch._device import memories
 from hvd_compress.torch._gradients.bucket import Shipment
 from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait
@@ -86,12 +87,14 @@ class Engine(Ledger[Shipment]):
             channel.answer_bytes = bucket.answer_bytes
             return Shipment(bucket, channel)
 
+        tensors = list(tensors)
+        memory_of = memories(tensors)
         hosts = None
         if routing.exchange.uses_hosts:
             hosts = Hosts.of_names(ranks.host_numbers())
         super().__init__(
             routing, ranks.size, ranks.position, described(tensors), make_bucket, groups, pays_debts, hosts,
-            adagrad, scale, described(resting),
+            adagrad, scale, described(resting), memory_of,
         )  # fmt: skip
         self.scale = scale
         self._kernel_thread = KernelThread(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
@@ -140,11 +143,13 @@ class Engine(Ledger[Shipment]):
             self._kernel_thread.run(self._start_together, bucket, places, flats)
 
     def _start(self, bucket: Shipment, name: str, flat: Array | None) -> None:
-        self._progress()
+        if len(self.buckets) > 1:
+            self._progress()
         bucket.start(name, flat)
 
     def _start_together(self, bucket: Shipment, places: dict[str, int], flats: dict[str, Array]) -> None:
-        self._progress()
+        if len(self.buckets) > 1:
+            self._progress()
         bucket.start_together(places, flats)
 
     def progress(self) -> None:
@@ -200,6 +205,9 @@ class Engine(Ledger[Shipment]):
         busy = [bucket for bucket in self.buckets if bucket.busy]
         # No deadlock: every rank has started all first collectives before it waits for one, and starts each next one
         # as soon as it has the one before. The order is that of the backward pass, equal on all ranks, for speed only.
+        for bucket in busy:
+            if bucket.loading:
+                bucket.load()
         while between := [bucket for bucket in busy if bucket.is_between]:
             for bucket in between:
                 yield Wait(bucket.is_over)

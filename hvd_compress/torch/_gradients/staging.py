@@ -1,26 +1,35 @@
-"""Between a torch gradient and the flat CPU arrays that kernels read and write."""
+"""Between a torch gradient and the flat arrays that kernels read and write."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from hvd_compress.exchange import aligned_empty
+from hvd_compress.memory import HOST, Memory
+from hvd_compress.torch._device import DeviceMemory
 
-__all__ = ["Held", "all_finite", "has_room", "hold", "is_compressible", "overlapping", "sample_of", "version_of"]
-
-Array = np.ndarray[Any, Any]
+__all__ = [
+    "Held",
+    "all_finite",
+    "as_tensor",
+    "device_of",
+    "has_room",
+    "hold",
+    "is_compressible",
+    "overlapping",
+    "sample_of",
+    "version_of",
+]
 
 _IN_PLACE = (torch.float32, torch.float64)
 _WIDENED = (torch.float16, torch.bfloat16)
 _KNOWN = _IN_PLACE + _WIDENED
 _VALUES_PER_SAMPLE = 16
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -29,8 +38,8 @@ class Held:
 
     Args:
         gradient: as it was handed over.
-        flat: its elements as kernels read them: its own memory, or a copy where that is on another device, not
-            contiguous, or of a 16-bit type, which is widened to float32.
+        flat: its elements as kernels read them, an array of a `Memory`: its own memory, or a copy where that is on
+            another device, not contiguous, or of a 16-bit type that is to be widened to float32.
         is_copy: whether `flat` is a copy.
         keep: the gradient is not to be overwritten; results are tensors of their own.
         place: where the gradient begins.
@@ -38,7 +47,7 @@ class Held:
     """
 
     gradient: torch.Tensor
-    flat: Array
+    flat: Any
     is_copy: bool
     keep: bool
     place: int
@@ -52,13 +61,13 @@ class Held:
     @property
     def has_moved(self) -> bool:
         """Whether the gradient has got other memory since, or has another size."""
-        return self.gradient.data_ptr() != self.place or self.gradient.numel() != self.flat.size
+        return self.gradient.data_ptr() != self.place or self.gradient.numel() != len(self.flat)
 
     def restored(self, apart: bool) -> torch.Tensor:
         """Copy the result from `flat` into the gradient, or with `apart` into a new tensor like it; returns that."""
         # through `data`: what is written there does not count as a write of the user's
         target = torch.empty_like(self.gradient) if apart else self.gradient.data
-        target.copy_(torch.from_numpy(self.flat).view(target.shape))
+        target.copy_(as_tensor(self.flat).view(target.shape))
         return target if apart else self.gradient
 
 
@@ -77,14 +86,35 @@ def has_room(gradient: torch.Tensor) -> bool:
     return not any(n > 1 and stride == 0 for n, stride in zip(gradient.shape, gradient.stride(), strict=True))
 
 
-def hold(gradient: torch.Tensor, name: str, keep: bool = False, memory: Array | None = None) -> Held:
+def device_of(memory: Memory) -> torch.device:
+    """Return the device whose memory it is."""
+    return memory.device if isinstance(memory, DeviceMemory) else _CPU
+
+
+def as_tensor(flat: Any) -> torch.Tensor:
+    """Return an array of a `Memory` as a tensor with the same memory."""
+    return flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)
+
+
+def hold(
+    gradient: torch.Tensor,
+    name: str,
+    keep: bool = False,
+    spare: Any = None,
+    memory: Memory = HOST,
+    device: torch.device = _CPU,
+    in_place: Collection[torch.dtype] = _IN_PLACE,
+) -> Held:
     """Make a dense gradient ready for kernels.
 
     Args:
         gradient: of any device and strides.
         name: for errors.
         keep: see `Held`.
-        memory: for a copy, if one is needed and it fits.
+        spare: for a copy, if one is needed and it fits.
+        memory: that kernels read.
+        device: whose memory it is.
+        in_place: the types that kernels read there; others are widened to float32.
 
     Raises:
         TypeError: the gradient is not of a floating type that can be compressed.
@@ -96,13 +126,17 @@ def hold(gradient: torch.Tensor, name: str, keep: bool = False, memory: Array | 
         )
     data = gradient.data
     told = (keep, gradient.data_ptr(), version_of(gradient))
-    if data.is_cpu and data.dtype in _IN_PLACE and data.is_contiguous():
-        return Held(gradient, data.numpy().reshape(-1), False, *told)
-    dtype = _NUMPY.get(data.dtype, np.float32)
-    if memory is None or memory.dtype != dtype or memory.size != data.numel():
-        memory = aligned_empty(data.numel(), dtype)
-    torch.from_numpy(memory).view(data.shape).copy_(data)
-    return Held(gradient, memory, True, *told)
+    if data.device == device and data.dtype in in_place and data.is_contiguous():
+        return Held(gradient, data.numpy().reshape(-1) if memory.is_host else data.view(-1), False, *told)
+    kind = "float64" if data.dtype == torch.float64 else "float32"
+    if spare is None or memory.kind_of(spare) != kind or len(spare) != data.numel():
+        spare = memory.empty(data.numel(), kind)
+    copy = as_tensor(spare).view(data.shape)
+    if memory.is_host:
+        copy.copy_(data)
+    else:
+        memory.copy_all([copy], [data])
+    return Held(gradient, spare, True, *told)
 
 
 def sample_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,309 @@
+"""Memory of a GPU: gradients are compressed where they are, and only payloads cross to the host.
+
+All work on the device is given to two streams of this module's own: kernels run on one, payloads leave on the other.
+Nothing waits on the host but who asks for a payload or for a verdict, so that hooks of backward passes never wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hvd_compress.compressors import Key, tables
+from hvd_compress.kernels import table
+from hvd_compress.memory import HOST, Memory, Payloads, Slots, Verdict
+
+__all__ = ["CudaStreams", "DeviceMemory", "Event", "Streams", "memories", "why_not"]
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+_KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+_TYPES = {kind: dtype for dtype, kind in _KINDS.items()}
+
+
+class Event(Protocol):
+    """The end of some work on the device."""
+
+    def query(self) -> bool:
+        """Tell whether it has come; never waits."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class Streams(Protocol):
+    """Where the work of a `DeviceMemory` is queued."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Let kernels and copies that `work` starts run after all that was given to `run` before."""
+
+    def fetch(self, work: Callable[[], None]) -> Event:
+        """Let copies to the host run when all that was given to `run` has ended; returns their end."""
+
+    def meet(self, stream: Any) -> None:
+        """Let what is given to `run` from now on wait for all that was queued in a stream of the caller's."""
+
+    def part(self) -> None:
+        """Let the caller's current stream wait for all that was given to `run`."""
+
+
+class CudaStreams:
+    """Two streams of one GPU.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def run(self, work: Callable[[], T]) -> T:
+        with torch.cuda.stream(self._kernels):
+            return work()
+
+    def fetch(self, work: Callable[[], None]) -> Event:
+        self._copies.wait_stream(self._kernels)
+        with torch.cuda.stream(self._copies):
+            work()
+            event: Event = self._copies.record_event()
+        return event
+
+    def meet(self, stream: Any) -> None:
+        self._kernels.wait_stream(stream)
+
+    def part(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._kernels)
+
+
+class _DeviceSlots(Slots):
+    def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
+        self._memory = memory
+        self._made = memory.empty(nbytes, "uint8")
+        self._there = memory.pinned(nbytes)
+        self.buffer = self._there.numpy()
+        self.address = self._made.data_ptr()
+        self._event: Event | None = None
+
+    def clear(self) -> None:
+        self._event = None
+        self._memory.streams.run(self._made.zero_)
+
+    def fetch(self) -> None:
+        self._event = self._memory.streams.fetch(lambda: self._there.copy_(self._made, non_blocking=True))
+
+    def is_here(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class DeviceMemory(Memory):
+    """The memory of one device, on which Triton's kernels run.
+
+    Args:
+        device: where gradients lie.
+        streams: of the device; two of its own by default.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self.device = device
+        self.streams: Streams = CudaStreams(device) if streams is None else streams
+
+    def __repr__(self) -> str:
+        return f"DeviceMemory({self.device})"
+
+    # -- arrays --------------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, kind: str) -> torch.Tensor:
+        dtype = getattr(torch, kind)
+        return self.streams.run(lambda: torch.empty(numel, dtype=dtype, device=self.device))
+
+    def zeros(self, numel: int, kind: str) -> torch.Tensor:
+        dtype = getattr(torch, kind)
+        return self.streams.run(lambda: torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Allocate bytes of the host that the device can copy from and to by itself."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def address(self, array: Any) -> int:
+        return int(array.data_ptr())
+
+    def kind_of(self, array: Any) -> str:
+        return _KINDS[array.dtype]
+
+    def to_host(self, array: Any) -> Array:
+        values: Array = self.streams.run(array.cpu).numpy()
+        return values
+
+    def from_host(self, values: Array) -> torch.Tensor:
+        return self._upload(values)
+
+    def norm(self, array: Any) -> float:
+        return float(self.streams.run(lambda: torch.linalg.vector_norm(array, dtype=torch.float64).cpu()))
+
+    def multiply(self, array: Any, factor: float) -> None:
+        self.streams.run(lambda: array.mul_(factor))
+
+    def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        if targets:
+            self.streams.run(lambda: torch._foreach_copy_(list(targets), list(sources)))
+
+    def all_finite(self, array: Any) -> Callable[[], bool]:
+        is_finite = self.streams.run(lambda: torch.isfinite(array).all())
+        there = self.pinned(1)
+        event = self.streams.fetch(lambda: there.copy_(is_finite, non_blocking=True))
+
+        def told() -> bool:
+            event.synchronize()
+            return bool(there.item())
+
+        return told
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def slots(self, nbytes: int) -> Slots:
+        return _DeviceSlots(self, nbytes)
+
+    def receive(self, received: Bytes, places: Numbers) -> tuple[Any, Numbers]:
+        staged = self.pinned(received.size)
+        bytes_of_staged = staged.numpy()
+        bytes_of_staged[...] = received
+        offsets = places - table.address_of(received)
+        # ranks that make payloads on the host sum them in another way
+        table.sum_in_parts(offsets + table.address_of(bytes_of_staged), received.size - offsets)
+        arrived = self.streams.run(lambda: staged.to(self.device, non_blocking=True))
+        return (staged, arrived), offsets + arrived.data_ptr()
+
+    # -- tables --------------------------------------------------------------------------------------------------
+
+    def encode(self, payloads: Payloads, kind: str, key_of: Callable[[int], Key]) -> None:
+        rows, kernels = payloads.rows, _kernels_of(payloads)
+        if payloads.compressor.draws:
+            tables.fill_keys(rows, key_of)
+
+        def work() -> None:
+            launch = self._launch(payloads)
+            launch.place(rows, kind, payloads.compressor.feedback)
+            kernels.encode(launch)
+
+        self.streams.run(work)
+        # how long they are is told by their headers, when they are here
+        rows[:, table.USED] = rows[:, table.ROOM]
+
+    def check(self, payloads: Payloads, kind: str) -> Callable[[], Verdict]:
+        kernels = _kernels_of(payloads)
+
+        def work() -> Any:
+            launch = self._launch(payloads)
+            launch.place(payloads.rows, kind, False)
+            launch.check(payloads.compressor.codec)
+            kernels.verify(launch)
+            return launch
+
+        launch = self.streams.run(work)
+        there = self.pinned(8 * launch.state.numel()).view(torch.int64).view(launch.state.shape)
+        event = self.streams.fetch(lambda: there.copy_(launch.state, non_blocking=True))
+
+        def told() -> Verdict:
+            event.synchronize()
+            found = launch.found_in(there.numpy())
+            bad = np.flatnonzero(found < 0)
+            return int(bad[0]) if bad.size else -1, found & ~table.SUMMED
+
+        return told
+
+    def decode(self, payloads: Payloads, kind: str, scale: float) -> int:
+        kernels = _kernels_of(payloads)
+
+        def work() -> None:
+            launch = self._launch(payloads)
+            launch.place(payloads.rows, kind, False)
+            kernels.decode(launch, scale, False)
+
+        self.streams.run(work)
+        return -1
+
+    def take_back(self, payloads: Payloads, kind: str) -> None:
+        from hvd_compress.kernels.cuda import feedback
+
+        rows, kernels = payloads.rows.copy(), _kernels_of(payloads)
+        rows[:, table.ADD] = 1
+
+        def work() -> None:
+            launch = self._launch(payloads)
+            launch.place(rows, "float32", False)
+            kernels.decode(launch, 1.0, True)
+            launch.place(rows, kind, True)
+            feedback.take_back(launch)
+
+        self.streams.run(work)
+
+    def _launch(self, payloads: Payloads) -> Any:
+        from hvd_compress.kernels.cuda.launch import Launch
+
+        launch = payloads.prepared.get("launch")
+        if launch is None:
+            sizes = payloads.rows.copy()
+            sizes[:, table.ROOM] = payloads.slots
+            launch = payloads.prepared["launch"] = Launch(sizes, self._upload, self.empty)
+        return launch
+
+    def _upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        source = torch.from_numpy(np.ascontiguousarray(values))
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        return self.streams.run(lambda: source.to(self.device, non_blocking=True, copy=True))
+
+
+def _kernels_of(payloads: Payloads) -> tables.DeviceKernels:
+    kernels = payloads.compressor.device_kernels(int(payloads.rows[0, table.GROUP]))
+    if kernels is None:
+        raise RuntimeError(f"{payloads.compressor!r} has no kernels for this device")
+    return kernels
+
+
+def why_not() -> str | None:
+    """Say why gradients of GPUs go through host memory in this process; None if they do not."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm, where nobody has tried the kernels"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed; it comes with torch's builds for CUDA"
+    return None
+
+
+def memories(tensors: Iterable[tuple[str, torch.Tensor]]) -> Callable[[Sequence[str]], Memory]:
+    """Return what tells in which memory tensors, given by name, are exchanged together: that of a GPU, or the host's.
+
+    Args:
+        tensors: by name, all that may be asked for.
+    """
+    devices = {name: tensor.device for name, tensor in tensors if _is_taken(tensor)}
+    if not devices or why_not() is not None:
+        return lambda names: HOST
+    made: dict[torch.device, Memory] = {}
+
+    def memory_of(names: Sequence[str]) -> Memory:
+        found = {devices.get(name) for name in names}
+        device = found.pop() if len(found) == 1 else None
+        return HOST if device is None else made.setdefault(device, DeviceMemory(device))
+
+    return memory_of
+
+
+def _is_taken(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) and tensor.numel() > 0

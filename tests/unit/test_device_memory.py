@@ -1,0 +1,196 @@
+"""Exchanges whose arrays lie on a device: the same stages, and the same sums, as on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="device memory is torch's")
+
+import torch
+
+from hvd_compress import OneBit
+from hvd_compress.compressors import Compressor
+from hvd_compress.errors import WireError
+from hvd_compress.exchange import Account, Bucket, Pack, plan_together
+from hvd_compress.memory import HOST, Memory
+from hvd_compress.torch._device import DeviceMemory
+from tests.device import DEVICE, ON_GPU, on_device
+from tests.stages import allgather, alltoall
+from tests.streams import LateStreams
+
+SHAPES = {"w": (5, 600), "b": (1200,), "v": (3, 513)}
+COMPRESSORS = [OneBit(), OneBit(error_feedback=False), OneBit(group=100)]
+
+
+def memory() -> Memory:
+    return DeviceMemory(torch.device(DEVICE, 0) if ON_GPU else torch.device("cpu"), None if ON_GPU else LateStreams())
+
+
+def buckets(compressor: Compressor, exchange: str, ranks: int, where: Memory, small: bool = True) -> list[Bucket]:
+    together: dict[str, Any] = {name: (shape, compressor) for name, shape in SHAPES.items()}
+    members = {"s": (7,), "t": (3, 5)} if small else {}
+    if small:
+        together["pack"] = (Pack.shape_of(members), Pack.compressor)
+    plans = plan_together(exchange, together, ranks)
+    made = []
+    for rank in range(ranks):
+        accounts = {n: Account(n, plans[n], compressor, rank, memory=where) for n in SHAPES}
+        pack = Pack("pack", members, plans["pack"], rank, memory=where) if small else None
+        made.append(Bucket(accounts, pack))
+    return made
+
+
+def gradients(rng: np.random.Generator, kind: str = "float32") -> dict[str, np.ndarray[Any, Any]]:
+    values = {n: rng.standard_normal(s).astype(np.float32).reshape(-1) for n, s in SHAPES.items()}
+    values |= {"s": rng.standard_normal(7).astype(np.float32), "t": rng.standard_normal(15).astype(np.float32)}
+    return values
+
+
+def exchanged(made: list[Bucket], given: list[dict[str, Any]]) -> bool:
+    """Give gradients to the buckets of all ranks, and run the collectives; returns whether all is finite."""
+    for bucket, of_rank in zip(made, given, strict=True):
+        small = {n: g for n, g in of_rank.items() if bucket.pack is not None and n not in SHAPES}
+        done = [bucket.give(n, g) for n, g in of_rank.items() if n in SHAPES]
+        done.append(bucket.give_small(small) if small else False)
+        assert done.count(True) == 1
+    for collective in made[0].collectives[:-1]:
+        assert collective == "alltoall"
+        for bucket, received in zip(made, alltoall([bucket.parcel() for bucket in made]), strict=True):
+            bucket.proceed(collective, received)
+    received = allgather([bucket.parcel() for bucket in made])
+    finite = [bucket.arrive(received.copy()) for bucket in made]
+    assert len(set(finite)) == 1
+    return finite[0]
+
+
+def held(bucket: Bucket) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the residuals of all tensors, on the host."""
+    found = {}
+    for account in bucket.accounts.values():
+        for kind in ("residual", "owner_residual"):
+            array = getattr(account, kind)
+            if array is not None:
+                found[account.name, kind] = np.array(account.memory.to_host(array))
+    return found
+
+
+def to_host(array: Any) -> np.ndarray[Any, Any]:
+    return array.float().cpu().numpy() if isinstance(array, torch.Tensor) else array
+
+
+@pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_steps_are_those_of_the_host(compressor: Compressor, ranks: int, exchange: str) -> None:
+    rng = np.random.default_rng(0)
+    here, there = buckets(compressor, exchange, ranks, HOST), buckets(compressor, exchange, ranks, memory())
+    for _ in range(3):
+        values = [gradients(rng) for _ in range(ranks)]
+        on_host = [{n: v.copy() for n, v in of.items()} for of in values]
+        on_there = [{n: on_device(v) for n, v in of.items()} for of in values]
+        assert exchanged(here, on_host)
+        assert exchanged(there, on_there)
+        results = [b.finish(True, 1 / ranks) for b in here], [b.finish(True, 1 / ranks) for b in there]
+        for rank in range(ranks):
+            for name in SHAPES:
+                one, other = to_host(results[0][rank][name]), to_host(results[1][rank][name])
+                np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+                assert np.array_equal(other, to_host(results[1][0][name])), "replicas"
+            np.testing.assert_array_equal(to_host(there[rank].pack.buffer), here[rank].pack.buffer)
+            assert held(here[rank]).keys() == held(there[rank]).keys()
+            for key, residual in held(here[rank]).items():
+                np.testing.assert_allclose(held(there[rank])[key], residual, atol=2e-6)
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+def test_a_bad_number_is_nan_everywhere_and_residuals_are_what_they_were(compressor: Compressor) -> None:
+    rng = np.random.default_rng(1)
+    there = buckets(compressor, "two_phase", 2, memory())
+    for bad in (None, "w", "s", None):
+        before = [held(bucket) for bucket in there]
+        given = [{n: on_device(v) for n, v in gradients(rng).items()} for _ in there]
+        if bad is not None:
+            given[1][bad][3] = float("inf")
+        finite = exchanged(there, given)
+        assert finite == (bad is None)
+        results = [b.finish(finite, 0.5) for b in there]
+        if bad is not None:
+            for bucket, old in zip(there, before, strict=True):
+                for key, residual in held(bucket).items():
+                    np.testing.assert_allclose(residual, old[key], atol=4e-6)
+        if bad == "w":
+            assert all(np.isnan(to_host(result["w"])).any() for result in results)
+
+
+def test_damage_is_told_before_anything_is_final() -> None:
+    rng = np.random.default_rng(2)
+    there = buckets(OneBit(), "two_phase", 2, memory())
+    given = [{n: on_device(v) for n, v in gradients(rng).items()} for _ in there]
+    for bucket, of_rank in zip(there, given, strict=True):
+        for n in SHAPES:
+            bucket.give(n, of_rank[n])
+        bucket.give_small({n: of_rank[n] for n in ("s", "t")})
+    message = alltoall([bucket.parcel() for bucket in there])[0]
+    message[100] ^= 4
+    there[0].proceed("alltoall", message)
+    with pytest.raises(WireError, match="'w'.*checksum"):
+        there[0].parcel()
+    for bucket in there:
+        bucket.abandon()
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_gradients_of_16_bits_are_read_and_written_as_they_are(kind: str) -> None:
+    rng = np.random.default_rng(3)
+    here, there = buckets(OneBit(), "two_phase", 2, HOST), buckets(OneBit(), "two_phase", 2, memory())
+    for _ in range(2):
+        values = [gradients(rng) for _ in range(2)]
+        on_there = [{n: on_device(v, kind if n in SHAPES else "float32") for n, v in of.items()} for of in values]
+        on_host = [{n: to_host(v).copy() for n, v in of.items()} for of in on_there]
+        assert exchanged(here, on_host) and exchanged(there, on_there)
+        results = [b.finish(True, 0.5) for b in here], [b.finish(True, 0.5) for b in there]
+        for name in SHAPES:
+            rounded = to_host(on_device(results[0][0][name], kind))
+            np.testing.assert_allclose(to_host(results[1][0][name]), rounded, rtol=2e-2 if kind == "bfloat16" else 2e-3)
+            assert np.array_equal(to_host(results[1][0][name]), to_host(results[1][1][name]))
+
+
+def test_ranks_of_both_kinds_of_memory_understand_each_other() -> None:
+    rng = np.random.default_rng(4)
+    one, other = buckets(OneBit(), "two_phase", 2, HOST)[0], buckets(OneBit(), "two_phase", 2, memory())[1]
+    for _ in range(2):
+        values = [gradients(rng) for _ in range(2)]
+        given: list[Mapping[str, Any]] = [values[0], {n: on_device(v) for n, v in values[1].items()}]
+        assert exchanged([one, other], given)
+        results = one.finish(True, 0.5), other.finish(True, 0.5)
+        for name in SHAPES:
+            assert np.array_equal(to_host(results[0][name]).view(np.int32), to_host(results[1][name]).view(np.int32))
+
+
+def test_a_tensor_that_is_left_out_is_said_to_be_absent() -> None:
+    rng = np.random.default_rng(5)
+    there = buckets(OneBit(), "two_phase", 2, memory())
+    given = [{n: on_device(v) for n, v in gradients(rng).items()} | {"b": None} for _ in there]
+    assert exchanged(there, given)
+    results = [b.finish(True, 0.5) for b in there]
+    assert results[0]["b"] is None
+    assert np.array_equal(to_host(results[0]["w"]), to_host(results[1]["w"]))
+
+
+def test_a_step_that_is_abandoned_leaves_residuals_as_they_were() -> None:
+    rng = np.random.default_rng(6)
+    there = buckets(OneBit(), "two_phase", 2, memory())
+    given = [{n: on_device(v) for n, v in gradients(rng).items()} for _ in there]
+    exchanged(there, given)
+    for bucket in there:
+        bucket.finish(True, 0.5)
+    before = [held(bucket) for bucket in there]
+    exchanged(there, [{n: on_device(v) for n, v in gradients(rng).items()} for _ in there])
+    for bucket, old in zip(there, before, strict=True):
+        bucket.abandon()
+        for key, residual in held(bucket).items():
+            np.testing.assert_allclose(residual, old[key], atol=4e-6)
