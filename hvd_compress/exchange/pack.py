@@ -94,7 +94,7 @@ class Pack:
 
     def share(self, member: str) -> float:
         """Return the share of the pack's bytes and seconds that the member has to bear."""
-        return self.part(member).size / self.buffer.size
+        return len(self.part(member)) / len(self.buffer)
 
     def arrive(self) -> Callable[[], bool]:
         """Take the sum that was decoded into the buffer; returns what tells whether it is finite, and may wait."""

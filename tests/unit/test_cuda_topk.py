@@ -19,10 +19,20 @@ HEADER = 40
 CANARY = 77.0
 GROUP = 65536
 rng = np.random.default_rng(7)
-SETTINGS = [TopK(0.01), TopK(0.4), TopK(k=3), Percentile(90.0, True), Percentile(99.0, True), Percentile(50.0, True)]
-every_compressor = pytest.mark.parametrize("compressor", SETTINGS, ids=str)
-ONE_OF_EACH = [TopK(0.1), Percentile(90.0, True), Percentile(97.0, True)]
-one_of_each = pytest.mark.parametrize("compressor", ONE_OF_EACH, ids=str)
+
+
+def one_of(*compressors, others=()):
+    """Return a mark for a test with each of some compressors, with the others only in thorough tests."""
+    others = [pytest.param(compressor, marks=pytest.mark.thorough) for compressor in others]
+    return pytest.mark.parametrize("compressor", [*compressors, *others], ids=str)
+
+
+EXTREMES = [TopK(0.4), TopK(k=3), Percentile(50.0, True), Percentile(99.0, True)]
+every_compressor = one_of(TopK(0.01), Percentile(90.0, True), others=EXTREMES)
+one_of_each = one_of(TopK(0.1), Percentile(90.0, True), others=[Percentile(97.0, True)])
+all_kinds = pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.thorough)]
+)
 
 
 def without_feedback(compressor):
@@ -92,28 +102,27 @@ def assert_encodes(compressor, numels, group=GROUP, kind="float32", make=normal,
 
 
 @every_compressor
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@all_kinds
 def test_encodes_as_the_host_does(compressor, kind):
     assert_encodes(compressor, [1, 17, 4096, 5001], kind=kind, steps=2)
-    assert_encodes(without_feedback(compressor), [3, 9000], kind=kind, unaligned=True)
+    assert_encodes(without_feedback(compressor), [3, 5000], kind=kind, unaligned=True)
 
 
 @every_compressor
 def test_encodes_long_rows_beside_short_ones(compressor):
-    assert_encodes(compressor, [16385, 66000, 16384, 5])
+    assert_encodes(compressor, [16385, 40000, 16384, 5])
 
 
 @one_of_each
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_encodes_long_rows(compressor, kind):
-    assert_encodes(compressor, [20001], kind=kind, steps=2, unaligned=True)
-    assert_encodes(without_feedback(compressor), [17000], kind=kind)
+def test_encodes_long_rows_of_16_bits(compressor):
+    assert_encodes(compressor, [17001], kind="bfloat16", steps=2, unaligned=True)
+    assert_encodes(without_feedback(compressor), [17000], kind="bfloat16")
 
 
 @one_of_each
-@pytest.mark.parametrize("group", [1, 13, 1000, 4096, 8192])
+@pytest.mark.parametrize("group", [1, 13, 1000, 4096])
 def test_groups_of_any_size(compressor, group):
-    numels = {1: [20], 13: [5, 100], 1000: [100, 5001], 4096: [9001, 17000], 8192: [20000]}[group]
+    numels = {1: [20], 13: [5, 100], 1000: [100, 3001], 4096: [5001, 17000]}[group]
     tables = assert_encodes(compressor, numels, group)
     assert (tables.check() == 8).all()
     payloads = [[payload] for payload in tables.taken()]
@@ -157,10 +166,11 @@ CONTENTS = {
 }
 
 
-@one_of_each
 @pytest.mark.parametrize("content", CONTENTS)
-def test_selects_from_all_contents(compressor, content):
-    assert_encodes(compressor, [300, 16400], make=CONTENTS[content])
+def test_selects_from_all_contents(content):
+    # one takes many, the other few
+    assert_encodes(TopK(0.1), [300], make=CONTENTS[content])
+    assert_encodes(Percentile(50.0, True), [16400, 300], make=CONTENTS[content])
 
 
 def drawn(numel):
@@ -174,7 +184,7 @@ def drawn(numel):
     return np.arange(count) * stride + ((h * np.uint64(stride)) >> np.uint64(32)).astype(np.int64)
 
 
-@one_of_each
+@one_of(TopK(0.02), others=[TopK(0.7), TopK(k=1), Percentile(90.0)])
 @pytest.mark.parametrize("bins", [512, 2**20])
 @pytest.mark.parametrize("misled", ["too small", "too large", "zeros", "same", "tiny"])
 def test_the_selection_is_exact_whatever_the_sample_says(compressor, bins, misled, monkeypatch):
@@ -253,7 +263,7 @@ def sent_by(compressor, numel, group=GROUP):
 
 
 @every_compressor
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@all_kinds
 def test_decodes_what_hosts_send(compressor, kind):
     payloads = [[sent_by(compressor, n) for _ in range(3)] for n in (1, 3, 5000)]
     assert_decoded(compressor, payloads, kind, scale=1 / 3)
@@ -265,17 +275,17 @@ def test_decodes_what_hosts_send(compressor, kind):
 @one_of_each
 @pytest.mark.parametrize("group", [13, 1000, 4096])
 def test_decodes_groups_of_any_size(compressor, group, monkeypatch):
-    payloads = [[sent_by(compressor, n, group) for _ in range(2)] for n in ((5, 150) if group == 13 else (5, 9000))]
+    payloads = [[sent_by(compressor, n, group) for _ in range(2)] for n in ((5, 100) if group == 13 else (5, 4500))]
     assert_decoded(compressor, payloads, group=group)
     monkeypatch.setattr(topk, "_MOST_SUMMED", 1)
     assert_decoded(compressor, payloads, "bfloat16", group=group)
 
 
 def test_rows_of_one_tensor_may_differ_in_form():
-    numel = 9000
+    numel = 4500
     some = [sent_by(Percentile(p), numel) for p in (90.0, 97.0, 50.0, 99.9)]
     assert len({int(p[28]) for p in some}) == 2
-    for order in ([0, 1, 2, 3], [1, 0, 3, 2], [1, 3, 2, 0]):
+    for order in ([0, 1, 2, 3], [1, 3, 2, 0]):
         payloads = [[some[i] for i in order]]
         # the room that any of them needs
         assert_decoded(Percentile(50.0), payloads, scale=0.3)
@@ -315,7 +325,7 @@ def host_refuses(compressor, payload):
 def assert_judged_alike(compressor, payload, numel, group=GROUP):
     """Check on the device what the host checks, and decode what both accept."""
     tables = Tables(compressor, [numel, numel], group)
-    good = sent_by(compressor, numel, group)
+    good = host_encode(compressor, np.ones(numel, np.float32), None, group)
     payload = resealed(payload)
     tables.put([payload, resealed(good)])
     refuses = host_refuses(compressor, payload)
@@ -374,14 +384,14 @@ def damaged_lists(payload, numel, group):
 
 @pytest.mark.parametrize("compressor", [TopK(0.1), Percentile(97.0)], ids=str)
 def test_refuses_lists_that_the_host_refuses(compressor):
-    for numel, group in ((9000, 4096), (1500, 700)):
+    for numel, group in ((4500, 4096), (300, 200)):
         payload = sent_by(compressor, numel, group)
         judged = [assert_judged_alike(compressor, p, numel, group) for p in damaged_lists(payload, numel, group)]
         assert sum(judged) >= 9
         assert not assert_judged_alike(compressor, payload, numel, group)
 
 
-@pytest.mark.parametrize("numel", [9000, 4096, 129, 64])
+@pytest.mark.parametrize("numel", [5000, 129, 64])
 def test_refuses_bits_that_the_host_refuses(numel):
     compressor = Percentile(90.0)
     payload = sent_by(compressor, numel)
@@ -417,7 +427,7 @@ def test_refuses_bits_that_the_host_refuses(numel):
 @one_of_each
 def test_judges_random_damage_as_the_host_does(compressor):
     numel = 5000
-    for _ in range(20):
+    for _ in range(12):
         payload = sent_by(compressor, numel)
         # in what is not covered by the size of the payload
         for at in rng.integers(HEADER, HEADER + rng.choice([16, 200, 1000]), rng.integers(1, 3)):

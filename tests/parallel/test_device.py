@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels of devices are written in Triton")
+
+from tests.parallel.launch import launched
+from tests.parallel.workers import device
+
+
+@pytest.mark.parametrize("case", device.cases)
+def test_device(case: str) -> None:
+    launched("device", 2, "gloo").check(case)
