@@ -63,17 +63,16 @@ def microseconds(work: Callable[[int], Any], before: Callable[[int], Any] = bool
     return statistics.median(found)
 
 
-def host_microseconds(work: Callable[[int], Any], times: int = 50) -> float:
-    """Time what the host does until `work` returns."""
-    for i in range(3):
+def host_microseconds(work: Callable[[int], Any], before: Callable[[int], Any] = bool, times: int = 30) -> float:
+    """Time what the host does until `work` returns; `before` is not timed."""
+    found = []
+    for i in range(times + 3):
+        before(i)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
         work(i)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for i in range(times):
-        work(i)
-    took = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    return 1e6 * took / times
+        found.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(found[3:])
 
 
 class Case:
@@ -149,7 +148,7 @@ class Case:
         self.kernels.decode(self.launches[i % len(self.launches)][2], 0.5, False)
 
     def run(self) -> dict[str, float]:
-        found = {"encode": microseconds(self.encode, self.begin), "encode host": host_microseconds(self.encode)}
+        found = {"encode": microseconds(self.encode, self.begin), "encode host": host_microseconds(self.encode, self.begin)}
         for i in range(len(self.launches)):
             self.begin(i)
             self.encode(i)

@@ -83,9 +83,7 @@ def assert_same_body(compressor, payload, expected, group, numel):
     np.testing.assert_array_equal(payload, resealed(expected))
 
 
-def assert_encoded(
-    compressor, numels, group, kind="float32", feedback=True, unaligned=False, draw=normal, steps=1, fill=0
-):
+def assert_encoded(compressor, numels, group, kind="float32", feedback=True, unaligned=False, draw=normal, steps=1):
     """Encode on the device and on the host, and compare; returns the last payloads."""
     tables = Tables(compressor, numels, group, kind)
     begin = 1 if unaligned else 0
@@ -99,7 +97,9 @@ def assert_encoded(
         for number, numel in enumerate(numels):
             payload, gradient, residual = payloads[number], wide(gradients[number]), residuals[number]
             given = residual + gradient
-            expected = host_encode(compressor, residual if feedback else gradient, gradient if feedback else None, group)
+            expected = host_encode(
+                compressor, residual if feedback else gradient, gradient if feedback else None, group
+            )
             assert_same_body(compressor, payload, expected, group, numel)
             # what is not sent of a slot shows nothing
             end = tables.starts[number] + tables.room[number]
@@ -133,17 +133,26 @@ def assert_decoded(compressor, numels, group, payloads, kind="float32", scale=1.
 # -- encoding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tau", [0.001, 1.0, 2.5, 100.0])
+# type of gradients, whether there are residuals, whether arrays begin on boundaries of words
+WAYS = [
+    ("float32", True, False),
+    ("float32", False, False),
+    ("float16", True, True),
+    ("float16", False, False),
+    ("bfloat16", True, False),
+    ("bfloat16", False, True),
+]
+
+
+@pytest.mark.parametrize("tau", [0.001, 2.5])
 def test_threshold_encodes_as_the_host_does(tau):
-    assert_encoded(Threshold(tau), [1, 16, 4097, 40000], 32768, steps=2)
-    assert_encoded(Threshold(tau), [9000, 5], 4096)
+    assert_encoded(Threshold(tau), [1, 33000], 32768)
+    assert_encoded(Threshold(tau), [5000, 5], 4096, steps=3)
 
 
-@pytest.mark.parametrize("unaligned", [False, True])
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("kind", "feedback", "unaligned"), WAYS)
 def test_threshold_encodes_any_type(kind, feedback, unaligned):
-    assert_encoded(Threshold(0.5), [5000, 3, 4099], 32768, kind, feedback, unaligned)
+    assert_encoded(Threshold(0.5), [5000, 3], 4096, kind, feedback, unaligned)
 
 
 def test_threshold_is_strict_and_takes_signs_as_they_are():
@@ -153,33 +162,34 @@ def test_threshold_is_strict_and_takes_signs_as_they_are():
     assert_encoded(least, [60], 32768, feedback=False, draw=lambda n: np.resize([0.0, 1e-45, -3e-45, -0.0], n))
 
 
-@pytest.mark.parametrize("numel", [32768, 36864, 40960, 65535, 70000])
-def test_threshold_may_send_every_element(numel):
+@pytest.mark.parametrize(("numel", "left_out"), [(32768, 50), (40960, 3), (65535, 100000)])
+def test_threshold_may_send_every_element(numel, left_out):
     # the entries of the last tiles come where the marks of the first ones were
-    draws = [lambda n: np.where(np.arange(n) % 3 == 0, 2, -2), lambda n: np.where(np.arange(n) % 50 == 0, 0, 2)]
-    for draw in draws:
-        assert_encoded(Threshold(1.0), [numel, 100], 32768, feedback=False, draw=draw)
+    def draw(n):
+        return np.where(np.arange(n) % left_out == 1, 0, rng.choice([-2, 2], n))
+
+    assert_encoded(Threshold(1.0), [numel, 100], 32768, feedback=False, draw=draw)
 
 
-@pytest.mark.parametrize("pi", [2, 7, 64, 100000])
-@pytest.mark.parametrize(("numels", "group"), [([1, 2, 513, 1000], 512), ([5000, 3], 4096), ([2100], 2100), ([200], 13)])
-def test_adaptive_encodes_as_the_host_does(numels, group, pi):
-    assert_encoded(Adaptive(pi=pi), numels, group, steps=2 if group == 512 else 1)
+@pytest.mark.parametrize("pi", [2, 64])
+def test_adaptive_encodes_as_the_host_does(pi):
+    assert_encoded(Adaptive(pi=pi), [1, 2, 513, 1000], 512)
+    assert_encoded(Adaptive(pi=pi), [5000, 3], 4096, steps=3)
+    assert_encoded(Adaptive(pi=pi), [2100], 2100)
+    assert_encoded(Adaptive(pi=pi), [40], 13)
+    assert_encoded(Adaptive(pi=100000), [300], 100)
 
 
-@pytest.mark.parametrize("unaligned", [False, True])
-@pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("kind", "feedback", "unaligned"), WAYS)
 def test_adaptive_encodes_any_type(kind, feedback, unaligned):
     # groups of 16 bits have many equal elements
-    assert_encoded(Adaptive(pi=16), [2048, 3, 1027], 1024, kind, feedback, unaligned)
+    assert_encoded(Adaptive(pi=16), [1024, 3, 1027], 1024, kind, feedback, unaligned)
     assert_encoded(Adaptive(pi=16), [700], 350, kind, feedback, unaligned)
 
 
 def test_adaptive_encodes_groups_of_any_size_in_one_table():
-    for sizes in ([40, 3000, 9000, 20000], [33000, 500]):
-        assert_encoded(Adaptive(), sizes, 32768)
-        assert_encoded(Adaptive(pi=3), sizes, 32768, draw=lambda n: np.round(normal(n)))
+    assert_encoded(Adaptive(), [40, 3000, 9000, 20000], 32768)
+    assert_encoded(Adaptive(pi=3), [33000, 500], 32768, draw=lambda n: np.round(normal(n)))
 
 
 CONTENTS = {
@@ -202,36 +212,39 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("pi", [2, 64])
 @pytest.mark.parametrize("content", CONTENTS)
-def test_adaptive_selects_exactly(content, pi):
-    assert_encoded(Adaptive(pi=pi), [2500, 64, 7], 1000, feedback=False, draw=CONTENTS[content])
+def test_adaptive_selects_exactly(content):
+    assert_encoded(Adaptive(pi=10), [1100], 1000, feedback=False, draw=CONTENTS[content])
 
 
-def test_tells_of_values_that_are_not_finite():
-    for compressor, group in ((Threshold(1.0), 32768), (Adaptive(pi=8), 512)):
-        for bad in (np.inf, -np.inf, np.nan):
-            tables = Tables(compressor, [1100, 1100], group)
-            gradients = [on_device(np.float32(normal(1100))) for _ in range(2)]
-            gradients[0][700] = bad
-            xs = [on_device(np.float32(normal(1100))) for _ in range(2)]
-            residuals = [wide(x) for x in xs]
-            payloads = tables.encode(xs, gradients)
-            expected = host_encode(compressor, residuals[0].copy(), wide(gradients[0]), group)
-            assert (payloads[0] == resealed(expected)).all()
-            assert payloads[1].size > HEADER
-            # the body that is not sent says what was taken out of the residual
-            tables.rows[:, table.ADD] = 1
-            tables.decode(xs, 1.0, force=True)
-            for x, residual, gradient in zip(xs, residuals, gradients, strict=True):
-                given = residual + np.where(np.isfinite(wide(gradient)), wide(gradient), 0)
-                np.testing.assert_allclose(wide(x), given, rtol=1e-6, atol=1e-6)
-            assert tables.check().tolist() == [9, 8]
-            # without residuals, and as of any step
-            tables.payloads.zero_()
-            assert tables.encode(gradients)[0].size == HEADER
-            gradients[0][700] = 1
-            assert tables.encode(gradients)[0].size > HEADER
+@pytest.mark.parametrize(
+    ("compressor", "group", "bad"),
+    [(Threshold(1.0), 4096, np.inf), (Threshold(1.0), 4096, np.nan), (Adaptive(pi=8), 512, -np.inf)],
+)
+def test_tells_of_values_that_are_not_finite(compressor, group, bad):
+    tables = Tables(compressor, [600, 600], group)
+    gradients = [on_device(np.float32(normal(600))) for _ in range(2)]
+    gradients[0][400] = bad
+    xs = [on_device(np.float32(normal(600))) for _ in range(2)]
+    residuals = [wide(x) for x in xs]
+    payloads = tables.encode(xs, gradients)
+    expected = host_encode(compressor, residuals[0].copy(), wide(gradients[0]), group)
+    assert (payloads[0] == resealed(expected)).all()
+    assert payloads[1].size > HEADER
+    # the body that is not sent says what was taken out of the residual
+    tables.rows[:, table.ADD] = 1
+    tables.decode(xs, 1.0, force=True)
+    for x, residual, gradient in zip(xs, residuals, gradients, strict=True):
+        given = residual + np.where(np.isfinite(wide(gradient)), wide(gradient), 0)
+        np.testing.assert_allclose(wide(x), given, rtol=1e-6, atol=1e-6)
+    assert tables.check().tolist() == [9, 8]
+    # without residuals, and as of any step
+    tables.payloads.zero_()
+    tables.rows[:, table.ADD] = 0
+    assert tables.encode(gradients)[0].size == HEADER
+    gradients[0][400] = 1
+    tables.payloads.zero_()
+    assert tables.encode(gradients)[0].size > HEADER
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -244,7 +257,7 @@ def sent_by_hosts(compressor, numel, group, senders):
 @pytest.mark.parametrize(
     ("compressor", "group", "numels"),
     [
-        (Threshold(1.5), 32768, [1, 512, 40001]),
+        (Threshold(1.5), 32768, [1, 512, 33001]),
         (Threshold(0.01), 4096, [5000]),
         (Adaptive(), 512, [1, 512, 1033]),
         (Adaptive(pi=2), 4096, [5000]),
@@ -255,14 +268,10 @@ def sent_by_hosts(compressor, numel, group, senders):
 def test_decodes_what_hosts_send(compressor, group, numels):
     payloads = [sent_by_hosts(compressor, n, group, 3) for n in numels]
     assert_decoded(compressor, numels, group, payloads, scale=1 / 3)
-    assert_decoded(compressor, numels, group, payloads, scale=1 / 3, add=len(numels) == 1)
-    first = [of_tensor[:1] for of_tensor in payloads]
-    assert_decoded(compressor, numels, group, first)
-    assert_decoded(compressor, numels, group, first, scale=0.3, add=True)
+    assert_decoded(compressor, numels, group, [of_tensor[:1] for of_tensor in payloads], add=True)
 
 
-@pytest.mark.parametrize("unaligned", [False, True])
-@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("kind", "unaligned"), [("float32", True), ("float16", False), ("bfloat16", True)])
 def test_decodes_into_any_type(kind, unaligned):
     for compressor, group in ((Threshold(0.7), 32768), (Adaptive(pi=8), 500)):
         payloads = [sent_by_hosts(compressor, 1501, group, 1)]
@@ -380,7 +389,7 @@ def test_takes_no_bodies_but_those_that_hosts_take():
     for compressor, group in ((Threshold(1.5), 4096), (Adaptive(pi=32), 64)):
         sent = resealed(sent_by_hosts(compressor, 130, group, 1)[0])
         verdicts = []
-        for _ in range(40):
+        for _ in range(16):
             at = rng.integers(HEADER, len(sent))
             flags, agrees = found(compressor, forged(sent, at, np.uint8(rng.integers(256))), 130, group)
             assert agrees

@@ -11,6 +11,7 @@ from tests.device import DEVICE, TYPES, Tables, host_decode, host_encode, on_dev
 
 select = pytest.importorskip("hvd_compress.kernels.cuda.select")
 topk = pytest.importorskip("hvd_compress.kernels.cuda.topk")
+bitmap = pytest.importorskip("hvd_compress.kernels.cuda.bitmap")
 
 # NaN and infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -120,18 +121,33 @@ def test_encodes_long_rows_of_16_bits(compressor):
 
 
 @one_of_each
-@pytest.mark.parametrize("group", [1, 13, 1000, 4096])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.thorough), 13, 1000, 4096])
 def test_groups_of_any_size(compressor, group):
     numels = {1: [20], 13: [5, 100], 1000: [100, 3001], 4096: [5001, 17000]}[group]
-    tables = assert_encodes(compressor, numels, group)
-    assert (tables.check() == 8).all()
-    payloads = [[payload] for payload in tables.taken()]
-    for force in (False, True):
-        outs = [framed(n) for n in numels]
+    assert_decodes_its_own(assert_encodes(compressor, numels, group))
+
+
+def assert_decodes_its_own(tables):
+    payloads = tables.taken()
+    for force in (True, False):
+        outs = [framed(n) for n in tables.numels]
         tables.decode([out for out, _ in outs], 0.5, force)
-        for (out, whole), sent in zip(outs, payloads, strict=True):
-            assert_same_bits(wide(out), host_decode(compressor, sent, len(out), 0.5))
+        for (out, whole), payload in zip(outs, payloads, strict=True):
+            assert_same_bits(wide(out), host_decode(tables.compressor, [payload], len(out), 0.5))
             assert is_unharmed(whole)
+    assert (tables.check() == 8).all()
+
+
+@one_of_each
+def test_rows_that_are_summed_in_several_steps(compressor, monkeypatch):
+    for module, name, value in (
+        (select, "_STEP", 4),
+        (select, "_FEW_TILES", 2),
+        (bitmap, "_STEP", 2),
+        (topk, "_CHUNK", 16),
+    ):
+        monkeypatch.setattr(module, name, value)
+    assert_decodes_its_own(assert_encodes(compressor, [17000, 9000, 40]))
 
 
 def spread(numel):
@@ -273,7 +289,7 @@ def test_decodes_what_hosts_send(compressor, kind):
 
 
 @one_of_each
-@pytest.mark.parametrize("group", [13, 1000, 4096])
+@pytest.mark.parametrize("group", [pytest.param(13, marks=pytest.mark.thorough), 1000, 4096])
 def test_decodes_groups_of_any_size(compressor, group, monkeypatch):
     payloads = [[sent_by(compressor, n, group) for _ in range(2)] for n in ((5, 100) if group == 13 else (5, 4500))]
     assert_decoded(compressor, payloads, group=group)

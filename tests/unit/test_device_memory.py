@@ -79,6 +79,9 @@ def held(bucket: Bucket) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
+    if ON_GPU:
+        # what an edge does by letting its stream wait
+        torch.cuda.synchronize()
     return array.float().cpu().numpy() if isinstance(array, torch.Tensor) else array
 
 

@@ -6,6 +6,7 @@ memory, one program per row adds the counts up, and then the entries are written
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -30,17 +31,13 @@ from hvd_compress.kernels.cuda.rows import (
     state_of,
 )
 
-LONGEST = 32768
-"""Elements of a group: what 15 bits of index reach."""
 TILE = 4096
 """Elements of a program that compares with a given threshold; groups are whole tiles."""
 
-_TILE_WARPS = 8
 _ELEMENTS_OF_LANE = 32  # elements of a group that one thread of `_select_groups` holds in registers
 _SHORT = 1024  # groups up to here are selected from by the same kernel
 _MOVED = 8  # groups whose entries one program moves
 _SCANNED = 4096  # counts that are added up at once
-_CHECKED = 512  # entries that are checked at once
 
 _ROW_GROUPS_AT = tl.constexpr(GROUPS_AT)
 _TILE = tl.constexpr(TILE)
@@ -50,8 +47,9 @@ _LOW = tl.constexpr(0xFFFF)
 
 # what `_scan` is to do
 _ENCODING = tl.constexpr(0)
-_VERIFYING = tl.constexpr(1)
-_DECODING = tl.constexpr(2)
+_TAKING_BACK = tl.constexpr(1)
+_VERIFYING = tl.constexpr(2)
+_DECODING = tl.constexpr(3)
 
 # how a launch accesses elements: in wide words, and only those that allow it; all others one by one; or all of them
 _WIDE = tl.constexpr(0)
@@ -155,7 +153,7 @@ def _list(words, targets, first, BLOCK: tl.constexpr):
     count = (count & 0xFF) + (count >> 16)
     targets += tl.cumsum(count, 0) - count
     value = 2 * (first + tl.arange(0, BLOCK // _WORD) * _WORD)
-    for place in range(0, tl.max(count, 0)):
+    for place in range(tl.max(count, 0)):
         # the exponent of the lowest bit says where it is
         bit = ((_key((ones & -ones).to(tl.float32)) >> 23) - 127) & 31
         entries = value + bit + ((words >> bit) >> 1 & 1)
@@ -209,8 +207,8 @@ def _mark_tiles(
         body = column(rows, i, PAYLOAD) + HEADER
         if count > 0:
             tl.atomic_add(pointer(body, tl.int32) + g, count, sem="relaxed")
-        at, is_last = _marks_of(rows, i, _entries_of(body, _groups_of(rows, i), False), t, last_marks)
-        tl.store(at + tl.arange(0, _TILE // _WORD), _marks(is_up, is_down, _TILE))
+        marks, _last = _marks_of(rows, i, _entries_of(body, _groups_of(rows, i), False), t, last_marks)
+        tl.store(marks + tl.arange(0, _TILE // _WORD), _marks(is_up, is_down, _TILE))
 
 
 @triton.jit
@@ -239,10 +237,17 @@ def _list_tiles(rows, work, counts, last_marks, offsets, last: tl.constexpr):
 
 
 @triton.jit
-def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, purpose: tl.constexpr):
-    """Write how many entries the groups before each group of a row have; encoding, note the sizes of the body.
+def _refuse(state, i, is_wrong):
+    """Note that the payload of row `i` is damaged."""
+    if is_wrong:
+        tl.store(state_of(state, i, 5), -1)
 
-    Verifying, note a payload as damaged whose sizes do not fit.
+
+@triton.jit
+def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, purpose: tl.constexpr):
+    """Write how many entries the groups before each group of a row have.
+
+    Encoding, note the sizes of the body; verifying, refuse a payload whose sizes do not fit.
     """
     i, _, _ = entry(work)
     groups = _groups_of(rows, i)
@@ -250,17 +255,15 @@ def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, p
     ahead = _entries_of(body, groups, pairs) - body
     flags = tl.load(state_of(state, i, 5))
     entries = tl.load(state_of(state, i, 1))
-    has_body = True
-    if purpose != _ENCODING:
-        has_body = (flags & (NONFINITE | ABSENT)) == 0
+    has_body = groups > 0
+    if purpose >= _VERIFYING:
+        has_body = (flags >= 0) & ((flags & (NONFINITE | ABSENT)) == 0)
     if purpose == _VERIFYING:
         is_good = tl.load(state_of(state, i, 6)) == HEADER + ahead + ((2 * entries + 7) & ~7)
         if not pairs:
             tau = (tl.load(pointer(body - HEADER, tl.int64) + 3) >> 32).to(tl.int32)
             is_good &= (tau > 0) & (tau < _INFINITE)
-        has_body &= flags >= 0
-        if has_body & (is_good == 0):
-            tl.store(state_of(state, i, 5), -1)
+        _refuse(state, i, has_body & (is_good == 0))
         has_body &= is_good
     if has_body:
         counts = pointer(body, tl.uint16 if pairs else tl.uint32)
@@ -275,8 +278,7 @@ def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, p
             tl.store(state_of(state, i, 1), total)
             tl.store(state_of(state, i, 2), ahead + 2 * total)
         if purpose == _VERIFYING:
-            if total != entries:
-                tl.store(state_of(state, i, 5), -1)
+            _refuse(state, i, total != entries)
 
 
 @triton.jit
@@ -296,8 +298,7 @@ def _verify(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr)
             index = tl.load(entries + j, mask=j < count, other=0).to(tl.int32) >> 1
             previous = tl.load(entries + j - 1, mask=(j > 0) & (j < count), other=0).to(tl.int32) >> 1
             is_wrong = (j < count) & ((index >= size) | ((j > 0) & (index <= previous)))
-            if tl.max(is_wrong.to(tl.int32), 0) != 0:
-                tl.store(state_of(state, i, 5), -1)
+            _refuse(state, i, tl.max(is_wrong.to(tl.int32), 0) != 0)
 
 
 # -- the largest of each sign ----------------------------------------------------------------------------------------
@@ -391,8 +392,8 @@ def _thresholds(y, k_up, n_up, k_down, n_down, BLOCK: tl.constexpr, SUBSETS: tl.
     # the largest of each subset, whose elements few threads have: a sample of the largest ones
     wide: tl.constexpr = 4 if access == _WIDE and BLOCK >= 4 * SUBSETS else 1
     subsets = tl.reshape(y, (BLOCK // (wide * SUBSETS), SUBSETS, wide))
-    tops_up = tl.maximum(tl.max(tl.max(subsets, 2), 0), 0.0).to(tl.int32, bitcast=True)
-    tops_down = tl.maximum(-tl.min(tl.min(subsets, 2), 0), 0.0).to(tl.int32, bitcast=True)
+    tops_up = _key(tl.maximum(tl.max(tl.max(subsets, 2), 0), 0.0))
+    tops_down = _key(tl.maximum(-tl.min(tl.min(subsets, 2), 0), 0.0))
     larger = (tops_up[:, None] > tops_up[None, :]).to(tl.int32)
     larger += (tops_down[:, None] > tops_down[None, :]).to(tl.int32) << 16
     ranks = tl.sum(larger, 0)
@@ -467,9 +468,35 @@ def _marks_of_last(y, size, up, n_up, down, n_down, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _place_of_found(rows, i, number, g, places, pi, mixed: tl.constexpr):
+    """Return where entries of a group are until they are moved; its room is that for the most that it may have.
+
+    Its number is among the groups of all rows. Rows are in `places` if they have `mixed` sizes.
+    """
+    longest = tl.minimum(column(rows, i, GROUP), column(rows, i, NUMEL)).to(tl.int32)
+    most = tl.minimum(longest, (longest + 2 * pi - 2) // pi)
+    if mixed:
+        return tl.load(places + i) + g * most
+    return number * most
+
+
+@triton.jit(do_not_specialize=["count", "pi"])
+def _place_rows(rows, count, places, pi, SIZE: tl.constexpr):
+    """Write where the entries of the groups of each row begin, see `_place_of_found`."""
+    total = tl.zeros((), tl.int64)
+    for begin in range(0, count, SIZE):
+        number = begin + tl.arange(0, SIZE)
+        i = tl.minimum(number, count - 1).to(tl.int64)
+        groups = _groups_of(rows, i)
+        room = tl.where(number < count, _place_of_found(rows, i, groups, groups, places, pi, False), 0)
+        tl.store(places + i, total + tl.cumsum(room, 0) - room, mask=number < count)
+        total += tl.sum(room, 0)
+
+
+@triton.jit(do_not_specialize=["pi", "shorter"])
 def _select_groups(
-    rows, work, state, found, pi, stride, shorter, BLOCK: tl.constexpr, SUBSETS: tl.constexpr, SIZE: tl.constexpr,
-    feedback: tl.constexpr, kind: tl.constexpr, access: tl.constexpr,
+    rows, work, state, found, places, pi, shorter, BLOCK: tl.constexpr, SUBSETS: tl.constexpr, SIZE: tl.constexpr,
+    mixed: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, access: tl.constexpr,
 ):  # fmt: skip
     i, _, g = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
@@ -496,7 +523,7 @@ def _select_groups(
             words ^= _marks_of_last(y, size, _float(up), n_up, -_float(down), n_down, BLOCK)
         # gathered by all threads, which then write each its own
         words = tl.gather(words, tl.arange(0, BLOCK // _WORD), 0)
-        entries = found + tl.program_id(0).to(tl.int64) * stride
+        entries = found + _place_of_found(rows, i, tl.program_id(0).to(tl.int64), g, places, pi, mixed)
         _list(words, entries, 0, BLOCK)
         # entries and residuals that other threads have stored are there now
         tl.debug_barrier()
@@ -526,9 +553,11 @@ def _select_groups(
         tl.store(pointer(body, tl.uint16) + g, (k_up + k_down).to(tl.uint16))
 
 
-@triton.jit
-def _move(rows, work, offsets, found, count, stride, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Write the entries of some groups, each of which has `stride` places in `found`, where they belong."""
+@triton.jit(do_not_specialize=["count", "most", "pi"])
+def _move(
+    rows, work, offsets, found, places, count, most, pi, GROUPS: tl.constexpr, SIZE: tl.constexpr, mixed: tl.constexpr
+):
+    """Write the entries of some groups, `most` of each, where they belong."""
     number = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     is_there = number < count
     i = tl.load(work + 4 * number, mask=is_there, other=0).to(tl.int64)
@@ -537,8 +566,8 @@ def _move(rows, work, offsets, found, count, stride, GROUPS: tl.constexpr, SIZE:
     of_group = tl.load(body.to(tl.pointer_type(tl.uint16)) + g, mask=is_there, other=0).to(tl.int32)
     at = tl.load(offsets + number, mask=is_there, other=0)
     targets = _entries_of(body, _groups_of(rows, i), True).to(tl.pointer_type(tl.uint16)) + at
-    sources = found + number.to(tl.int64) * stride
-    for begin in range(0, stride, SIZE):
+    sources = found + _place_of_found(rows, i, number.to(tl.int64), g, places, pi, mixed)
+    for begin in range(0, most, SIZE):
         j = begin + tl.arange(0, SIZE)[None, :]
         inside = j < of_group[:, None]
         tl.store(targets[:, None] + j, tl.load(sources[:, None] + j, mask=inside, other=0), mask=inside)
@@ -637,7 +666,7 @@ def encode_threshold(launch: Launch, codec: int, tau: float, parameter: int) -> 
     for access in _accesses(launch):
         _mark_tiles[(count,)](
             launch.rows, work, launch.state, counts, last_marks, tau, launch.feedback, launch.kind, access,
-            num_warps=_TILE_WARPS, enable_fp_fusion=False,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     _scan_rows(launch, False, _ENCODING.value)
     for last in (False, True):
@@ -646,27 +675,34 @@ def encode_threshold(launch: Launch, codec: int, tau: float, parameter: int) -> 
 
 
 def encode_adaptive(launch: Launch, codec: int, pi: int) -> None:
-    """Encode a table with groups up to LONGEST; see `hvd_compress.kernels.signs.encode_adaptive_rows`."""
+    """Encode a table with groups of 32768 elements or less; see `hvd_compress.kernels.signs.encode_adaptive_rows`."""
     work = launch.work_by_groups()
     count = work.shape[0]
-    longest = int(launch.groups.max())
-    stride = min(longest, (longest + 2 * pi - 2) // pi)
-    found = launch.scratch("found", count * stride, "uint16")
+    most = np.minimum(launch.groups, (launch.groups + 2 * pi - 2) // pi)
+    mixed = bool((most != most[0]).any())
+    found = launch.scratch("found", int((launch.counts * most).sum()), "uint16")
+    places = launch.scratch("places", len(most), "int64")
     offsets = launch.scratch("offsets", count, "int64")
+    if mixed:
+        _place_rows[(1,)](launch.rows, len(most), places, pi, 1024, num_warps=4)
     shorter = 0
     for block in _blocks(launch):
         warps = max(1, block // (32 * _ELEMENTS_OF_LANE))
         # all pairs of subsets are compared
         subsets = min(block, 64 if warps >= 4 else 32)
         for access in _accesses(launch):
+            # more threads than 512 have no more registers than these anyway
+            registers = _REGISTERS[access] if warps <= 16 else None
             _select_groups[(count,)](
-                launch.rows, work, launch.state, found, pi, stride, shorter, block, subsets, 64 * warps,
-                launch.feedback, launch.kind, access, num_warps=warps, enable_fp_fusion=False, maxnreg=_REGISTERS[access] if block <= 16384 else None,
+                launch.rows, work, launch.state, found, places, pi, shorter, block, subsets, 64 * warps, mixed,
+                launch.feedback, launch.kind, access, num_warps=warps, enable_fp_fusion=False, maxnreg=registers,
             )  # fmt: skip
         shorter = block
     _scan_rows(launch, True, _ENCODING.value)
+    longest = int(most.max())
+    size = min(128, triton.next_power_of_2(longest))
     _move[(triton.cdiv(count, _MOVED),)](
-        launch.rows, work, offsets, found, count, stride, _MOVED, min(128, triton.next_power_of_2(stride)), num_warps=4
+        launch.rows, work, offsets, found, places, count, longest, pi, _MOVED, size, mixed, num_warps=4
     )
     launch.seal(codec, 2)
 
@@ -700,7 +736,8 @@ def _verify_groups(launch: Launch, pairs: bool) -> None:
     _scan_rows(launch, pairs, _VERIFYING.value)
     work = launch.work_by_groups()
     offsets = launch.scratch("offsets", work.shape[0], "int64")
-    _verify[(work.shape[0],)](launch.rows, work, launch.state, offsets, _CHECKED, pairs, num_warps=4)
+    size = min(1024, max(128, triton.next_power_of_2(int(launch.groups.max())) // 32))
+    _verify[(work.shape[0],)](launch.rows, work, launch.state, offsets, size, pairs, num_warps=max(1, size // 256))
 
 
 def decode_threshold(launch: Launch, scale: float, force: bool = False, *, tau: float) -> None:
@@ -721,7 +758,7 @@ def _decode_groups(launch: Launch, scale: float, tau: float, force: bool, pairs:
     groups = int(launch.counts.sum())
     if launch.kind != tl.float32 and work.shape[0] != groups:
         raise NotImplementedError("sums of several payloads of sparse signs are made in float32")
-    _scan_rows(launch, pairs, _DECODING.value)
+    _scan_rows(launch, pairs, _TAKING_BACK.value if force else _DECODING.value)
     longest = int(launch.groups.max())
     warps = max(1, min(8, triton.next_power_of_2(longest) // 1024))
     _decode[(work.shape[0],)](

@@ -287,9 +287,8 @@ class Completing(Sending):
             name
             for name, p in self._members.by_name.items()
             if name in given
-            and (
-                p.grad is not given[name] or (p.grad._version != versions[name] and not self._is_written(name, p.grad))
-            )
+            and (p.grad is not given[name] or p.grad._version != versions[name])
+            and not self._is_written(name, given[name], p.grad)
         }
         for name, (place, sample) in self._samples.items():
             # one that was given other memory gets its result there
