@@ -147,15 +147,13 @@ class Memory(ABC):
         """Allocate the place of a message that is sent."""
 
     @abstractmethod
-    def receive(self, received: Bytes, places: Numbers) -> tuple[Any, Numbers]:
-        """Bring a message that has come to where kernels read it.
+    def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
+        """Bring a message that has come to where kernels read it; returns the addresses of its payloads there.
 
         Args:
             received: on the host, from an 8-byte boundary on.
             places: addresses of the payloads in it.
-
-        Returns:
-            What keeps the memory, and the addresses that kernels take.
+            kept: for the memory that is used, which stays the same as long as it is large enough.
         """
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -246,8 +244,8 @@ class HostMemory(Memory):
     def slots(self, nbytes: int) -> Slots:
         return _HostSlots(nbytes)
 
-    def receive(self, received: Bytes, places: Numbers) -> tuple[Any, Numbers]:
-        return received, places
+    def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
+        return places
 
     def encode(self, payloads: Payloads, kind: str, key_of: Callable[[int], Key]) -> None:
         tables.encode(payloads.compressor, payloads.kernels, payloads.rows, tables.LIKE[np.dtype(kind)], key_of)

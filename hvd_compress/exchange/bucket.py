@@ -38,14 +38,14 @@ class _Arrived(NamedTuple):
     """The payloads of a message that has come.
 
     Args:
-        memory: what keeps their memory.
+        received: what keeps their memory on the host.
         at: where each lies on the host.
         places: where each lies for kernels.
         sizes: how many bytes it may take.
         flags: what its header says.
     """
 
-    memory: Any
+    received: Bytes
     at: Numbers
     places: Numbers
     sizes: Numbers
@@ -102,8 +102,12 @@ class Bucket:
         answer_bytes = self._last.nbytes if self._is_broadcast else None
         self._answers = Outbox(made, self._all, hop=1, nbytes=answer_bytes)
         self._inside = None if first.hosts is None else Inside(self._all, first.hosts)
-        self._large = {i for i, a in enumerate(self._all) if a.plan.numel >= _LARGE and self._inside is None}
+        # on a device, a launch for each would take longer than what it encodes
+        alone = self._inside is None and self.memory.is_host
+        self._large = {i for i, a in enumerate(self._all) if a.plan.numel >= _LARGE and alone}
         self.tally = Tally(self._all)
+        self._inboxes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        """Memory of a device for what the first and the last collective bring."""
         self._sums: dict[int, Any] = {}
         self._kinds_of_sums: dict[int, str] = {}
         self._sums_at = np.zeros(len(self._all), np.int64)
@@ -375,9 +379,7 @@ class Bucket:
         flags = np.zeros(len(self._owned.parts), np.int64)
         places = at
         if not self.memory.is_host:
-            # kept until the payloads of the sums are there, and so what is decoded here
-            kept, places = self.memory.receive(received, at)
-            self._arrived = _Arrived(kept, at, places, sizes, flags)
+            places = self.memory.receive(received, at, self._inboxes[0])
         try:
             for kind, held in by_kind(numbers, self._kinds_of_values() if self._kinds else {}):
                 self._fit_sums(held, kind)
@@ -416,7 +418,7 @@ class Bucket:
         if self._inside is not None:
             self._count_inside(sizes, self._inside)
         flags = np.zeros(len(self._last.parts), np.int64)
-        kept, places = (received, at) if self.memory.is_host else self.memory.receive(received, at)
+        places = at if self.memory.is_host else self.memory.receive(received, at, self._inboxes[1])
         try:
             # told here, not when decoding: other tensors of the step may be final by then
             compressed = self._given.keys() if self.pack is None else self._given.keys() - {self._packed}
@@ -427,7 +429,7 @@ class Bucket:
                 self._verdicts.append(table.check(places, sizes, flags, at, kind))
         except Damaged as error:
             raise self._named(error) from error
-        self._arrived = _Arrived(kept, at, places, sizes, flags)
+        self._arrived = _Arrived(received, at, places, sizes, flags)
         if self.pack is None:
             return self._settle()
         # nothing is owed of small tensors, so it does not matter whether the step is kept

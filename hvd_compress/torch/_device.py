@@ -97,7 +97,7 @@ class _DeviceSlots(Slots):
         self._memory.streams.run(self._made.zero_)
 
     def fetch(self) -> None:
-        self._event = self._memory.streams.fetch(lambda: self._there.copy_(self._made, non_blocking=True))
+        self._event = self._memory.fetch(self._there, self._made).event
 
     def is_here(self) -> bool:
         return self._event is None or self._event.query()
@@ -105,6 +105,43 @@ class _DeviceSlots(Slots):
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+class _Inbox:
+    """Memory for a message that comes: a part of the host that the device copies from by itself, and one of its own.
+
+    Nobody writes to the former while it is copied: a step waits for the verdict on what was copied.
+    """
+
+    def __init__(self, memory: DeviceMemory, size: int) -> None:
+        self._memory = memory
+        self.size = size
+        self._staged = memory.pinned(size)
+        self._bytes = self._staged.numpy()
+        self._at = int(table.address_of(self._bytes))
+        self._there = memory.empty(size, "uint8")
+
+    def take(self, received: Bytes, places: Numbers) -> Numbers:
+        size = received.size
+        self._bytes[:size] = received
+        offsets = places - table.address_of(received)
+        # ranks that make payloads on the host sum them in another way
+        table.sum_in_parts(offsets + self._at, size - offsets)
+        self._memory.streams.run(lambda: self._there[:size].copy_(self._staged[:size], non_blocking=True))
+        return offsets + self._there.data_ptr()
+
+
+class _Fetched:
+    """Something that is copied to the host, now or with the next copy.
+
+    Args:
+        target: on the host, pinned.
+        source: on the device.
+    """
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.target, self.source = target, source
+        self.event: Event | None = None
 
 
 class DeviceMemory(Memory):
@@ -118,6 +155,7 @@ class DeviceMemory(Memory):
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self.device = device
         self.streams: Streams = CudaStreams(device) if streams is None else streams
+        self._later: list[_Fetched] = []
 
     def __repr__(self) -> str:
         return f"DeviceMemory({self.device})"
@@ -161,29 +199,52 @@ class DeviceMemory(Memory):
 
     def all_finite(self, array: Any) -> Callable[[], bool]:
         is_finite = self.streams.run(lambda: torch.isfinite(array).all())
-        there = self.pinned(1)
-        event = self.streams.fetch(lambda: there.copy_(is_finite, non_blocking=True))
+        fetched = self._fetch_later(self.pinned(1), is_finite)
+        return lambda: bool(self._waited(fetched).item())
 
-        def told() -> bool:
-            event.synchronize()
-            return bool(there.item())
+    # -- copies to the host --------------------------------------------------------------------------------------
 
-        return told
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> _Fetched:
+        """Copy to the host what all work so far makes of `source`, and what waits for such a copy; never waits."""
+        fetched = self._fetch_later(target, source)
+        self._fetch_all()
+        return fetched
+
+    def _fetch_all(self) -> None:
+        together, self._later = self._later, []
+
+        def copy() -> None:
+            for one in together:
+                one.target.copy_(one.source, non_blocking=True)
+
+        event = self.streams.fetch(copy)
+        for one in together:
+            one.event = event
+
+    def _fetch_later(self, target: torch.Tensor, source: torch.Tensor) -> _Fetched:
+        """Copy to the host with the next copy, or when somebody waits for it."""
+        fetched = _Fetched(target, source)
+        self._later.append(fetched)
+        return fetched
+
+    def _waited(self, fetched: _Fetched) -> torch.Tensor:
+        """Return what has been copied, when it has."""
+        if fetched.event is None:
+            self._fetch_all()
+        if fetched.event is not None:
+            fetched.event.synchronize()
+        return fetched.target
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def slots(self, nbytes: int) -> Slots:
         return _DeviceSlots(self, nbytes)
 
-    def receive(self, received: Bytes, places: Numbers) -> tuple[Any, Numbers]:
-        staged = self.pinned(received.size)
-        bytes_of_staged = staged.numpy()
-        bytes_of_staged[...] = received
-        offsets = places - table.address_of(received)
-        # ranks that make payloads on the host sum them in another way
-        table.sum_in_parts(offsets + table.address_of(bytes_of_staged), received.size - offsets)
-        arrived = self.streams.run(lambda: staged.to(self.device, non_blocking=True))
-        return (staged, arrived), offsets + arrived.data_ptr()
+    def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
+        inbox = kept.get("inbox")
+        if inbox is None or inbox.size < received.size:
+            inbox = kept["inbox"] = _Inbox(self, received.size)
+        return inbox.take(received, places)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -212,12 +273,14 @@ class DeviceMemory(Memory):
             return launch
 
         launch = self.streams.run(work)
-        there = self.pinned(8 * launch.state.numel()).view(torch.int64).view(launch.state.shape)
-        event = self.streams.fetch(lambda: there.copy_(launch.state, non_blocking=True))
+        there = payloads.prepared.get("found")
+        if there is None:
+            size = 8 * launch.state.numel()
+            there = payloads.prepared["found"] = self.pinned(size).view(torch.int64).view(launch.state.shape)
+        fetched = self._fetch_later(there, launch.state)
 
         def told() -> Verdict:
-            event.synchronize()
-            found = launch.found_in(there.numpy())
+            found = launch.found_in(self._waited(fetched).numpy())
             bad = np.flatnonzero(found < 0)
             return int(bad[0]) if bad.size else -1, found & ~table.SUMMED
 

@@ -14,6 +14,7 @@ from hvd_compress.kernels.cuda import select, topk
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import GROUP, GROUPS_AT, HEADER, NUMEL, PAYLOAD, column, entry, pointer, state_of
 from hvd_compress.kernels.cuda.select import TILE
+from hvd_compress.kernels.cuda.start import start
 from hvd_compress.kernels.cuda.topk import TILES, has_bits, has_body
 
 _STEP = 1024  # tiles that are summed at once
@@ -73,8 +74,19 @@ def _count_bits(
 def _bits(launch: Launch, checks: bool, force: bool) -> Any:
     starts = launch.scratch("starts of bits", TILES * int(launch.counts.sum()), "int64")
     work = launch.work_by_groups()
-    _count_bits[(work.shape[0],)](
-        launch.rows, work, launch.state, starts, TILE, TILES, _STEP, checks, force, num_warps=4
+    start(
+        _count_bits,
+        work.shape[0],
+        launch.rows,
+        work,
+        launch.state,
+        starts,
+        TILE,
+        TILES,
+        _STEP,
+        checks,
+        force,
+        num_warps=4,
     )
     return starts
 

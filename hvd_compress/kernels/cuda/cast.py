@@ -23,6 +23,7 @@ from hvd_compress.kernels.cuda.rows import (
     note_bad,
     state_of,
 )
+from hvd_compress.kernels.cuda.start import start
 
 _BLOCK = 2048
 _WARPS = 4
@@ -206,7 +207,7 @@ def _verify(rows, work, state, itemsize: tl.constexpr, may_be_wide: tl.constexpr
 def encode_raw(launch: Launch, codec: int, is_checked: bool) -> None:
     """Encode a table as float32; see `hvd_compress.kernels.cast.encode_raw_rows`."""
     work = launch.work_by_blocks(_BLOCK)
-    _encode_raw[(work.shape[0],)](
+    start(_encode_raw, work.shape[0],
         launch.rows, work, launch.state, _BLOCK, is_checked, launch.kind, launch.aligned,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -216,7 +217,7 @@ def encode_raw(launch: Launch, codec: int, is_checked: bool) -> None:
 def encode_float16(launch: Launch, codec: int, is_checked: bool) -> None:
     """Encode a table as halves; see `hvd_compress.kernels.cast.encode_fp16_rows`."""
     work = launch.work_by_blocks(_BLOCK)
-    _encode_float16[(work.shape[0],)](
+    start(_encode_float16, work.shape[0],
         launch.rows, work, launch.state, _BLOCK, is_checked, launch.kind, launch.aligned,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -226,7 +227,7 @@ def encode_float16(launch: Launch, codec: int, is_checked: bool) -> None:
 def encode_bfloat16(launch: Launch, codec: int) -> None:
     """Encode a table as bfloat16; see `hvd_compress.kernels.cast.encode_bf16_rows`."""
     work = launch.work_by_blocks(_BLOCK)
-    _encode_bfloat16[(work.shape[0],)](
+    start(_encode_bfloat16, work.shape[0],
         launch.rows, work, launch.state, _BLOCK, launch.feedback, launch.kind, launch.aligned,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -236,18 +237,18 @@ def encode_bfloat16(launch: Launch, codec: int) -> None:
 def verify_raw(launch: Launch, may_be_wide: bool) -> None:
     """Check the sizes of bodies of float32; with `may_be_wide`, payloads that say so hold float64, and are refused."""
     work = launch.work_by_rows()
-    _verify[(work.shape[0],)](launch.rows, work, launch.state, 4, may_be_wide, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, 4, may_be_wide, num_warps=1, enable_fp_fusion=False)
 
 
 def verify_halves(launch: Launch) -> None:
     """Check the sizes of bodies of 16-bit values."""
     work = launch.work_by_rows()
-    _verify[(work.shape[0],)](launch.rows, work, launch.state, 2, False, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, 2, False, num_warps=1, enable_fp_fusion=False)
 
 
 def _decode_as(kind: tl.dtype, launch: Launch, scale: float, force: bool) -> None:
     work = launch.work_by_blocks(_BLOCK)
-    _decode[(work.shape[0],)](
+    start(_decode, work.shape[0],
         launch.rows, work, launch.state, scale, _BLOCK, kind, launch.kind, launch.aligned, force,
         num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

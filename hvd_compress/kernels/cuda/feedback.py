@@ -8,6 +8,7 @@ import triton.language as tl
 from hvd_compress.kernels.cuda.cast import wide_pointer
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import GRADIENT, NUMEL, X, column, entry
+from hvd_compress.kernels.cuda.start import start
 
 _BLOCK = 4096
 _SHARE = tl.constexpr(2.0**-22)
@@ -43,6 +44,14 @@ def _take_back(rows, work, BLOCK: tl.constexpr, kind: tl.constexpr, aligned: tl.
 def take_back(launch: Launch) -> None:
     """Subtract the gradients of a table from residuals to which their decoded payloads were added."""
     work = launch.work_by_blocks(_BLOCK)
-    _take_back[(work.shape[0],)](
-        launch.rows, work, _BLOCK, launch.kind, launch.aligned, num_warps=8, enable_fp_fusion=False
+    start(
+        _take_back,
+        work.shape[0],
+        launch.rows,
+        work,
+        _BLOCK,
+        launch.kind,
+        launch.aligned,
+        num_warps=8,
+        enable_fp_fusion=False,
     )

@@ -45,6 +45,16 @@ class Launch:
         starts = np.flatnonzero(~adds) if not adds.all() else np.zeros(1, np.int64)
         self._runs = np.stack([starts, np.diff([*starts, count])], 1)
         """The first row of each tensor, and how many rows are added up."""
+        self.is_single = count == len(starts)
+        """Whether there is one row for each tensor."""
+        self.longest, self.shortest = int(self.groups.max()), int(self.groups.min())
+        """Elements of the longest and of the shortest group."""
+        self.has_even_rows = not (self.numels % 4).any()
+        """Whether rows end where four elements end, so that wide accesses need no look at each."""
+        self.has_even_groups = self.has_even_rows and not (self.groups % 32).any()
+        """Whether groups begin where words of 32 bits begin, too."""
+        self.adds = False
+        """Whether what is decoded is added to what is there."""
         self._kept: dict[Any, Any] = {}
         self.rows: Any = None
         self.state: Any = upload(np.zeros((count, STATE), np.int64))
@@ -63,6 +73,7 @@ class Launch:
             return
         self._host[:, : table.USED] = rows[:, : table.USED]
         self.aligned = not ((rows[:, table.X] | rows[:, table.GRADIENT]) & 15).any()
+        self.adds = bool(rows[0, table.ADD])
         self.rows = self._upload(self._host)
 
     def scratch(self, name: str, count: int, kind: str) -> Any:

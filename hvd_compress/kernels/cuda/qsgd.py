@@ -23,6 +23,7 @@ from hvd_compress.kernels.cuda.rows import (
     pointer,
     state_of,
 )
+from hvd_compress.kernels.cuda.start import start
 
 _ELEMENTS = 1024
 """Elements of a warp, 32 of each thread: a warp has whole buckets, where these are short."""
@@ -231,7 +232,7 @@ def encode(launch: Launch, codec: int, bits: int, is_max: bool, bucket: int) -> 
     """Encode a table, 2 to 8 bits per element; see `hvd_compress.kernels.qsgd.encode_rows`."""
     buckets, block, warps = _blocks(bucket)
     work = launch.work_by_blocks(buckets * bucket)
-    _encode[(work.shape[0],)](
+    start(_encode, work.shape[0],
         launch.rows, work, launch.state, bucket, buckets, block, bits, is_max, launch.kind, launch.aligned,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -241,14 +242,14 @@ def encode(launch: Launch, codec: int, bits: int, is_max: bool, bucket: int) -> 
 def verify(launch: Launch, bits: int, bucket: int) -> None:
     """Check the sizes of the bodies of payloads whose headers are good, and that they have so many bits."""
     work = launch.work_by_rows()
-    _verify[(work.shape[0],)](launch.rows, work, launch.state, bucket, bits, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, bucket, bits, num_warps=1, enable_fp_fusion=False)
 
 
 def decode(launch: Launch, scale: float, force: bool = False, *, bits: int, bucket: int) -> None:
     """Decode a table of checked payloads, and add up the rows of one tensor in their order."""
     buckets, block, warps = _blocks(bucket)
     work = launch.work_by_blocks(buckets * bucket)
-    _decode[(work.shape[0],)](
+    start(_decode, work.shape[0],
         launch.rows, work, launch.state, scale, bucket, buckets, block, bits, launch.kind, launch.aligned, force,
         num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -36,6 +36,7 @@ from hvd_compress.kernels.cuda.rows import (
     pointer,
     state_of,
 )
+from hvd_compress.kernels.cuda.start import start
 
 TILE = 4096
 """Elements that one program of a long row holds."""
@@ -47,7 +48,7 @@ _FEW_TILES = 64  # likewise, of a short row
 _MOST_BITS = 16  # of the number of bins
 _BINS = 512  # for each group of TILE * 16 elements
 
-# what is known of a long row: int64
+# what is known of a row: int64; of a short one only the first, the k-th magnitude itself, and what is above
 _LOW = tl.constexpr(0)  # the least magnitude that the k-th may be
 _SPAN = tl.constexpr(1)  # how many magnitudes from there on
 _SHIFT = tl.constexpr(2)  # a bin is 2**shift of them
@@ -62,7 +63,7 @@ _FEW_BINS = tl.constexpr(4096)  # enough where the next launch can tell the rest
 _ALL = tl.constexpr(1 << 31)  # more than any magnitude
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _BITS_OF_INDEX = tl.constexpr(BITS_OF_INDEX)
-_MARGIN = tl.constexpr(4.0)  # standard deviations
+_MARGIN = tl.constexpr(4.0)  # in standard deviations, and as many elements more
 
 
 @triton.jit
@@ -113,7 +114,7 @@ def _kth(m, k):
 def _chosen(m, threshold, left):
     """Return which magnitudes are above a threshold, or among the first `left` equal to it; and the rank of each."""
     is_above = m > threshold
-    is_tie = (m == threshold) & (m > 0)
+    is_tie = m == threshold
     # both ranks in one number
     counted = is_above.to(tl.int32) + (is_tie.to(tl.int32) << 16)
     before = tl.cumsum(counted, 0) - counted
@@ -346,13 +347,17 @@ def _narrow(
     is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
     """Count the magnitudes above and within the spans of long rows; the last program of a row draws the conclusion."""
-    i, _, part = entry(work)
+    program = tl.program_id(0)
+    if not is_first:
+        # backwards: what was written last is still in the cache
+        program = tl.num_programs(0) - 1 - program
+    i, part = tl.load(work + 4 * program).to(tl.int64), tl.load(work + 4 * program + 2).to(tl.int64)
     at = known + i * _KNOWN
     is_needed = column(rows, i, NUMEL) > SHORT
-    if is_needed:
+    if is_needed & (not is_first):
         is_needed = tl.load(at + _DONE) == 0
     if is_needed:
-        tile = tiles + 2 * tl.program_id(0)
+        tile = tiles + 2 * program
         row_bins = _row_of_bins(rows, i, bins, BINS)
         parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
         if is_first:
@@ -363,7 +368,7 @@ def _narrow(
             shift = tl.load(at + _SHIFT).to(tl.int32)
             low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
             o = tl.arange(0, TILE)
-            # without a promise of alignment: what is accessed one by one later stays in the same threads
+            # no promise of alignment: four at once would have to change threads for what follows, one by one
             x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
             if is_first:
                 gradient = pointer(column(rows, i, GRADIENT), kind) + start
@@ -402,7 +407,7 @@ def _narrow(
         if done == parts - 1:
             # what the sample says is only a guess
             if (not is_first) and (tl.load(at + _SPAN) == 1):
-                first = tl.program_id(0) - part.to(tl.int32)
+                first = program - part.to(tl.int32)
                 allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
                 found = _place_tiles(tiles + 2 * first, starts + 2 * first, parts, allowed, STEP)
                 _note_found(rows, state, i, found, bitmaps)
@@ -458,7 +463,7 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
     _begin(known, bins, low, span, above, most, STEP)
 
 
-# -- all rows ---------------------------------------------------------------------------------------------------------
+# -- all rows --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -506,14 +511,14 @@ def encode(launch: Launch, codec: int, bitmaps: bool) -> None:
         block = max(64, triton.next_power_of_2(int(launch.numels[is_short].max())))
         # wide loads end at multiples of 4 elements
         aligned = launch.aligned and not (launch.numels[is_short] % 4).any()
-        _select_short[(count,)](
+        start(_select_short, count,
             rows, work, state, known, tiles, starts, block, _SHORT, _FEW_TILES, TILE, feedback, kind,
             aligned, even, bitmaps,
             num_warps=max(1, min(16, block // 512)), maxnreg=64, enable_fp_fusion=False,
         )  # fmt: skip
     if not is_short.all():
         _select_long(launch, work, known, tiles, starts, bitmaps, ~is_short)
-    _write[(count,)](
+    start(_write, count,
         rows, work, state, known, tiles, starts, TILE, feedback, kind, even, bitmaps,
         num_warps=8, maxnreg=80, enable_fp_fusion=False,
     )  # fmt: skip
@@ -530,13 +535,13 @@ def _select_long(
     bits = min(most.bit_length() - 1, _MOST_BITS)
     bins = launch.scratch("bins", int(launch.counts.sum()) * in_group, "int32")
     by_rows = launch.work_by_rows()
-    _guess[(by_rows.shape[0],)](
+    start(_guess, by_rows.shape[0],
         rows, by_rows, known, bins, in_group, _SAMPLE, _SHORT, _MOST_BITS, _STEP, feedback, kind,
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     # if the sample misleads, all bits of a magnitude are told by those after the first; the last one only counts
     for number in range(2 + -(-31 // bits)):
-        _narrow[(work.shape[0],)](
+        start(_narrow, work.shape[0],
             rows, work, state, known, bins, tiles, starts, in_group, _SHORT, _MOST_BITS, _STEP, TILE, number == 0,
             feedback, kind, even, bitmaps,
             num_warps=8, maxnreg=64, enable_fp_fusion=False,

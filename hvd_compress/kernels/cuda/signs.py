@@ -30,6 +30,7 @@ from hvd_compress.kernels.cuda.rows import (
     pointer,
     state_of,
 )
+from hvd_compress.kernels.cuda.start import start
 
 TILE = 4096
 """Elements of a program that compares with a given threshold; groups are whole tiles."""
@@ -194,6 +195,7 @@ def _marks_of(rows, i, entries, t, last_marks):
 def _mark_tiles(
     rows, work, state, counts, last_marks, tau, feedback: tl.constexpr, kind: tl.constexpr, access: tl.constexpr
 ):
+    """Mark the entries of a tile, count them for the tile and for its group, and leave the residual."""
     i, _, t = entry(work)
     g, _, start, size = _place_of_tile(rows, i, t)
     if _is_mine(start, size, access):
@@ -213,6 +215,7 @@ def _mark_tiles(
 
 @triton.jit
 def _list_tiles(rows, work, counts, last_marks, offsets, last: tl.constexpr):
+    """Write the entries of a tile that are marked: of one of the first tiles of a row, or of the `last` ones."""
     i, _, t = entry(work)
     g, first, _, size = _place_of_tile(rows, i, t)
     if size > 0:
@@ -283,6 +286,7 @@ def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, p
 
 @triton.jit
 def _verify(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr):
+    """Refuse a payload with a group whose entries do not ascend, or reach beyond it."""
     i, _, g = entry(work)
     flags = tl.load(state_of(state, i, 5))
     # sizes fit, so that all entries are there
@@ -338,6 +342,7 @@ def _between(low, n_low, high, n_high, k):
 
 @triton.jit
 def _inside(t, low, high):
+    """Return the key between two others that is next to `t`."""
     return tl.minimum(tl.maximum(t, low + 1), high - 1)
 
 
@@ -498,6 +503,7 @@ def _select_groups(
     rows, work, state, found, places, pi, shorter, BLOCK: tl.constexpr, SUBSETS: tl.constexpr, SIZE: tl.constexpr,
     mixed: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, access: tl.constexpr,
 ):  # fmt: skip
+    """Write counts, means and residual of a group of more than `shorter` elements, and its entries into `found`."""
     i, _, g = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     longest = tl.minimum(group, numel)
@@ -521,7 +527,7 @@ def _select_groups(
             equal = tl.sum(tl.where(y == _float(up), 1, tl.where(y == -_float(down), 65536, 0)), 0)
             n_up, n_down = (equal & _LOW) - (n_up - k_up), ((equal >> 16) & _LOW) - (n_down - k_down)
             words ^= _marks_of_last(y, size, _float(up), n_up, -_float(down), n_down, BLOCK)
-        # gathered by all threads, which then write each its own
+        # each thread gets its own words: elsewise every value that is stored would have to change threads
         words = tl.gather(words, tl.arange(0, BLOCK // _WORD), 0)
         entries = found + _place_of_found(rows, i, tl.program_id(0).to(tl.int64), g, places, pi, mixed)
         _list(words, entries, 0, BLOCK)
@@ -596,6 +602,7 @@ def _decode(
     rows, work, state, offsets, scale, own_tau, BLOCK: tl.constexpr, SIZE: tl.constexpr, pairs: tl.constexpr,
     kind: tl.constexpr, aligned: tl.constexpr, force: tl.constexpr,
 ):  # fmt: skip
+    """Fill a group with zeros, and then add the entries of one sender after the other where they belong."""
     first_row, senders, g = entry(work)
     numel, group = column(rows, first_row, NUMEL), column(rows, first_row, GROUP)
     groups = _groups_of(rows, first_row)
@@ -650,8 +657,17 @@ def _scan_rows(launch: Launch, pairs: bool, purpose: int) -> None:
     size = min(_SCANNED, max(128, triton.next_power_of_2(groups)))
     work = launch.work_by_rows()
     offsets = launch.scratch("offsets", int(launch.counts.sum()), "int64")
-    _scan[(work.shape[0],)](
-        launch.rows, work, launch.state, offsets, size, pairs, purpose, num_warps=max(1, size // 512)
+    start(
+        _scan,
+        work.shape[0],
+        launch.rows,
+        work,
+        launch.state,
+        offsets,
+        size,
+        pairs,
+        purpose,
+        num_warps=max(1, size // 512),
     )
 
 
@@ -664,13 +680,13 @@ def encode_threshold(launch: Launch, codec: int, tau: float, parameter: int) -> 
     last_marks = launch.scratch("marks", (groups + len(launch.counts)) * (TILE // 16), "int32")
     offsets = launch.scratch("offsets", groups, "int64")
     for access in _accesses(launch):
-        _mark_tiles[(count,)](
+        start(_mark_tiles, count,
             launch.rows, work, launch.state, counts, last_marks, tau, launch.feedback, launch.kind, access,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     _scan_rows(launch, False, _ENCODING.value)
     for last in (False, True):
-        _list_tiles[(count,)](launch.rows, work, counts, last_marks, offsets, last, num_warps=2)
+        start(_list_tiles, count, launch.rows, work, counts, last_marks, offsets, last, num_warps=2)
     launch.seal(codec, parameter)
 
 
@@ -684,7 +700,7 @@ def encode_adaptive(launch: Launch, codec: int, pi: int) -> None:
     places = launch.scratch("places", len(most), "int64")
     offsets = launch.scratch("offsets", count, "int64")
     if mixed:
-        _place_rows[(1,)](launch.rows, len(most), places, pi, 1024, num_warps=4)
+        start(_place_rows, 1, launch.rows, len(most), places, pi, 1024, num_warps=4)
     shorter = 0
     for block in _blocks(launch):
         warps = max(1, block // (32 * _ELEMENTS_OF_LANE))
@@ -693,7 +709,7 @@ def encode_adaptive(launch: Launch, codec: int, pi: int) -> None:
         for access in _accesses(launch):
             # more threads than 512 have no more registers than these anyway
             registers = _REGISTERS[access] if warps <= 16 else None
-            _select_groups[(count,)](
+            start(_select_groups, count,
                 launch.rows, work, launch.state, found, places, pi, shorter, block, subsets, 64 * warps, mixed,
                 launch.feedback, launch.kind, access, num_warps=warps, enable_fp_fusion=False, maxnreg=registers,
             )  # fmt: skip
@@ -701,8 +717,21 @@ def encode_adaptive(launch: Launch, codec: int, pi: int) -> None:
     _scan_rows(launch, True, _ENCODING.value)
     longest = int(most.max())
     size = min(128, triton.next_power_of_2(longest))
-    _move[(triton.cdiv(count, _MOVED),)](
-        launch.rows, work, offsets, found, places, count, longest, pi, _MOVED, size, mixed, num_warps=4
+    start(
+        _move,
+        triton.cdiv(count, _MOVED),
+        launch.rows,
+        work,
+        offsets,
+        found,
+        places,
+        count,
+        longest,
+        pi,
+        _MOVED,
+        size,
+        mixed,
+        num_warps=4,
     )
     launch.seal(codec, 2)
 
@@ -737,7 +766,7 @@ def _verify_groups(launch: Launch, pairs: bool) -> None:
     work = launch.work_by_groups()
     offsets = launch.scratch("offsets", work.shape[0], "int64")
     size = min(1024, max(128, triton.next_power_of_2(int(launch.groups.max())) // 32))
-    _verify[(work.shape[0],)](launch.rows, work, launch.state, offsets, size, pairs, num_warps=max(1, size // 256))
+    start(_verify, work.shape[0], launch.rows, work, launch.state, offsets, size, pairs, num_warps=max(1, size // 256))
 
 
 def decode_threshold(launch: Launch, scale: float, force: bool = False, *, tau: float) -> None:
@@ -761,7 +790,7 @@ def _decode_groups(launch: Launch, scale: float, tau: float, force: bool, pairs:
     _scan_rows(launch, pairs, _TAKING_BACK.value if force else _DECODING.value)
     longest = int(launch.groups.max())
     warps = max(1, min(8, triton.next_power_of_2(longest) // 1024))
-    _decode[(work.shape[0],)](
+    start(_decode, work.shape[0],
         launch.rows, work, launch.state, launch.scratch("offsets", groups, "int64"), scale, tau, 512 * warps,
         64 * warps, pairs, launch.kind, launch.aligned, force, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip

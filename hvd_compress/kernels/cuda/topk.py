@@ -29,6 +29,7 @@ from hvd_compress.kernels.cuda.rows import (
     state_of,
 )
 from hvd_compress.kernels.cuda.select import TILE, padded, wants_bits
+from hvd_compress.kernels.cuda.start import start
 
 TILES = 16
 """Tiles in as many elements as 16 bits reach."""
@@ -310,8 +311,18 @@ def scan(launch: Launch, bitmaps: bool, checks: bool, force: bool) -> Any:
     """Sum the entries before each group, and return the sums; with `checks` see `_scan_counts`."""
     offsets = launch.scratch("offsets", int(launch.counts.sum()), "int64")
     work = launch.work_by_rows()
-    _scan_counts[(work.shape[0],)](
-        launch.rows, work, launch.state, offsets, _CHUNK, bitmaps, checks, force, num_warps=4
+    start(
+        _scan_counts,
+        work.shape[0],
+        launch.rows,
+        work,
+        launch.state,
+        offsets,
+        _CHUNK,
+        bitmaps,
+        checks,
+        force,
+        num_warps=4,
     )
     return offsets
 
@@ -320,7 +331,7 @@ def check_lists(launch: Launch, bitmaps: bool) -> None:
     """Refuse payloads whose sizes, counts or indices are wrong."""
     offsets = scan(launch, bitmaps, True, False)
     work = launch.work_by_groups()
-    _check_lists[(work.shape[0],)](launch.rows, work, launch.state, offsets, _CHUNK, bitmaps, num_warps=4)
+    start(_check_lists, work.shape[0], launch.rows, work, launch.state, offsets, _CHUNK, bitmaps, num_warps=4)
 
 
 def decode_entries(launch: Launch, scale: float, force: bool, starts: Any = None) -> None:
@@ -342,7 +353,7 @@ def decode_entries(launch: Launch, scale: float, force: bool, starts: Any = None
     offsets = scan(launch, bitmaps, False, force) if is_scanned else launch.state
     groups = 1 if is_scanned else triton.next_power_of_2(most)
     work = launch.work_by_blocks(tile)
-    _decode[(work.shape[0],)](
+    start(_decode, work.shape[0],
         launch.rows, work, launch.state, offsets, starts if bitmaps else launch.state, scale, tile, groups, _CHUNK,
         launch.kind, bitmaps, is_even, is_scanned, launch.aligned, force,
         num_warps=8, maxnreg=None if is_light else 80, enable_fp_fusion=False,
