@@ -63,6 +63,9 @@ import horovod.{0}.mpi_ops
 import horovod.{0} as hvd
 built = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
 print(json.dumps(built), flush=True)
+if "{0}" == "torch":
+    from hvd_compress.torch._device import why_not
+    print(json.dumps({{"host_because": why_not() or ""}}), flush=True)
 def loaded():
     with open("/proc/self/maps") as maps:
         return sorted({{os.path.realpath(line.split()[-1]) for line in maps if re.search(r"/libmpi(ch)?[.]so", line)}})
@@ -213,6 +216,8 @@ def _framework(framework: str, distribution: str, able: list[Built]) -> Iterator
         yield Finding(what, found, MISSING, _BUILD)
     else:
         yield Finding(what, f"{found}, {other}" if other else found, NOTE if other else OK, _BUILD if other else "")
+    if (reason := probed.get("host_because")) is not None:
+        yield Finding("GPU", f"compressed in host memory: {reason}" if reason else "gradients are compressed there", OK)
 
 
 def _library(probed: Mapping[str, Any]) -> str:

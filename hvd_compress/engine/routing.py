@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +18,15 @@ __all__ = ["Routing", "Tensor", "backward_buckets"]
 class Tensor(NamedTuple):
     """Describes a tensor whose gradients will come: its name, the same on all ranks, and what its exchange depends on.
 
-    `dtype` is a name, such as "bfloat16"; `itemsize` its bytes per element.
+    `dtype` is a name, such as "bfloat16"; `itemsize` its bytes per element. `place` is the number of its device, the
+    same on all ranks; tensors of different places share no bucket.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     itemsize: int = 4
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,20 @@ class Routing:
         compressed = {name for name, tensor in by_name.items() if self.compresses(tensor, ranks)}
         together = {n: t.shape for n, t in by_name.items() if n in compressed or self.packs(t)}
         buckets: list[list[str]] = []
+        for place in sorted({by_name[name].place for name in together}):
+            there = {name: shape for name, shape in together.items() if by_name[name].place == place}
+            buckets += self._joined(there, compressed, groups)
+        return buckets
+
+    def _joined(
+        self, shapes: Mapping[str, tuple[int, ...]], compressed: Collection[str], groups: list[list[str]] | None
+    ) -> list[list[str]]:
+        """Divide tensors of one place into buckets, each with a compressed tensor."""
+        buckets: list[list[str]] = []
         small: list[str] = []
-        for names in backward_buckets(together, self.bucket_bytes, groups):
+        for names in backward_buckets(shapes, self.bucket_bytes, groups):
             # small tensors go with compressed ones: an exchange of their own would cost more than it saves
-            if compressed.isdisjoint(names):
+            if not any(name in compressed for name in names):
                 small += names
             else:
                 buckets.append(small + names)

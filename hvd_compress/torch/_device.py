@@ -6,7 +6,9 @@ Nothing waits on the host but who asks for a payload or for a verdict, so that h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from hvd_compress.compressors import Key, tables
 from hvd_compress.kernels import table
 from hvd_compress.memory import HOST, Memory, Payloads, Slots, Verdict
 
-__all__ = ["CudaStreams", "DeviceMemory", "Event", "Streams", "memories", "why_not"]
+__all__ = ["CudaStreams", "DeviceMemory", "Event", "Streams", "memories", "place_of", "why_not"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -336,17 +338,35 @@ def _kernels_of(payloads: Payloads) -> tables.DeviceKernels:
     return kernels
 
 
+@cache
 def why_not() -> str | None:
     """Say why gradients of GPUs go through host memory in this process; None if they do not."""
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device"
     if torch.version.hip is not None:
         return "this torch is built for ROCm, where nobody has tried the kernels"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
     try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "Triton is not installed; it comes with torch's builds for CUDA"
+        from hvd_compress.kernels.cuda.start import probe
+
+        probe(torch.zeros(1, dtype=torch.int32, device="cuda"))
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); it comes with torch's builds for CUDA"
+    except Exception as error:
+        # it compiles for the device, with the C compiler that it finds
+        return f"Triton cannot run a kernel here: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return None
+
+
+@cache
+def _tell(reason: str) -> None:
+    warnings.warn(
+        f"gradients of GPUs are compressed in host memory, which takes several times as long: {reason}", stacklevel=2
+    )
+
+
+def place_of(tensor: torch.Tensor) -> torch.device | None:
+    """Return the device whose memory a tensor may be exchanged in; None for that of the host."""
+    return tensor.device if _is_taken(tensor) else None
 
 
 def memories(tensors: Iterable[tuple[str, torch.Tensor]]) -> Callable[[Sequence[str]], Memory]:
@@ -356,7 +376,10 @@ def memories(tensors: Iterable[tuple[str, torch.Tensor]]) -> Callable[[Sequence[
         tensors: by name, all that may be asked for.
     """
     devices = {name: tensor.device for name, tensor in tensors if _is_taken(tensor)}
-    if not devices or why_not() is not None:
+    reason = why_not() if devices else None
+    if reason is not None:
+        _tell(reason)
+    if not devices or reason is not None:
         return lambda names: HOST
     made: dict[torch.device, Memory] = {}
 

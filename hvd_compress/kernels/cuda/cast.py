@@ -209,7 +209,7 @@ def encode_raw(launch: Launch, codec: int, is_checked: bool) -> None:
     work = launch.work_by_blocks(_BLOCK)
     start(_encode_raw, work.shape[0],
         launch.rows, work, launch.state, _BLOCK, is_checked, launch.kind, launch.aligned,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=_WARPS,
     )  # fmt: skip
     launch.seal(codec, 0)
 
@@ -219,7 +219,7 @@ def encode_float16(launch: Launch, codec: int, is_checked: bool) -> None:
     work = launch.work_by_blocks(_BLOCK)
     start(_encode_float16, work.shape[0],
         launch.rows, work, launch.state, _BLOCK, is_checked, launch.kind, launch.aligned,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=_WARPS,
     )  # fmt: skip
     launch.seal(codec, 0)
 
@@ -229,7 +229,7 @@ def encode_bfloat16(launch: Launch, codec: int) -> None:
     work = launch.work_by_blocks(_BLOCK)
     start(_encode_bfloat16, work.shape[0],
         launch.rows, work, launch.state, _BLOCK, launch.feedback, launch.kind, launch.aligned,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=_WARPS,
     )  # fmt: skip
     launch.seal(codec, 0)
 
@@ -237,20 +237,20 @@ def encode_bfloat16(launch: Launch, codec: int) -> None:
 def verify_raw(launch: Launch, may_be_wide: bool) -> None:
     """Check the sizes of bodies of float32; with `may_be_wide`, payloads that say so hold float64, and are refused."""
     work = launch.work_by_rows()
-    start(_verify, work.shape[0], launch.rows, work, launch.state, 4, may_be_wide, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, 4, may_be_wide, num_warps=1)
 
 
 def verify_halves(launch: Launch) -> None:
     """Check the sizes of bodies of 16-bit values."""
     work = launch.work_by_rows()
-    start(_verify, work.shape[0], launch.rows, work, launch.state, 2, False, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, 2, False, num_warps=1)
 
 
 def _decode_as(kind: tl.dtype, launch: Launch, scale: float, force: bool) -> None:
     work = launch.work_by_blocks(_BLOCK)
     start(_decode, work.shape[0],
         launch.rows, work, launch.state, scale, _BLOCK, kind, launch.kind, launch.aligned, force,
-        num_warps=_WARPS, enable_fp_fusion=False,
+        num_warps=_WARPS,
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def seal(rows, work, state, codec, parameter):
         codec: for the headers.
         parameter: likewise; -1 where the last column of `state` has that of each row.
     """
-    start(_seal, work.shape[0], rows, work, state, codec, parameter, num_warps=4, enable_fp_fusion=False)
+    start(_seal, work.shape[0], rows, work, state, codec, parameter, num_warps=4)
 
 
 def check(rows, work, state, codec):
@@ -165,4 +165,4 @@ def check(rows, work, state, codec):
         state: of the rows.
         codec: that is expected.
     """
-    start(_check, work.shape[0], rows, work, state, codec, num_warps=4, enable_fp_fusion=False)
+    start(_check, work.shape[0], rows, work, state, codec, num_warps=4)

@@ -53,5 +53,4 @@ def take_back(launch: Launch) -> None:
         launch.kind,
         launch.aligned,
         num_warps=8,
-        enable_fp_fusion=False,
     )

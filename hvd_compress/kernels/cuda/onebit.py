@@ -244,7 +244,7 @@ def encode(launch: Launch, codec: int) -> None:
         # with 64 registers enough programs run at a time for memory to be busy: a fifth faster on an H200
         start(
             _encode_groups, work.shape[0], launch.rows, work, launch.state, block, launch.feedback, launch.kind,
-            aligned, num_warps=max(1, min(16, block // 512)), maxnreg=64, enable_fp_fusion=False,
+            aligned, num_warps=max(1, min(16, block // 512)), maxnreg=64,
         )  # fmt: skip
     else:
         work = launch.work_by_parts(_LONGEST)
@@ -254,11 +254,11 @@ def encode(launch: Launch, codec: int) -> None:
         start(
             _sum_parts, count,
             launch.rows, work, launch.state, sums, counts, _LONGEST, launch.feedback, launch.kind, aligned,
-            num_warps=16, enable_fp_fusion=False,
+            num_warps=16,
         )  # fmt: skip
         start(
             _leave_parts, count, launch.rows, work, sums, counts, _LONGEST, launch.feedback,
-            num_warps=16, enable_fp_fusion=False,
+            num_warps=16,
         )  # fmt: skip
     launch.seal(codec, 0)
 
@@ -269,7 +269,7 @@ def decode(launch: Launch, scale: float, force: bool = False) -> None:
     work = launch.work_by_blocks(_BLOCK)
     start(
         _decode, work.shape[0], launch.rows, work, launch.state, scale, _BLOCK, launch.kind, launch.shortest >= _BLOCK,
-        aligned, launch.is_single, launch.adds, force, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        aligned, launch.is_single, launch.adds, force, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -284,4 +284,4 @@ def _verify(rows, work, state):
 def verify(launch: Launch) -> None:
     """Check the sizes of the bodies of payloads whose headers are good."""
     work = launch.work_by_rows()
-    start(_verify, work.shape[0], launch.rows, work, launch.state, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, num_warps=1)

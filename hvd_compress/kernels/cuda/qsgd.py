@@ -234,7 +234,7 @@ def encode(launch: Launch, codec: int, bits: int, is_max: bool, bucket: int) -> 
     work = launch.work_by_blocks(buckets * bucket)
     start(_encode, work.shape[0],
         launch.rows, work, launch.state, bucket, buckets, block, bits, is_max, launch.kind, launch.aligned,
-        num_warps=warps, enable_fp_fusion=False,
+        num_warps=warps,
     )  # fmt: skip
     launch.seal(codec, bits)
 
@@ -242,7 +242,7 @@ def encode(launch: Launch, codec: int, bits: int, is_max: bool, bucket: int) -> 
 def verify(launch: Launch, bits: int, bucket: int) -> None:
     """Check the sizes of the bodies of payloads whose headers are good, and that they have so many bits."""
     work = launch.work_by_rows()
-    start(_verify, work.shape[0], launch.rows, work, launch.state, bucket, bits, num_warps=1, enable_fp_fusion=False)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, bucket, bits, num_warps=1)
 
 
 def decode(launch: Launch, scale: float, force: bool = False, *, bits: int, bucket: int) -> None:
@@ -251,5 +251,5 @@ def decode(launch: Launch, scale: float, force: bool = False, *, bits: int, buck
     work = launch.work_by_blocks(buckets * bucket)
     start(_decode, work.shape[0],
         launch.rows, work, launch.state, scale, bucket, buckets, block, bits, launch.kind, launch.aligned, force,
-        num_warps=warps, enable_fp_fusion=False,
+        num_warps=warps,
     )  # fmt: skip

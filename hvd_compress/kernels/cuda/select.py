@@ -514,13 +514,13 @@ def encode(launch: Launch, codec: int, bitmaps: bool) -> None:
         start(_select_short, count,
             rows, work, state, known, tiles, starts, block, _SHORT, _FEW_TILES, TILE, feedback, kind,
             aligned, even, bitmaps,
-            num_warps=max(1, min(16, block // 512)), maxnreg=64, enable_fp_fusion=False,
+            num_warps=max(1, min(16, block // 512)), maxnreg=64,
         )  # fmt: skip
     if not is_short.all():
         _select_long(launch, work, known, tiles, starts, bitmaps, ~is_short)
     start(_write, count,
         rows, work, state, known, tiles, starts, TILE, feedback, kind, even, bitmaps,
-        num_warps=8, maxnreg=80, enable_fp_fusion=False,
+        num_warps=8, maxnreg=80,
     )  # fmt: skip
     launch.seal(codec, -1 if bitmaps else 0)
 
@@ -537,12 +537,12 @@ def _select_long(
     by_rows = launch.work_by_rows()
     start(_guess, by_rows.shape[0],
         rows, by_rows, known, bins, in_group, _SAMPLE, _SHORT, _MOST_BITS, _STEP, feedback, kind,
-        num_warps=16, enable_fp_fusion=False,
+        num_warps=16,
     )  # fmt: skip
     # if the sample misleads, all bits of a magnitude are told by those after the first; the last one only counts
     for number in range(2 + -(-31 // bits)):
         start(_narrow, work.shape[0],
             rows, work, state, known, bins, tiles, starts, in_group, _SHORT, _MOST_BITS, _STEP, TILE, number == 0,
             feedback, kind, even, bitmaps,
-            num_warps=8, maxnreg=64, enable_fp_fusion=False,
+            num_warps=8, maxnreg=64,
         )  # fmt: skip

@@ -682,7 +682,7 @@ def encode_threshold(launch: Launch, codec: int, tau: float, parameter: int) -> 
     for access in _accesses(launch):
         start(_mark_tiles, count,
             launch.rows, work, launch.state, counts, last_marks, tau, launch.feedback, launch.kind, access,
-            num_warps=8, enable_fp_fusion=False,
+            num_warps=8,
         )  # fmt: skip
     _scan_rows(launch, False, _ENCODING.value)
     for last in (False, True):
@@ -711,7 +711,7 @@ def encode_adaptive(launch: Launch, codec: int, pi: int) -> None:
             registers = _REGISTERS[access] if warps <= 16 else None
             start(_select_groups, count,
                 launch.rows, work, launch.state, found, places, pi, shorter, block, subsets, 64 * warps, mixed,
-                launch.feedback, launch.kind, access, num_warps=warps, enable_fp_fusion=False, maxnreg=registers,
+                launch.feedback, launch.kind, access, num_warps=warps, maxnreg=registers,
             )  # fmt: skip
         shorter = block
     _scan_rows(launch, True, _ENCODING.value)
@@ -792,5 +792,5 @@ def _decode_groups(launch: Launch, scale: float, tau: float, force: bool, pairs:
     warps = max(1, min(8, triton.next_power_of_2(longest) // 1024))
     start(_decode, work.shape[0],
         launch.rows, work, launch.state, launch.scratch("offsets", groups, "int64"), scale, tau, 512 * warps,
-        64 * warps, pairs, launch.kind, launch.aligned, force, num_warps=warps, enable_fp_fusion=False,
+        64 * warps, pairs, launch.kind, launch.aligned, force, num_warps=warps,
     )  # fmt: skip

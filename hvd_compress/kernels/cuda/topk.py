@@ -356,7 +356,7 @@ def decode_entries(launch: Launch, scale: float, force: bool, starts: Any = None
     start(_decode, work.shape[0],
         launch.rows, work, launch.state, offsets, starts if bitmaps else launch.state, scale, tile, groups, _CHUNK,
         launch.kind, bitmaps, is_even, is_scanned, launch.aligned, force,
-        num_warps=8, maxnreg=None if is_light else 80, enable_fp_fusion=False,
+        num_warps=8, maxnreg=None if is_light else 80,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import torch
 from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
-from hvd_compress.torch._device import memories
+from hvd_compress.torch._device import memories, place_of
 from hvd_compress.torch._gradients.bucket import Shipment
 from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait
@@ -25,7 +25,13 @@ Array = npt.NDArray[Any]
 
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
     """Named torch tensors as the engine knows them."""
-    return [Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size()) for name, t in tensors]
+    tensors = list(tensors)
+    # those that kernels of a device do not take go apart; so do several devices, in the order in which they come
+    places = list(dict.fromkeys(place_of(tensor) for _, tensor in tensors))
+    return [
+        Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), places.index(place_of(t)))
+        for name, t in tensors
+    ]
 
 
 def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool:
