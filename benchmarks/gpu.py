@@ -1,10 +1,11 @@
-"""Speed of the kernels of a GPU: each against a copy of the gradient on the device, and against torch operations.
+"""Time the kernels of a GPU against a copy of the gradient on the device, and against the same in torch operations.
 
-    python benchmarks/gpu.py                    all compressors, 16.8 million elements, and tables of 1024 tensors
-    python benchmarks/gpu.py --numel 1e4 1e8    other sizes, for the page
+    python benchmarks/gpu.py [--numel 1e4 1e6 16777216 1e8] [--only onebit topk] [--out FILE]
 
-Needs a CUDA device. Times are medians of launches timed by events, with inputs that change places so that the
-second-level cache holds none of them.
+Each compressor encodes, with error feedback where it has it, one tensor in rows of 4096 elements, and as many elements
+in 1024 tensors. Times are medians of calls, measured by events on the device while the host is ahead; four sets of
+arrays take turns, so that the cache holds none of them. "host" is what the host does meanwhile. Every figure is a
+multiple of the copy's time. Needs a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +27,14 @@ from hvd_compress.compressors import Compressor, Key, tables
 from hvd_compress.kernels import table
 
 NUMEL = 1 << 24
-_AHEAD = 1_000_000  # cycles of the device
+_AHEAD = 2_000_000  # cycles of the device
+_SETS = 4
+_TAU = 2.7
 ROW = 4096
 MANY = 1024
 COMPRESSORS: list[Compressor] = [
     OneBit(),
-    Threshold(2.7),
+    Threshold(_TAU),
     QSGD(4),
     QSGD(8),
     QSGD(3),
@@ -76,89 +80,91 @@ def host_microseconds(work: Callable[[int], Any], before: Callable[[int], Any] =
 
 
 class Case:
-    """A compressor with tensors of these sizes on the device, `copies` times."""
+    """A compressor with gradients of `kind` of these shapes on the device.
 
-    def __init__(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]], kind: str = "float32", copies: int = 4):
-        from hvd_compress.kernels.cuda.launch import Launch
+    There are several sets of arrays, which take turns.
+    """
 
-        self.compressor = compressor
+    def __init__(self, compressor: Compressor, shapes: Sequence[tuple[int, ...]], kind: str = "float32") -> None:
+        self.compressor, self.kind = compressor, kind
         group = compressor.group_of(shapes[0])
         kernels = compressor.device_kernels(group)
         assert kernels is not None, compressor
-        self.kernels, self.kind = kernels, kind
+        self.kernels, self.sets = kernels, []
         numels = [int(np.prod(shape)) for shape in shapes]
-        self.gradients, self.launches, self.keep = [], [], []
-        generator = torch.Generator(device="cuda").manual_seed(0)
-        for _ in range(copies):
-            flat = torch.randn(sum(numels), device="cuda", generator=generator).to(getattr(torch, kind))
-            residual = 0.1 * torch.randn(sum(numels), device="cuda", generator=generator)
-            capacities = [compressor.capacity(n, group) for n in numels]
-            slots = torch.zeros(sum(capacities) + 8, dtype=torch.uint8, device="cuda")
-            rows = np.zeros((len(numels), table.COLUMNS), np.int64)
-            starts, places = np.cumsum([0, *numels])[:-1], np.cumsum([0, *capacities])[:-1]
-            rows[:, table.NUMEL], rows[:, table.GROUP], rows[:, table.ROOM] = numels, group, capacities
-            rows[:, table.LIMIT] = [compressor.limit_of(n, group) for n in numels]
-            rows[:, table.DIMENSIONS] = 1
-            rows[:, table.PAYLOAD] = slots.data_ptr() + places
-            size = flat.element_size()
-            if compressor.feedback:
-                rows[:, table.X] = residual.data_ptr() + 4 * starts
-                rows[:, table.GRADIENT] = flat.data_ptr() + size * starts
-            else:
-                rows[:, table.X] = flat.data_ptr() + size * starts
-            tables.fill_keys(rows, lambda i: Key(step=i))
-            launch = Launch(rows, self._upload, self._empty)
-            launch.place(rows, kind, compressor.feedback)
-            decoding = rows.copy()
-            decoding[:, table.X], decoding[:, table.GRADIENT] = flat.data_ptr() + size * starts, 0
-            reading = Launch(decoding, self._upload, self._empty)
-            reading.place(decoding, kind, False)
-            adding = Launch(decoding, self._upload, self._empty)
-            decoding[:, table.ADD] = 1
-            adding.place(decoding, kind, False)
-            self.launches.append((launch, reading, adding))
-            self.keep.append((flat, residual, slots, residual.clone()))
+        self._capacities = [compressor.capacity(n, group) for n in numels]
+        self._rows = np.zeros((len(numels), table.COLUMNS), np.int64)
+        self._rows[:, table.NUMEL], self._rows[:, table.GROUP] = numels, group
+        self._rows[:, table.LIMIT] = [compressor.limit_of(n, group) for n in numels]
+        self._rows[:, table.ROOM], self._rows[:, table.DIMENSIONS] = self._capacities, 1
+        self._starts = np.cumsum([0, *numels])[:-1]
+        tables.fill_keys(self._rows, lambda i: Key(step=i))
+        for number in range(_SETS):
+            self.sets.append(self._set(number))
 
-    @staticmethod
-    def _upload(values: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to("cuda")
+    def _set(self, number: int) -> Set:
+        generator = torch.Generator(device="cuda").manual_seed(number)
+        numel = int(self._rows[:, table.NUMEL].sum())
+        flat = torch.randn(numel, device="cuda", generator=generator).to(getattr(torch, self.kind))
+        residual = 0.1 * torch.randn(numel, device="cuda", generator=generator)
+        slots = torch.zeros(sum(self._capacities), dtype=torch.uint8, device="cuda")
+        rows = self._rows.copy()
+        rows[:, table.PAYLOAD] = slots.data_ptr() + np.cumsum([0, *self._capacities])[:-1]
+        values_at = flat.data_ptr() + flat.element_size() * self._starts
+        feedback = self.compressor.feedback
+        rows[:, table.X] = residual.data_ptr() + 4 * self._starts if feedback else values_at
+        rows[:, table.GRADIENT] = values_at if feedback else 0
+        encoding = self._launch(rows, feedback)
+        rows[:, table.X], rows[:, table.GRADIENT] = values_at, 0
+        return Set(residual, residual.clone(), slots, flat, encoding, self._launch(rows), self._launch(rows, adds=True))
 
-    @staticmethod
-    def _empty(count: int, kind: str) -> torch.Tensor:
-        return torch.empty(count, dtype=getattr(torch, kind), device="cuda")
+    def _launch(self, rows: np.ndarray[Any, Any], feedback: bool = False, adds: bool = False) -> Any:
+        from hvd_compress.kernels.cuda.launch import Launch
 
-    def encode(self, i: int) -> None:
-        self.kernels.encode(self.launches[i % len(self.launches)][0])
+        launch = Launch(
+            rows,
+            lambda values: torch.from_numpy(values).to("cuda"),
+            lambda count, kind: torch.empty(count, dtype=getattr(torch, kind), device="cuda"),
+        )
+        rows = rows.copy()
+        rows[:, table.ADD] = adds
+        launch.place(rows, self.kind, feedback)
+        return launch
 
     def begin(self, i: int) -> None:
         """Make residual and slots what they are before a step."""
-        _, residual, slots, initial = self.keep[i % len(self.keep)]
-        residual.copy_(initial)
-        slots.zero_()
+        of = self.sets[i % _SETS]
+        of.residual.copy_(of.initial)
+        of.slots.zero_()
+
+    def encode(self, i: int) -> None:
+        self.kernels.encode(self.sets[i % _SETS].encoding)
 
     def check(self, i: int) -> None:
-        reading = self.launches[i % len(self.launches)][1]
-        reading.check(self.compressor.codec)
-        self.kernels.verify(reading)
+        self._check(self.sets[i % _SETS].reading)
 
     def decode(self, i: int) -> None:
-        self.kernels.decode(self.launches[i % len(self.launches)][1], 0.5, False)
+        self.kernels.decode(self.sets[i % _SETS].reading, 0.5, False)
 
     def add(self, i: int) -> None:
-        self.kernels.decode(self.launches[i % len(self.launches)][2], 0.5, False)
+        self.kernels.decode(self.sets[i % _SETS].adding, 0.5, False)
+
+    def _check(self, launch: Any) -> None:
+        launch.check(self.compressor.codec)
+        self.kernels.verify(launch)
 
     def run(self) -> dict[str, float]:
-        found = {"encode": microseconds(self.encode, self.begin), "encode host": host_microseconds(self.encode, self.begin)}
-        for i in range(len(self.launches)):
+        """Time all calls; returns microseconds by name, and the bytes of the payloads."""
+        found = {"encode": microseconds(self.encode, self.begin)}
+        found["encode host"] = host_microseconds(self.encode, self.begin)
+        for i, of in enumerate(self.sets):
             self.begin(i)
             self.encode(i)
-        found["payload"] = float(self.launches[0][0].state.cpu()[:, 6].sum())
-        for i in range(len(self.launches)):
-            self.check(i)
-            _, reading, adding = self.launches[i]
-            adding.check(self.compressor.codec)
-            self.kernels.verify(adding)
-            assert bool((reading.state[:, 5] >= 0).all()), f"{self.compressor!r}: its own payload is refused"
+            self._check(of.reading)
+            self._check(of.adding)
+            if bool((of.reading.state[:, 5] < 0).any()):
+                raise RuntimeError(f"{self.compressor!r}: its own payload is refused")
+        found["bytes"] = float(self.sets[0].reading.state[:, 6].sum())
         found["check"] = microseconds(self.check)
         found["decode"] = microseconds(self.decode)
         found["decode host"] = host_microseconds(self.decode)
@@ -166,10 +172,90 @@ class Case:
         return found
 
 
+class Set(NamedTuple):
+    """Arrays of one set, and what kernels are launched with on them."""
+
+    residual: torch.Tensor
+    initial: torch.Tensor
+    slots: torch.Tensor
+    flat: torch.Tensor
+    encoding: Any
+    reading: Any
+    adding: Any
+
+
+# -- the same arithmetic in torch operations -----------------------------------------------------------------------
+
+
+def torch_onebit(x: torch.Tensor, r: torch.Tensor) -> None:
+    y = (x + r).view(-1, ROW)
+    is_positive = y >= 0
+    count = is_positive.sum(1)
+    positive = (y * is_positive).sum(1) / count.clamp(min=1)
+    negative = (y * ~is_positive).sum(1) / (ROW - count).clamp(min=1)
+    torch.sub(y, torch.where(is_positive, positive[:, None], negative[:, None]), out=r.view(-1, ROW))
+    weights = 2 ** torch.arange(8, device=x.device, dtype=torch.uint8)
+    (is_positive.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+
+
+def torch_threshold(x: torch.Tensor, r: torch.Tensor) -> None:
+    y = x + r
+    sent = y.abs() > _TAU
+    sent.nonzero()
+    torch.sub(y, torch.where(sent, _TAU * y.sign(), 0.0), out=r)
+
+
+def torch_adaptive(x: torch.Tensor, r: torch.Tensor) -> None:
+    y = (x + r).view(-1, ROW)
+    k = ROW // 128
+    (upper, above), (lower, below) = y.topk(k, 1), y.topk(k, 1, largest=False)
+    y.scatter_add_(1, above, -upper.mean(1, keepdim=True).expand_as(upper))
+    y.scatter_add_(1, below, -lower.mean(1, keepdim=True).expand_as(lower))
+    r.copy_(y.view(-1))
+
+
+def torch_topk(x: torch.Tensor, r: torch.Tensor, share: float = 0.01) -> None:
+    y = x + r
+    places = y.abs().topk(max(1, int(share * y.numel()))).indices
+    y[places].clone()
+    y[places] = 0
+    r.copy_(y)
+
+
+def torch_percentile(x: torch.Tensor, r: torch.Tensor) -> None:
+    torch_topk(x, r, 0.1)
+
+
+def torch_qsgd(x: torch.Tensor, r: torch.Tensor) -> None:
+    rows = x.view(-1, 512)
+    norm = rows.norm(dim=1, keepdim=True)
+    codes = (rows.abs() * (7 / norm) + torch.rand_like(rows)).to(torch.uint8).clamp_(max=7) | (rows < 0).to(
+        torch.uint8
+    ) << 3
+    codes.view(-1, 2)[:, 0] | codes.view(-1, 2)[:, 1] << 4
+
+
+IN_TORCH: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    "onebit": torch_onebit,
+    "threshold": torch_threshold,
+    "adaptive": torch_adaptive,
+    "topk": torch_topk,
+    "percentile": torch_percentile,
+    "qsgd": torch_qsgd,
+}
+
+
+def torch_microseconds(name: str, numel: int) -> float:
+    """Time the torch operations, with residuals as they are before a step."""
+    x, initial = torch.randn(numel, device="cuda"), 0.1 * torch.randn(numel, device="cuda")
+    r = initial.clone()
+    return microseconds(lambda i: IN_TORCH[name](x, r), lambda i: r.copy_(initial), times=10)
+
+
 def copy_microseconds(numel: int) -> float:
     """Time a copy of float32 on the device."""
-    pairs = [(torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")) for _ in range(4)]
-    return microseconds(lambda i: pairs[i % 4][1].copy_(pairs[i % 4][0]))
+    pairs = [(torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")) for _ in range(_SETS)]
+    return microseconds(lambda i: pairs[i % _SETS][1].copy_(pairs[i % _SETS][0]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,29 +269,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for numel in map(int, options.numel):
         copy = copy_microseconds(numel)
         print(f"{numel} float32: a copy takes {copy:.1f} us, {8 * numel / copy / 1e3:.0f} GB/s", flush=True)
+        row = min(ROW, numel)
         many = max(1, min(MANY, numel // (4 * ROW)))
         for compressor in COMPRESSORS:
             if options.only and compressor.id not in options.only:
                 continue
-            for name, shapes in (
-                ("one", [(max(1, numel // ROW), min(ROW, numel))]),
-                ("many", [(numel // many // ROW or 1, min(ROW, numel))] * many),
-            ):
-                try:
-                    found = Case(compressor, shapes).run()
-                except Exception as error:  # noqa: BLE001 - the others are wanted
-                    print(f"{compressor!r} {name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
-                    continue
-                results["runs"].append({"numel": numel, "compressor": repr(compressor), "tensors": len(shapes), "copy": copy} | found)
-                told = "  ".join(
-                    f"{what} {found[what] / copy:5.2f}" for what in ("encode", "check", "decode", "decode and add")
-                )
-                hosts = f"host {found['encode host']:4.0f} {found['decode host']:4.0f} us"
-                print(f"{compressor.id:11}{len(shapes):5}  {told}  {hosts}  1:{4 * numel / found['payload']:.1f}", flush=True)
+            in_torch = (
+                torch_microseconds(compressor.id, numel // ROW * ROW)
+                if IN_TORCH.get(compressor.id) and numel >= ROW
+                else 0.0
+            )
+            for shapes in [(numel // row, row)], [(numel // row // many, row)] * many:
+                found = Case(compressor, shapes).run()
+                run = {"numel": numel, "compressor": repr(compressor), "tensors": len(shapes), "copy": copy}
+                results["runs"].append({**run, "torch operations": in_torch, **found})
+                calls = ("encode", "check", "decode", "decode and add")
+                told = "  ".join(f"{what} {found[what] / copy:5.2f}" for what in calls)
+                host = f"host {found['encode host']:4.0f} {found['decode host']:4.0f} us"
+                ratios = f"torch {in_torch / found['encode']:5.1f}  1:{4 * numel / found['bytes']:.1f}"
+                print(f"{compressor.id:11}{len(shapes):5}  {told}  {host}  {ratios}", flush=True)
                 torch.cuda.empty_cache()
     if options.out:
-        with open(options.out, "w") as file:
-            json.dump(results, file, indent=1)
+        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

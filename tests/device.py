@@ -1,27 +1,20 @@
 """Tables of payloads on a device beside the same ones on the host: a GPU where HVD_COMPRESS_TEST_GPU=1 is set, else
-Triton's interpreter, whose device memory is that of the host.
+Triton's interpreter, see `conftest`, whose device memory is that of the host.
 """
 
 from __future__ import annotations
 
 import os
 
-ON_GPU = os.environ.get("HVD_COMPRESS_TEST_GPU") == "1"
-if not ON_GPU:
-    # before Triton is imported
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import numpy as np
-import pytest
-
-torch = pytest.importorskip("torch", reason="device memory is torch's")
-pytest.importorskip("triton", reason="kernels of devices are written in Triton")
+import torch
 
 from hvd_compress.compressors import Compressor, Key, tables
 from hvd_compress.kernels import table
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import FOUND, NBYTES
 
+ON_GPU = os.environ.get("HVD_COMPRESS_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("triton", reason="kernels of devices are written in Triton")
-
 from tests.parallel.launch import launched
 from tests.parallel.workers import device
 

@@ -86,7 +86,7 @@ class Shipment:
 
     # -- while backward goes on ----------------------------------------------------------------------------------
 
-    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> Array:
+    def take(self, name: str, gradient: torch.Tensor, keep: bool = False) -> Any:
         """Hold a dense gradient until the step has ended; returns what `start` wants of it.
 
         It is read until then, and holds the result afterwards; with `keep` the result is a tensor of its own.
@@ -293,13 +293,17 @@ class Shipment:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> Array:
+    def _take(self, name: str, gradient: torch.Tensor, keep: bool) -> Any:
         if gradient.numel() != self._numels[name]:
             raise self._wrong_size(name, gradient)
         if name not in self.bucket.accounts:
             self._small[name] = gradient.detach().clone() if keep else gradient
             if self._device is not None:
-                return gradient.detach().reshape(-1).to(self._device.device, torch.float32)
+                flat = gradient.detach().reshape(-1).to(self._device.device, torch.float32)
+                if flat.data_ptr() != gradient.data_ptr():
+                    # the copy was made after what kernels wait for
+                    self._meet(self._device)
+                return flat
             return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
         held = self._gradients[name] = hold(
             gradient, name, keep, self._spare.pop(name, None), self.bucket.memory, self._place, self._readable
