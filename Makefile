@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build coverage lint format bench reproduce clean
+.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage lint format bench reproduce clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -43,6 +43,13 @@ fresh:               ## `make demo` in clean roots of Debian 12, 13 and testing 
 
 test-cuda-build:     ## Horovod with CUDA and NCCL from packages of the index, trained on the CPU (any machine; 15 minutes, 8 GB)
 	@bash ci/test_cuda_build.sh
+
+test-gpu: setup      ## kernels and exchanges on the GPU that is here (a CUDA device, and a torch with CUDA)
+	@HVD_COMPRESS_TEST_GPU=1 $(WITH_VENV) $(PYTHON_VENV) -m pytest tests/unit/test_device_memory.py tests/unit/test_cuda_*.py tests/parallel/test_device.py
+
+bench-gpu: setup     ## how fast kernels and training steps are on that GPU, into benchmarks/results/
+	@$(WITH_VENV) $(PYTHON_VENV) benchmarks/gpu.py --out benchmarks/results/gpu.json
+	@$(WITH_VENV) horovodrun -np 2 --gloo $(PYTHON_VENV) benchmarks/gpu_steps.py --out benchmarks/results/gpu_steps.json
 
 lint: setup          ## style, format, types, direction of imports
 	@$(WITH_VENV) ruff check .

@@ -204,6 +204,11 @@ class DeviceMemory(Memory):
         fetched = self._fetch_later(self.pinned(1), is_finite)
         return lambda: bool(self._waited(fetched).item())
 
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Let the caller's stream use a tensor of this memory, which is not used anew before that stream has ended."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
+
     # -- copies to the host --------------------------------------------------------------------------------------
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> _Fetched:

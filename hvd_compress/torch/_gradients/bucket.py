@@ -234,6 +234,8 @@ class Shipment:
         begin = time.perf_counter()
         if self._device is not None:
             self._device.streams.part()
+            for result in apart.values():
+                self._device.hand_over(result)
         results = dict(self._placed)
         for name, held in self._gradients.items():
             results[name] = held.gradient
@@ -275,6 +277,9 @@ class Shipment:
                 self._receive()
         self._lose_changed()
         self.bucket.abandon()
+        if self._device is not None:
+            # gradients are read when the step is taken back
+            self._device.streams.part()
         self._forget()
 
     @property
