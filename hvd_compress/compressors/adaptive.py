@@ -140,7 +140,7 @@ def _kernels(compressor: Adaptive, is_short: bool) -> Kernels:
 
 @cache
 def _device_kernels(compressor: Adaptive) -> DeviceKernels:
-    from hvd_compress.kernels.cuda import signs
+    from hvd_compress.kernels.cuda import adaptive
 
-    encode = partial(signs.encode_adaptive, codec=compressor.codec, pi=compressor.pi)
-    return DeviceKernels(encode, signs.verify_adaptive, signs.decode_adaptive)
+    encode = partial(adaptive.encode, codec=compressor.codec, pi=compressor.pi)
+    return DeviceKernels(encode, adaptive.verify, adaptive.decode)

@@ -129,8 +129,8 @@ def _kernels(compressor: Threshold) -> Kernels:
 
 @cache
 def _device_kernels(compressor: Threshold) -> DeviceKernels:
-    from hvd_compress.kernels.cuda import signs
+    from hvd_compress.kernels.cuda import threshold
 
     tau = np.float32(compressor.tau)
-    encode = partial(signs.encode_threshold, codec=compressor.codec, tau=float(tau), parameter=int(tau.view(np.uint32)))
-    return DeviceKernels(encode, signs.verify_threshold, partial(signs.decode_threshold, tau=float(tau)))
+    encode = partial(threshold.encode, codec=compressor.codec, tau=float(tau), parameter=int(tau.view(np.uint32)))
+    return DeviceKernels(encode, threshold.verify, partial(threshold.decode, tau=float(tau)))

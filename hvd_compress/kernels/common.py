@@ -50,13 +50,14 @@ def take_back(x, gradient):
 
     Beside a gradient that is 2^22 times larger (2^51 in float64), what is left of a residual is noise of the
     subtraction, and becomes 0. So does a residual of sums so large that nobody can tell whether `correct` has
-    written them.
+    written them. Rounding must not make a residual next to the largest number infinite.
     """
     one = x.dtype.type(1)
+    largest = np.nextafter(x.dtype.type(np.inf), one)
     share = 2 * (np.nextafter(one, x.dtype.type(2)) - one)
     for i in range(x.size):
         given = gradient[i]
-        v = x[i] - given
+        v = max(min(x[i] - given, largest), -largest)
         size = max(abs(given), abs(x[i]))
         v = v if abs(v) > size * share and abs(x[i] + given) < _HUGE else x.dtype.type(0)
         x[i] = x[i] if np.float32(given) * _ZERO != _ZERO else v

@@ -142,7 +142,6 @@ def assert_decodes_its_own(tables):
 def test_rows_that_are_summed_in_several_steps(compressor, monkeypatch):
     for module, name, value in (
         (select, "_STEP", 4),
-        (select, "_FEW_TILES", 2),
         (bitmap, "_STEP", 2),
         (topk, "_CHUNK", 16),
     ):
@@ -191,7 +190,9 @@ def test_selects_from_all_contents(content):
 
 def drawn(numel):
     """Return the places that the sample of a long row is drawn from."""
-    count = min(numel >> 3, 8192)
+    # as many as there are bins, a power of two
+    in_group = select._BINS * 2 ** (numel - 1).bit_length() // 65536
+    count = min(numel >> 3, 32768, 2 ** (in_group.bit_length() - 1))
     h = (np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         h ^= h >> np.uint64(shift)

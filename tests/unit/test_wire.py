@@ -199,7 +199,7 @@ def test_the_forger_makes_right_checksums():
 
 
 @every_row
-@pytest.mark.parametrize("flags", [8, 0x40, 0x80, 0xF8, 0xFC])
+@pytest.mark.parametrize("flags", [0x10, 0x40, 0x80, 0xF8, 0xFC])
 def test_unknown_flags_are_refused(row, flags):
     assert_refused(row.compressor, forge(payload_of(row), flags=flags), 300, "flags")
 

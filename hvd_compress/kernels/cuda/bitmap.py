@@ -13,9 +13,9 @@ import triton.language as tl
 from hvd_compress.kernels.cuda import select, topk
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import GROUP, GROUPS_AT, HEADER, NUMEL, PAYLOAD, column, entry, pointer, state_of
-from hvd_compress.kernels.cuda.select import TILE
+from hvd_compress.kernels.cuda.select import TILE, TILES
 from hvd_compress.kernels.cuda.start import start
-from hvd_compress.kernels.cuda.topk import TILES, has_bits, has_body
+from hvd_compress.kernels.cuda.topk import has_bits, has_body
 
 _STEP = 1024  # tiles that are summed at once
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
@@ -72,7 +72,7 @@ def _count_bits(
 
 
 def _bits(launch: Launch, checks: bool, force: bool) -> Any:
-    starts = launch.scratch("starts of bits", TILES * int(launch.counts.sum()), "int64")
+    starts = select.starts_of_tiles(launch)
     work = launch.work_by_groups()
     start(
         _count_bits,
@@ -87,6 +87,7 @@ def _bits(launch: Launch, checks: bool, force: bool) -> Any:
         checks,
         force,
         num_warps=4,
+        num_stages=1,
     )
     return starts
 
@@ -104,4 +105,6 @@ def verify(launch: Launch) -> None:
 
 def decode(launch: Launch, scale: float, force: bool = False) -> None:
     """Decode a table of checked payloads, and add up the rows of one tensor in their order."""
-    topk.decode_entries(launch, scale, force, _bits(launch, False, force))
+    # where bits were written or checked, it is known where tiles begin
+    starts = select.starts_of_tiles(launch) if select.is_even(launch) else _bits(launch, False, force)
+    topk.decode_entries(launch, scale, force, starts)

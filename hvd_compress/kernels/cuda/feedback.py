@@ -13,6 +13,7 @@ from hvd_compress.kernels.cuda.start import start
 _BLOCK = 4096
 _SHARE = tl.constexpr(2.0**-22)
 _HUGE = tl.constexpr(2.0**128 * (1 - 2.0**-10))
+_LARGEST = tl.constexpr(2.0**128 - 2.0**104)
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def _take_back(rows, work, BLOCK: tl.constexpr, kind: tl.constexpr, aligned: tl.
         else:
             y = tl.load(x + o, mask=o < left, other=0.0)
             given = tl.load(gradient + o, mask=o < left, other=0.0).to(tl.float32)
-        v = y - given
+        v = tl.minimum(tl.maximum(y - given, -_LARGEST), _LARGEST)
         size = tl.maximum(tl.abs(given), tl.abs(y))
         is_kept = (tl.abs(v) > size * _SHARE) & (tl.abs(y + given) < _HUGE)
         v = tl.where(tl.abs(given) < float("inf"), tl.where(is_kept, v, 0.0), y)
@@ -45,12 +46,5 @@ def take_back(launch: Launch) -> None:
     """Subtract the gradients of a table from residuals to which their decoded payloads were added."""
     work = launch.work_by_blocks(_BLOCK)
     start(
-        _take_back,
-        work.shape[0],
-        launch.rows,
-        work,
-        _BLOCK,
-        launch.kind,
-        launch.aligned,
-        num_warps=8,
-    )
+        _take_back, work.shape[0], launch.rows, work, _BLOCK, launch.kind, launch.aligned, num_warps=8
+    )  # fmt: skip

@@ -1,10 +1,11 @@
 """Select the k largest magnitudes of each row, exactly, and write the bodies of top-k and percentile.
 
 A magnitude is what a float32 has in its bits beside the sign: an integer, in the order of the numbers. A short row is
-done by one program. In a long one a sample says between which magnitudes the k-th very likely lies; each launch counts
-those above and in equal bins between them, and the program that ends last chooses the bin with the k-th for the next
-launch, until a bin is one magnitude. Then it is known how many entries each tile sends, and where they go. If the
-sample has misled, the bins begin anew with what it has ruled out.
+done by one program. In a long one a sample says between which magnitudes the k-th very likely lies; the first look at
+all elements lists those between them for each tile, if they are few, so that the next launches need not read the
+others. Each launch counts those above and in equal bins between them, and the program that ends last chooses the bin
+with the k-th for the next launch, until a bin is one magnitude. Then it is known how many entries each tile sends, and
+where they go. If the sample has misled, the bins begin anew with what it has ruled out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import triton
 import triton.language as tl
 
 from hvd_compress.kernels.bitmap import BITS_OF_INDEX
-from hvd_compress.kernels.cuda.cast import wide_pointer
 from hvd_compress.kernels.cuda.envelope import mixed
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
@@ -41,14 +41,24 @@ from hvd_compress.kernels.cuda.start import start
 TILE = 4096
 """Elements that one program of a long row holds."""
 
+TILES = 16
+"""Tiles in as many elements as 16 bits reach."""
+
 _SHORT = 16384  # the most elements of a row that one program holds
-_SAMPLE = 8192  # magnitudes that bound the k-th
+_SAMPLE = 32768  # magnitudes that bound the k-th
+_DRAWN = 2048  # of them by one program
 _STEP = 2048  # bins or tiles that are summed at once
-_FEW_TILES = 64  # likewise, of a short row
+_SLOT = 64  # numbers kept of each tile: how many are listed, how many are above, and what is listed
+_CHUNK = 1024  # elements that a program reads at once where they are not listed
+# warps, and the most registers of a thread
+_SHORT_WARPS, _SHORT_REGISTERS = 16, 64
+_SCAN_WARPS, _SCAN_REGISTERS = 8, 64
+_NARROW_WARPS = 4
+_WRITE_WARPS, _WRITE_REGISTERS = 8, 64
 _MOST_BITS = 16  # of the number of bins
 _BINS = 512  # for each group of TILE * 16 elements
 
-# what is known of a row: int64; of a short one only the first, the k-th magnitude itself, and what is above
+# what is known of a long row: int64
 _LOW = tl.constexpr(0)  # the least magnitude that the k-th may be
 _SPAN = tl.constexpr(1)  # how many magnitudes from there on
 _SHIFT = tl.constexpr(2)  # a bin is 2**shift of them
@@ -56,9 +66,12 @@ _ABOVE = tl.constexpr(3)  # elements that are larger than all of them
 _TICKET = tl.constexpr(4)  # parts that have counted
 _ANEW = tl.constexpr(5)  # not zero if all parts must count, also those that had nothing within the span before
 _DONE = tl.constexpr(6)  # not zero if the places of all parts are known
+_LISTED = tl.constexpr(7)  # not zero if the span is within that of the lists
 _KNOWN = tl.constexpr(8)
 
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
+_TILES = tl.constexpr(TILES)
+_INFINITY = tl.constexpr(0x7F800000)
 _FEW_BINS = tl.constexpr(4096)  # enough where the next launch can tell the rest, and quicker to sum
 _ALL = tl.constexpr(1 << 31)  # more than any magnitude
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -84,37 +97,41 @@ def _magnitude(y):
 
 
 @triton.jit
-def _kth(m, k):
-    """Return a magnitude that `k` of the magnitudes `m` are not below, and no larger one is, or so many exactly.
+def _kth(sizes, above_zero, k, slack):
+    """Find a number that `k` to `k + slack` of the absolute values `sizes` are not below, if there is one.
 
-    Zeros do not count: if fewer are left, it is the least magnitude above zero.
+    Else the k-th largest of them is found. Zeros do not count: if fewer than `k` are above, it is the least number.
+
+    Returns its magnitude, how many are not below, and how many are above it, or 0 if all that are not below are wanted.
     """
-    low = tl.full((), 1, tl.int64)
-    high = tl.max(m, 0).to(tl.int64) + 1
-    from_low = tl.sum((m > 0).to(tl.int32), 0)
+    low = tl.full((), 1, tl.int32)
+    high = tl.minimum(tl.max(sizes, 0).to(tl.int32, bitcast=True), _INFINITY) + 1
+    from_low = above_zero
     from_high = tl.zeros((), tl.int32)
     turn = tl.zeros((), tl.int32)
     # steps alternate between where the counts say it is and the middle, so that none of the two can stall
-    while (high - low > 1) & (from_low > k):
-        share = (from_low - k).to(tl.float32) / (from_low - from_high).to(tl.float32)
-        proposed = low + ((high - low).to(tl.float32) * share).to(tl.int64)
-        at = tl.where(turn == 0, proposed, (low + high) >> 1)
+    while (high - low > 1) & (from_low > k + slack):
+        share = (from_low - k - slack // 2).to(tl.float32) / (from_low - from_high).to(tl.float32)
+        proposed = low + ((high - low).to(tl.float32) * share).to(tl.int32)
+        at = tl.where(turn == 0, proposed, low + ((high - low) >> 1))
         at = tl.maximum(tl.minimum(at, high - 1), low + 1)
         turn = 1 - turn
-        count = tl.sum((m >= at.to(tl.int32)).to(tl.int32), 0)
+        count = tl.sum((sizes >= at.to(tl.float32, bitcast=True)).to(tl.int32), 0)
         is_low = count >= k
         low = tl.where(is_low, at, low)
         from_low = tl.where(is_low, count, from_low)
         high = tl.where(is_low, high, at)
         from_high = tl.where(is_low, from_high, count)
-    return low
+    return low, from_low, from_high
 
 
 @triton.jit
-def _chosen(m, threshold, left):
-    """Return which magnitudes are above a threshold, or among the first `left` equal to it; and the rank of each."""
-    is_above = m > threshold
-    is_tie = m == threshold
+def _chosen(sizes, threshold, left):
+    """Return which are above a threshold, or among the first `left` equal to it; and the rank of each."""
+    # a magnitude as a number: absolute values are compared without an instruction of their own
+    at = threshold.to(tl.float32, bitcast=True)
+    is_above = sizes > at
+    is_tie = sizes == at
     # both ranks in one number
     counted = is_above.to(tl.int32) + (is_tie.to(tl.int32) << 16)
     before = tl.cumsum(counted, 0) - counted
@@ -217,49 +234,53 @@ def _place_tiles(tiles, starts, parts, allowed, STEP: tl.constexpr):
 
 
 @triton.jit
-def _select_short(
-    rows, work, state, known, tiles, starts, BLOCK: tl.constexpr, SHORT: tl.constexpr, STEP: tl.constexpr,
-    TILE: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr, is_even: tl.constexpr,
-    bitmaps: tl.constexpr,
+def _encode_short(
+    rows, work, state, tile_starts, BLOCK: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
-    """Select from short rows, each in the program of its first tile, and place their tiles."""
-    i, _, part = entry(work)
-    numel = column(rows, i, NUMEL)
-    if (part == 0) & (numel <= SHORT):
+    """Encode the short rows, each in one program."""
+    i, _, _ = entry(work)
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    if numel <= SHORT:
         size = numel.to(tl.int32)
-        if aligned:
-            size = tl.multiple_of(size, 4)
         o = tl.arange(0, BLOCK)
-        x = wide_pointer(column(rows, i, X), tl.float32 if feedback else kind, 4, aligned)
-        gradient = wide_pointer(column(rows, i, GRADIENT), kind, 4, aligned)
-        y, good = corrected(x, gradient, o, o < size, feedback)
-        note_bad(state, i, good)
+        # no promise of alignment: four at once would have to change threads for what follows, one by one
+        x = pointer(column(rows, i, X), tl.float32 if feedback else kind)
+        y, good = corrected(x, pointer(column(rows, i, GRADIENT), kind), o, o < size, feedback)
+        sizes = tl.abs(y)
+        both = tl.sum((sizes > 0).to(tl.int32) + ((good == 0).to(tl.int32) << 16), 0)
+        if (both >> 16) != 0:
+            tl.store(state_of(state, i, 0), 1)
+        k = column(rows, i, LIMIT).to(tl.int32)
+        threshold, from_low, from_high = _kth(sizes, both & 0xFFFF, k, 0)
+        takes_all = from_low <= k
+        found = tl.where(takes_all, from_low, k)
+        chosen, rank = _chosen(sizes, threshold, tl.where(takes_all, BLOCK, k - from_high))
         if feedback:
-            tl.store(x + o, y, mask=o < size)
-        m = _magnitude(y)
-        k = column(rows, i, LIMIT)
-        threshold = _kth(m, k.to(tl.int32)).to(tl.int32)
-        is_above, is_tie = m > threshold, m == threshold
-        above = tl.sum(is_above.to(tl.int32), 0).to(tl.int64)
-        tile = tiles + 2 * tl.program_id(0)
-        parts, _start, _size = _place_of_part(rows, i, part, TILE, is_even)
-        if is_even and BLOCK > TILE:
-            t = tl.arange(0, BLOCK // TILE)
-            of_tiles = tl.sum(tl.reshape(is_above.to(tl.int32) + (is_tie.to(tl.int32) << 16), (BLOCK // TILE, TILE)), 1)
-            tl.store(tile + 2 * t, of_tiles & 0xFFFF, mask=t < parts)
-            tl.store(tile + 2 * t + 1, of_tiles >> 16, mask=t < parts)
+            tl.store(x + o, tl.where(chosen, 0.0, y), mask=o < size)
+        body = column(rows, i, PAYLOAD) + HEADER
+        has_bits = False
+        if bitmaps:
+            has_bits = wants_bits(rows, i)
+        indices_at = body + padded(4 * ((numel + group - 1) // group))
+        values_at = indices_at + padded(2 * found.to(tl.int64))
+        if has_bits:
+            values_at = body + 8 * ((numel + 63) >> 6)
+            _put_bits(pointer(body, tl.int32), chosen, size, BLOCK)
+            tile_at = tile_starts + _TILES * column(rows, i, _GROUPS_AT) + o // TILE
+            tl.store(tile_at, rank.to(tl.int64), mask=(o % TILE == 0) & (o < size))
         else:
-            for p in range(parts):
-                _parts, start, of_part = _place_of_part(rows, i, p, TILE, is_even)
-                is_here = (o >= start) & (o < start + of_part)
-                tl.store(tile + 2 * p, tl.sum((is_here & is_above).to(tl.int32), 0))
-                tl.store(tile + 2 * p + 1, tl.sum((is_here & is_tie).to(tl.int32), 0))
-        at = known + i * _KNOWN
-        tl.store(at + _LOW, threshold.to(tl.int64))
-        tl.store(at + _ABOVE, above)
-        # all threads have written what they sum now
-        tl.debug_barrier()
-        _note_found(rows, state, i, _place_tiles(tile, starts + 2 * tl.program_id(0), parts, k - above, STEP), bitmaps)
+            indices = pointer(indices_at, tl.uint16) + rank
+            counts = pointer(body, tl.int32)
+            if group >= numel:
+                tl.store(indices, o.to(tl.uint16), mask=chosen)
+                tl.store(counts, found)
+            else:
+                g = o // group.to(tl.int32)
+                tl.store(indices, (o - g * group.to(tl.int32)).to(tl.uint16), mask=chosen)
+                tl.atomic_add(counts + g, 1, mask=chosen, sem="relaxed")
+        tl.store(pointer(values_at, tl.float32) + rank, y, mask=chosen)
+        _note_found(rows, state, i, found.to(tl.int64), bitmaps)
 
 
 # -- long rows -------------------------------------------------------------------------------------------------------
@@ -309,104 +330,170 @@ def _row_of_bins(rows, i, bins, BINS: tl.constexpr):
 
 @triton.jit
 def _guess(
-    rows, work, known, bins, BINS: tl.constexpr, SAMPLE: tl.constexpr, SHORT: tl.constexpr, MOST_BITS: tl.constexpr,
-    STEP: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
+    rows, work, state, known, bins, BINS: tl.constexpr, SAMPLE: tl.constexpr, DRAWN: tl.constexpr,
+    SHORT: tl.constexpr, MOST_BITS: tl.constexpr, STEP: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
-    """Draw from each long row, one element from each of equal strata, and bound the k-th magnitude."""
-    i, _, _ = entry(work)
+    """Draw from each long row, one element from each of equal strata, and bound the k-th magnitude.
+
+    The program of a row that ends last has what all have drawn, in the memory of the bins.
+    """
+    PARTS: tl.constexpr = SAMPLE // DRAWN
+    i = tl.load(work + 4 * (tl.program_id(0) // PARTS)).to(tl.int64)
     numel, k = column(rows, i, NUMEL), column(rows, i, LIMIT)
     if numel > SHORT:
-        count = tl.minimum(numel >> 3, SAMPLE)
+        most = _most_bins(rows, i, BINS, MOST_BITS)
+        row_bins = _row_of_bins(rows, i, bins, BINS)
+        count = tl.minimum(tl.minimum(numel >> 3, most), SAMPLE)
         stride = numel // count
-        j = tl.arange(0, SAMPLE)
+        j = (tl.program_id(0) % PARTS) * DRAWN + tl.arange(0, DRAWN)
         # the same places in every step: what is sent does not depend on them
-        drawn = mixed(tl.zeros((SAMPLE,), tl.uint32), j)
+        drawn = mixed(tl.zeros((DRAWN,), tl.uint32), j)
         o = j * stride + ((drawn * stride) >> 32)
         x = pointer(column(rows, i, X), tl.float32 if feedback else kind)
         y, _good = corrected(x, pointer(column(rows, i, GRADIENT), kind), o, j < count, feedback)
-        m = _magnitude(y)
-        expected = k.to(tl.float32) * (count.to(tl.float32) / numel.to(tl.float32))
-        margin = _MARGIN * tl.sqrt(expected) + _MARGIN
-        low = _kth(m, (expected + margin).to(tl.int32))
-        high = tl.full((), _ALL - 1, tl.int64)
-        up = (expected - margin).to(tl.int32)
-        if up > 0:
-            high = tl.maximum(_kth(m, up), low)
+        tl.store(row_bins + j, _magnitude(y), mask=j < count)
+        # all threads have written before one of them takes the ticket
+        tl.debug_barrier()
+        done = tl.atomic_add(state_of(state, i, 4), 1)
+        if done == PARTS - 1:
+            tl.store(state_of(state, i, 4), 0)
+            j = tl.arange(0, SAMPLE)
+            # past the first-level cache, which may hold what was there before
+            m = tl.load(row_bins + j, mask=j < count, other=0, cache_modifier=".cg")
+            sizes = m.to(tl.float32, bitcast=True)
+            above_zero = tl.sum((m > 0).to(tl.int32), 0)
+            expected = k.to(tl.float32) * (count.to(tl.float32) / numel.to(tl.float32))
+            margin = _MARGIN * tl.sqrt(expected) + _MARGIN
+            slack = (margin * 0.125).to(tl.int32)
+            low, _, _ = _kth(sizes, above_zero, (expected + margin).to(tl.int32), slack)
+            high = tl.full((), _ALL - 1, tl.int64)
+            up = (expected - margin).to(tl.int32) - slack
+            if up > 0:
+                upper, _, _ = _kth(sizes, above_zero, up, slack)
+                high = tl.maximum(upper, low).to(tl.int64)
+            at = known + i * _KNOWN
+            tl.store(at + _ANEW, 0)
+            tl.store(at + _DONE, 0)
+            tl.store(at + _LISTED, 1)
+            zero = tl.zeros((), tl.int64)
+            # the sample is read before its memory is cleared
+            tl.debug_barrier()
+            _begin(at, row_bins, low.to(tl.int64), high - low + 1, zero, most, STEP)
+
+
+@triton.jit
+def _scan(
+    rows, work, state, known, bins, tiles, slots, BINS: tl.constexpr, SHORT: tl.constexpr, MOST_BITS: tl.constexpr,
+    STEP: tl.constexpr, TILE: tl.constexpr, SLOT: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
+    is_even: tl.constexpr,
+):  # fmt: skip
+    """Correct the long rows, count the magnitudes above and within their spans, and list those within."""
+    program = tl.program_id(0)
+    i, _, part = entry(work)
+    if column(rows, i, NUMEL) > SHORT:
         at = known + i * _KNOWN
-        tl.store(at + _ANEW, 0)
-        tl.store(at + _DONE, 0)
-        zero = tl.zeros((), tl.int64)
-        most = _most_bins(rows, i, BINS, MOST_BITS)
-        _begin(at, _row_of_bins(rows, i, bins, BINS), low, high - low + 1, zero, most, STEP)
+        row_bins = _row_of_bins(rows, i, bins, BINS)
+        parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
+        o = tl.arange(0, TILE)
+        # no promise of alignment: four at once would have to change threads for what follows, one by one
+        x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+        gradient = pointer(column(rows, i, GRADIENT), kind) + start
+        y, good = corrected(x, gradient, o, o < size, feedback)
+        shift = tl.load(at + _SHIFT).to(tl.int32)
+        low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
+        note_bad(state, i, good)
+        if feedback:
+            tl.store(x + o, y, mask=o < size)
+        # low is 1 at least, so that zeros are below, and nothing overflows
+        d = _magnitude(y) - low
+        is_within = (d >= 0) & (d < span)
+        # above, and within, in one number
+        counted = (d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16)
+        both = tl.sum(counted, 0)
+        above, within = both & 0xFFFF, both >> 16
+        tl.store(tiles + 2 * program, above)
+        tl.store(tiles + 2 * program + 1, within)
+        if above > 0:
+            tl.atomic_add(at + _ABOVE, above.to(tl.int64), sem="relaxed")
+        slot = slots + program.to(tl.int64) * SLOT
+        is_listed = within <= SLOT - 2
+        tl.store(slot, tl.where(is_listed, within, -1))
+        tl.store(slot + 1, above)
+        if is_listed:
+            if within > 0:
+                place = tl.cumsum(is_within.to(tl.int32), 0) + 1
+                tl.store(slot + place, d + low, mask=is_within)
+                tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
+        else:
+            _count_bins(row_bins, d, is_within, span - 1, shift)
+        # all threads have written before one of them takes the ticket
+        tl.debug_barrier()
+        done = tl.atomic_add(at + _TICKET, 1)
+        if done == parts - 1:
+            _choose(at, row_bins, column(rows, i, LIMIT), _most_bins(rows, i, BINS, MOST_BITS), STEP)
+
+
+@triton.jit
+def _count_bins(bins, d, is_within, top, shift):
+    """Count elements into bins, first those at the ends of a span, which many may have in common."""
+    ends = tl.sum((is_within & (d == top)).to(tl.int32) + ((is_within & (d == 0)).to(tl.int32) << 16), 0)
+    of_top, of_low = ends & 0xFFFF, ends >> 16
+    if of_top > 0:
+        tl.atomic_add(bins + (top >> shift), of_top, sem="relaxed")
+    if (of_low > 0) & (top > 0):
+        tl.atomic_add(bins, of_low, sem="relaxed")
+    tl.atomic_add(bins + (d >> shift), 1, mask=is_within & (d != top) & (d > 0), sem="relaxed")
 
 
 @triton.jit
 def _narrow(
-    rows, work, state, known, bins, tiles, starts, BINS: tl.constexpr, SHORT: tl.constexpr, MOST_BITS: tl.constexpr,
-    STEP: tl.constexpr, TILE: tl.constexpr, is_first: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
-    is_even: tl.constexpr, bitmaps: tl.constexpr,
+    rows, work, state, known, bins, tiles, starts, slots, BINS: tl.constexpr, SHORT: tl.constexpr,
+    MOST_BITS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOT: tl.constexpr, CHUNK: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
-    """Count the magnitudes above and within the spans of long rows; the last program of a row draws the conclusion."""
+    """Count again within the spans of long rows; the last program of a row draws the conclusion."""
     program = tl.program_id(0)
-    if not is_first:
-        # backwards: what was written last is still in the cache
-        program = tl.num_programs(0) - 1 - program
-    i, part = tl.load(work + 4 * program).to(tl.int64), tl.load(work + 4 * program + 2).to(tl.int64)
+    i, _, part = entry(work)
     at = known + i * _KNOWN
     is_needed = column(rows, i, NUMEL) > SHORT
-    if is_needed & (not is_first):
+    if is_needed:
         is_needed = tl.load(at + _DONE) == 0
     if is_needed:
         tile = tiles + 2 * program
+        slot = slots + program.to(tl.int64) * SLOT
         row_bins = _row_of_bins(rows, i, bins, BINS)
         parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
-        if is_first:
-            is_active = True
-        else:
-            is_active = (tl.load(at + _ANEW) != 0) | (tl.load(tile + 1) > 0)
-        if is_active:
+        listed = tl.load(slot)
+        is_listed = (tl.load(at + _LISTED) != 0) & (listed >= 0)
+        if (tl.load(at + _ANEW) != 0) | (tl.load(tile + 1) > 0):
             shift = tl.load(at + _SHIFT).to(tl.int32)
             low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
-            o = tl.arange(0, TILE)
-            # no promise of alignment: four at once would have to change threads for what follows, one by one
-            x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
-            if is_first:
-                gradient = pointer(column(rows, i, GRADIENT), kind) + start
-                y, good = corrected(x, gradient, o, o < size, feedback)
-                note_bad(state, i, good)
-                if feedback:
-                    tl.store(x + o, y, mask=o < size)
+            if is_listed:
+                n = tl.arange(0, SLOT)
+                d = tl.load(slot + n, mask=(n >= 2) & (n < listed + 2), other=0) - low
+                is_within = (d >= 0) & (d < span)
+                both = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0) + tl.load(slot + 1)
+                if span > 1:
+                    tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
             else:
-                y, _good = corrected(x, x, o, o < size, False)
-            # low is 1 at least, so that zeros are below, and nothing overflows
-            d = _magnitude(y) - low
-            is_within = (d >= 0) & (d < span)
-            both = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0)
-            above, within = both & 0xFFFF, both >> 16
-            tl.store(tile, above)
-            tl.store(tile + 1, within)
-            if is_first & (above > 0):
-                tl.atomic_add(at + _ABOVE, above.to(tl.int64), sem="relaxed")
-            if (within > 0) & (is_first | (span > 1)):
-                # what many elements may have in common is counted for the tile: the ends of the sample's span, and
-                # then, where bins are narrow, the largest of a tile
-                if is_first:
-                    top = span - 1
-                else:
-                    top = tl.max(tl.where(is_within, d, -1), 0)
-                ends = tl.sum((d == top).to(tl.int32) + ((d == 0).to(tl.int32) << 16), 0)
-                of_top, of_low = ends & 0xFFFF, ends >> 16
-                if of_top > 0:
-                    tl.atomic_add(row_bins + (top >> shift), of_top, sem="relaxed")
-                if (of_low > 0) & (top > 0):
-                    tl.atomic_add(row_bins, of_low, sem="relaxed")
-                tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within & (d != top) & (d > 0), sem="relaxed")
+                both = tl.zeros((), tl.int32)
+                x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+                for chunk in range(0, TILE, CHUNK):
+                    o = chunk + tl.arange(0, CHUNK)
+                    d = _magnitude(tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)) - low
+                    is_within = (d >= 0) & (d < span)
+                    of_chunk = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0)
+                    both += of_chunk
+                    if ((of_chunk >> 16) > 0) & (span > 1):
+                        _count_bins(row_bins, d, is_within, tl.max(tl.where(is_within, d, -1), 0), shift)
+            tl.store(tile, both & 0xFFFF)
+            tl.store(tile + 1, both >> 16)
         # all threads have written before one of them takes the ticket
         tl.debug_barrier()
         done = tl.atomic_add(at + _TICKET, 1)
         if done == parts - 1:
             # what the sample says is only a guess
-            if (not is_first) and (tl.load(at + _SPAN) == 1):
+            if tl.load(at + _SPAN) == 1:
                 first = program - part.to(tl.int32)
                 allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
                 found = _place_tiles(tiles + 2 * first, starts + 2 * first, parts, allowed, STEP)
@@ -460,6 +547,8 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
         span = tl.full((), 1, tl.int64)
         anew += 1
     tl.store(known + _ANEW, anew)
+    if anew != 0:
+        tl.store(known + _LISTED, 0)
     _begin(known, bins, low, span, above, most, STEP)
 
 
@@ -468,28 +557,31 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
 
 @triton.jit
 def _write(
-    rows, work, state, known, tiles, starts, TILE: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
-    is_even: tl.constexpr, bitmaps: tl.constexpr,
+    rows, work, state, known, tiles, starts, tile_starts, SHORT: tl.constexpr, TILE: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
-    """Write what tiles send, and leave zeros in the residuals."""
+    """Write what the tiles of long rows send, and leave zeros in the residuals."""
     i, _, part = entry(work)
-    at = known + i * _KNOWN
-    program = tl.program_id(0)
-    above, ties = tl.load(tiles + 2 * program), tl.load(tiles + 2 * program + 1)
-    allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
-    ties_before = tl.load(starts + 2 * program + 1)
-    before = tl.load(starts + 2 * program) + tl.minimum(ties_before, allowed)
-    left = tl.maximum(tl.minimum(allowed - ties_before, ties), 0).to(tl.int32)
-    if above + left > 0:
-        _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
-        o = tl.arange(0, TILE)
-        x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
-        y, _good = corrected(x, x, o, o < size, False)
-        chosen, rank = _chosen(_magnitude(y), tl.load(at + _LOW).to(tl.int32), left)
-        found = tl.load(state_of(state, i, 1))
-        _send(rows, i, y, chosen, rank, start, before, size, found, TILE, bitmaps, is_even)
-        if feedback:
-            tl.store(x + o, tl.zeros((TILE,), tl.float32), mask=chosen)
+    if column(rows, i, NUMEL) > SHORT:
+        at = known + i * _KNOWN
+        program = tl.program_id(0)
+        above, ties = tl.load(tiles + 2 * program), tl.load(tiles + 2 * program + 1)
+        allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
+        ties_before = tl.load(starts + 2 * program + 1)
+        before = tl.load(starts + 2 * program) + tl.minimum(ties_before, allowed)
+        left = tl.maximum(tl.minimum(allowed - ties_before, ties), 0).to(tl.int32)
+        if bitmaps and is_even:
+            tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + part, before)
+        if above + left > 0:
+            _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
+            o = tl.arange(0, TILE)
+            x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+            y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
+            chosen, rank = _chosen(tl.abs(y), tl.load(at + _LOW).to(tl.int32), left)
+            found = tl.load(state_of(state, i, 1))
+            _send(rows, i, y, chosen, rank, start, before, size, found, TILE, bitmaps, is_even)
+            if feedback:
+                tl.store(x + o, tl.zeros((TILE,), tl.float32), mask=chosen)
 
 
 def is_even(launch: Launch, tile: int = TILE) -> bool:
@@ -497,8 +589,31 @@ def is_even(launch: Launch, tile: int = TILE) -> bool:
     return not ((launch.groups % tile != 0) & (launch.groups != launch.numels)).any()
 
 
+def starts_of_tiles(launch: Launch) -> Any:
+    """Return memory for the entries before each tile of rows that have bits.
+
+    They are written with the bits, but for long rows that are not even, and when bits are checked.
+    """
+    return launch.scratch("starts of bits", TILES * int(launch.counts.sum()), "int64")
+
+
 def encode(launch: Launch, codec: int, bitmaps: bool) -> None:
     """Encode a table: `kernels.topk.encode_rows`, or `kernels.bitmap.encode_rows` where there may be bitmaps."""
+    is_short = launch.numels <= _SHORT
+    tile_starts = starts_of_tiles(launch) if bitmaps else launch.state
+    if is_short.any():
+        block = max(64, triton.next_power_of_2(int(launch.numels[is_short].max())))
+        by_rows = launch.work_by_rows()
+        start(_encode_short, by_rows.shape[0],
+            launch.rows, by_rows, launch.state, tile_starts, block, _SHORT, TILE, launch.feedback, launch.kind, bitmaps,
+            num_warps=max(1, min(_SHORT_WARPS, block // 512)), maxnreg=_SHORT_REGISTERS,
+        )  # fmt: skip
+    if not is_short.all():
+        _encode_long(launch, tile_starts, bitmaps, ~is_short)
+    launch.seal(codec, -1 if bitmaps else 0)
+
+
+def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.NDArray[np.bool_]) -> None:
     rows, state, feedback, kind, even = launch.rows, launch.state, launch.feedback, launch.kind, is_even(launch)
     # nothing is added up when encoding, so that each row has its blocks
     work = launch.work_by_blocks(TILE) if even else launch.work_by_parts(TILE)
@@ -506,43 +621,32 @@ def encode(launch: Launch, codec: int, bitmaps: bool) -> None:
     known = launch.scratch("known", 8 * len(launch.numels), "int64")
     tiles = launch.scratch("tiles", 2 * count, "int32")
     starts = launch.scratch("starts", 2 * count, "int64")
-    is_short = launch.numels <= _SHORT
-    if is_short.any():
-        block = max(64, triton.next_power_of_2(int(launch.numels[is_short].max())))
-        # wide loads end at multiples of 4 elements
-        aligned = launch.aligned and not (launch.numels[is_short] % 4).any()
-        start(_select_short, count,
-            rows, work, state, known, tiles, starts, block, _SHORT, _FEW_TILES, TILE, feedback, kind,
-            aligned, even, bitmaps,
-            num_warps=max(1, min(16, block // 512)), maxnreg=64,
-        )  # fmt: skip
-    if not is_short.all():
-        _select_long(launch, work, known, tiles, starts, bitmaps, ~is_short)
-    start(_write, count,
-        rows, work, state, known, tiles, starts, TILE, feedback, kind, even, bitmaps,
-        num_warps=8, maxnreg=80,
-    )  # fmt: skip
-    launch.seal(codec, -1 if bitmaps else 0)
-
-
-def _select_long(
-    launch: Launch, work: Any, known: Any, tiles: Any, starts: Any, bitmaps: bool, is_long: npt.NDArray[np.bool_]
-) -> None:
-    rows, state, feedback, kind, even = launch.rows, launch.state, launch.feedback, launch.kind, is_even(launch)
+    slots = launch.scratch("slots", _SLOT * count, "int32")
     # a fixed share of the elements, whatever a group is
     in_group = max(1, _BINS * triton.next_power_of_2(int(launch.groups[is_long].min())) // (16 * TILE))
     most = int(launch.counts[is_long].min()) * in_group
     bits = min(most.bit_length() - 1, _MOST_BITS)
     bins = launch.scratch("bins", int(launch.counts.sum()) * in_group, "int32")
     by_rows = launch.work_by_rows()
-    start(_guess, by_rows.shape[0],
-        rows, by_rows, known, bins, in_group, _SAMPLE, _SHORT, _MOST_BITS, _STEP, feedback, kind,
-        num_warps=16,
+    sample = min(_SAMPLE, triton.next_power_of_2(int(launch.numels.max()) >> 3))
+    drawn = min(_DRAWN, sample)
+    start(_guess, by_rows.shape[0] * (sample // drawn),
+        rows, by_rows, state, known, bins, in_group, sample, drawn, _SHORT, _MOST_BITS, _STEP, feedback, kind,
+        num_warps=max(4, min(32, sample // 1024)), num_stages=1,
     )  # fmt: skip
-    # if the sample misleads, all bits of a magnitude are told by those after the first; the last one only counts
-    for number in range(2 + -(-31 // bits)):
-        start(_narrow, work.shape[0],
-            rows, work, state, known, bins, tiles, starts, in_group, _SHORT, _MOST_BITS, _STEP, TILE, number == 0,
-            feedback, kind, even, bitmaps,
-            num_warps=8, maxnreg=64,
+    start(_scan, count,
+        rows, work, state, known, bins, tiles, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE, _SLOT, feedback, kind,
+        even,
+        num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, num_stages=1,
+    )  # fmt: skip
+    # if the sample misleads, all bits of a magnitude are told by these; the last one only counts
+    for _ in range(1 + -(-31 // bits)):
+        start(_narrow, count,
+            rows, work, state, known, bins, tiles, starts, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE, _SLOT,
+            _CHUNK, feedback, kind, even, bitmaps,
+            num_warps=_NARROW_WARPS, num_stages=1,
         )  # fmt: skip
+    start(_write, count,
+        rows, work, state, known, tiles, starts, tile_starts, _SHORT, TILE, feedback, kind, even, bitmaps,
+        num_warps=_WRITE_WARPS, maxnreg=_WRITE_REGISTERS, num_stages=1,
+    )  # fmt: skip

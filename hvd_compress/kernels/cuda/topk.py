@@ -28,14 +28,12 @@ from hvd_compress.kernels.cuda.rows import (
     pointer,
     state_of,
 )
-from hvd_compress.kernels.cuda.select import TILE, padded, wants_bits
+from hvd_compress.kernels.cuda.select import TILE, TILES, padded, wants_bits
 from hvd_compress.kernels.cuda.start import start
-
-TILES = 16
-"""Tiles in as many elements as 16 bits reach."""
 
 _MOST_SUMMED = 1024  # groups whose counts each program sums by itself
 _CHUNK = 1024  # entries that a program looks at together
+_WARPS, _REGISTERS = 8, 64
 _MOST_GROUP = tl.constexpr(65536)
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
 _TILES = tl.constexpr(TILES)
@@ -260,17 +258,20 @@ def _store(out, v, size, TILE: tl.constexpr, kind: tl.constexpr):
 def _decode(
     rows, work, state, offsets, starts, scale, TILE: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
     kind: tl.constexpr, bitmaps: tl.constexpr, is_even: tl.constexpr, is_scanned: tl.constexpr,
-    aligned: tl.constexpr, force: tl.constexpr,
+    aligned: tl.constexpr, single: tl.constexpr, force: tl.constexpr,
 ):  # fmt: skip
     first_row, count, tile = entry(work)
+    if single:
+        # one sender, as nearly always: the loops vanish
+        count = 1
     start = tile * TILE
     size = tl.minimum(column(rows, first_row, NUMEL) - start, TILE).to(tl.int32)
     out = wide_pointer(column(rows, first_row, X), kind, 4, aligned) + start
     adds = column(rows, first_row, ADD) != 0
     flags = tl.zeros((), tl.int64)
     if not force:
-        for i in range(first_row, first_row + count):
-            flags |= tl.load(state_of(state, i, 5))
+        for number in range(0, count):
+            flags |= tl.load(state_of(state, first_row + number, 5))
     if (flags & NONFINITE) != 0:
         _store(out, tl.full((TILE,), float("nan"), tl.float32), size, TILE, kind)
     else:
@@ -279,7 +280,8 @@ def _decode(
         in_memory = adds.to(tl.int32)
         is_fresh = 1 - in_memory
         scatters = is_even & ((kind == tl.float32) | ((count == 1) & (adds == 0)))
-        for i in range(first_row, first_row + count):
+        for number in range(0, count):
+            i = first_row + number
             if has_body(state, i, force):
                 is_bits = has_bits(rows, i, bitmaps, force)
                 if scatters & (is_bits == 0):
@@ -323,6 +325,7 @@ def scan(launch: Launch, bitmaps: bool, checks: bool, force: bool) -> Any:
         checks,
         force,
         num_warps=4,
+        num_stages=1,
     )
     return offsets
 
@@ -331,7 +334,18 @@ def check_lists(launch: Launch, bitmaps: bool) -> None:
     """Refuse payloads whose sizes, counts or indices are wrong."""
     offsets = scan(launch, bitmaps, True, False)
     work = launch.work_by_groups()
-    start(_check_lists, work.shape[0], launch.rows, work, launch.state, offsets, _CHUNK, bitmaps, num_warps=4)
+    start(
+        _check_lists,
+        work.shape[0],
+        launch.rows,
+        work,
+        launch.state,
+        offsets,
+        _CHUNK,
+        bitmaps,
+        num_warps=4,
+        num_stages=1,
+    )
 
 
 def decode_entries(launch: Launch, scale: float, force: bool, starts: Any = None) -> None:
@@ -355,8 +369,8 @@ def decode_entries(launch: Launch, scale: float, force: bool, starts: Any = None
     work = launch.work_by_blocks(tile)
     start(_decode, work.shape[0],
         launch.rows, work, launch.state, offsets, starts if bitmaps else launch.state, scale, tile, groups, _CHUNK,
-        launch.kind, bitmaps, is_even, is_scanned, launch.aligned, force,
-        num_warps=8, maxnreg=None if is_light else 80,
+        launch.kind, bitmaps, is_even, is_scanned, launch.aligned and not bitmaps, launch.is_single, force,
+        num_warps=_WARPS, maxnreg=None if is_light else _REGISTERS, num_stages=1,
     )  # fmt: skip
 
 
