@@ -162,13 +162,23 @@ def test_threshold_is_strict_and_takes_signs_as_they_are():
     assert_encoded(least, [60], 32768, feedback=False, draw=lambda n: np.resize([0.0, 1e-45, -3e-45, -0.0], n))
 
 
-@pytest.mark.parametrize(("numel", "left_out"), [(32768, 50), (40960, 3), (65535, 100000)])
+@pytest.mark.parametrize(("numel", "left_out"), [(32768, 50), (40960, 3), (65535, 100000), (32769, 100000)])
 def test_threshold_may_send_every_element(numel, left_out):
-    # the entries of the last tiles come where the marks of the first ones were
+    # entries come where the marks of others were
     def draw(n):
         return np.where(np.arange(n) % left_out == 1, 0, rng.choice([-2, 2], n))
 
     assert_encoded(Threshold(1.0), [numel, 100], 32768, feedback=False, draw=draw)
+
+
+def test_counts_of_many_groups_are_added_up_in_turn(monkeypatch):
+    from hvd_compress.kernels.cuda import signs, threshold
+
+    monkeypatch.setattr(threshold, "_COUNTS", 2)
+    monkeypatch.setattr(signs, "_SCANNED", 4)
+    for compressor, group, numel in ((Threshold(1.5), 4096, 16400), (Adaptive(pi=3), 13, 150)):
+        payloads = assert_encoded(compressor, [numel, 10], group)
+        assert_decoded(compressor, [numel, 10], group, [[payload] for payload in payloads])
 
 
 @pytest.mark.parametrize("pi", [2, 64])

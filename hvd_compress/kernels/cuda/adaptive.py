@@ -64,8 +64,8 @@ def _place_rows(rows, count, places, pi, SIZE: tl.constexpr):
 
 @triton.jit
 def _select(
-    rows, i, g, x, gradient, start, size, state, entries, pi, BLOCK: tl.constexpr, SUBSETS: tl.constexpr, SIZE: tl.constexpr,
-    feedback: tl.constexpr, kind: tl.constexpr, wide: tl.constexpr,
+    x, gradient, start, size, body, groups, g, state, i, entries, pi, BLOCK: tl.constexpr, SUBSETS: tl.constexpr,
+    SIZE: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     """Write counts, means and residual of a group, and its entries."""
     y, good = given(x, gradient, start, size, BLOCK, feedback, kind, wide)
@@ -108,8 +108,7 @@ def _select(
             v = tl.load(x + (sent >> 1), mask=j < k_up + k_down, other=0.0)
             v -= tl.where((sent & 1) != 0, positive, negative)
             tl.store(x + (sent >> 1), v, mask=j < k_up + k_down)
-    body = column(rows, i, PAYLOAD) + HEADER
-    means = pointer(means_of(body, groups_of(rows, i), True), tl.float32) + 2 * g
+    means = pointer(means_of(body, groups, True), tl.float32) + 2 * g
     tl.store(means, positive)
     tl.store(means + 1, negative)
     tl.store(pointer(body, tl.uint16) + g, (k_up + k_down).to(tl.uint16))
@@ -124,6 +123,7 @@ def _select_groups(
     i, _, g = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     x, gradient = column(rows, i, X), column(rows, i, GRADIENT)
+    body, groups = column(rows, i, PAYLOAD) + HEADER, groups_of(rows, i)
     longest = tl.minimum(group, numel)
     start = g * group
     size = tl.minimum(group, numel - start).to(tl.int32)
@@ -132,16 +132,19 @@ def _select_groups(
         entries = found + _place_of_found(rows, i, tl.program_id(0).to(tl.int64), g, places, pi, mixed)
         if even or not aligned:
             _select(
-                rows, i, g, x, gradient, start, size, state, entries, pi, BLOCK, SUBSETS, SIZE, feedback, kind, aligned
-            )
+                x, gradient, start, size, body, groups, g, state, i, entries, pi, BLOCK, SUBSETS, SIZE, feedback, kind,
+                aligned,
+            )  # fmt: skip
         elif ((start | size) & 3) == 0:
             _select(
-                rows, i, g, x, gradient, start, size, state, entries, pi, BLOCK, SUBSETS, SIZE, feedback, kind, True
-            )
+                x, gradient, start, size, body, groups, g, state, i, entries, pi, BLOCK, SUBSETS, SIZE, feedback, kind,
+                True,
+            )  # fmt: skip
         else:
             _select(
-                rows, i, g, x, gradient, start, size, state, entries, pi, BLOCK, SUBSETS, SIZE, feedback, kind, False
-            )
+                x, gradient, start, size, body, groups, g, state, i, entries, pi, BLOCK, SUBSETS, SIZE, feedback, kind,
+                False,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "most", "pi"])

@@ -15,18 +15,10 @@ from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import GROUP, GROUPS_AT, HEADER, NUMEL, PAYLOAD, column, entry, pointer, state_of
 from hvd_compress.kernels.cuda.select import TILE, TILES
 from hvd_compress.kernels.cuda.start import start
-from hvd_compress.kernels.cuda.topk import has_bits, has_body
+from hvd_compress.kernels.cuda.topk import count_ones, has_bits, has_body
 
 _STEP = 1024  # tiles that are summed at once
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
-
-
-@triton.jit
-def _count_ones(word):
-    word -= (word >> 1) & 0x55555555
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return (word * 0x01010101) >> 24
 
 
 @triton.jit
@@ -45,7 +37,7 @@ def _count_bits(
         number = part * WORDS + tl.arange(0, WORDS)
         words = pointer(column(rows, i, PAYLOAD) + HEADER, tl.int32)
         word = tl.load(words + number, mask=number < 2 * ((numel + 63) >> 6), other=0).to(tl.uint32, bitcast=True)
-        ones = tl.sum(tl.reshape(_count_ones(word).to(tl.int32), (TILES, TILE // 32)), 1)
+        ones = tl.sum(tl.reshape(count_ones(word), (TILES, TILE // 32)), 1)
         row_starts = starts + TILES * column(rows, i, _GROUPS_AT)
         tiles = (numel + TILE - 1) // TILE
         t = part * TILES + tl.arange(0, TILES)

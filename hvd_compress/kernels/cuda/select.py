@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from hvd_compress.kernels.bitmap import BITS_OF_INDEX
+from hvd_compress.kernels.cuda.cast import wide_pointer
 from hvd_compress.kernels.cuda.envelope import mixed
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
@@ -47,13 +48,14 @@ TILES = 16
 _SHORT = 16384  # the most elements of a row that one program holds
 _SAMPLE = 32768  # magnitudes that bound the k-th
 _DRAWN = 2048  # of them by one program
-_STEP = 2048  # bins or tiles that are summed at once
+_STEP = 1024  # bins that are summed at once by the warps that scan
+_SMALL_STEP = 512  # bins or tiles by those that narrow
 _SLOT = 64  # numbers kept of each tile: how many are listed, how many are above, and what is listed
 _CHUNK = 1024  # elements that a program reads at once where they are not listed
 # warps, and the most registers of a thread
 _SHORT_WARPS, _SHORT_REGISTERS = 16, 64
 _SCAN_WARPS, _SCAN_REGISTERS = 8, 64
-_NARROW_WARPS = 4
+_NARROW_WARPS, _NARROW_REGISTERS = 4, 32
 _WRITE_WARPS, _WRITE_REGISTERS = 8, 64
 _MOST_BITS = 16  # of the number of bins
 _BINS = 512  # for each group of TILE * 16 elements
@@ -127,7 +129,10 @@ def _kth(sizes, above_zero, k, slack):
 
 @triton.jit
 def _chosen(sizes, threshold, left):
-    """Return which are above a threshold, or among the first `left` equal to it; and the rank of each."""
+    """Return which are above a threshold, or among the first `left` equal to it; the rank of each; what is counted.
+
+    That is 1 for each above, and 65536 for each equal.
+    """
     # a magnitude as a number: absolute values are compared without an instruction of their own
     at = threshold.to(tl.float32, bitcast=True)
     is_above = sizes > at
@@ -137,7 +142,7 @@ def _chosen(sizes, threshold, left):
     before = tl.cumsum(counted, 0) - counted
     ties = before >> 16
     rank = (before & 0xFFFF) + tl.minimum(ties, left)
-    return is_above | (is_tie & (ties < left)), rank
+    return is_above | (is_tie & (ties < left)), rank, counted
 
 
 @triton.jit
@@ -236,17 +241,21 @@ def _place_tiles(tiles, starts, parts, allowed, STEP: tl.constexpr):
 @triton.jit
 def _encode_short(
     rows, work, state, tile_starts, BLOCK: tl.constexpr, SHORT: tl.constexpr, TILE: tl.constexpr,
-    feedback: tl.constexpr, kind: tl.constexpr, bitmaps: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
-    """Encode the short rows, each in one program."""
+    """Encode the short rows, each in one program; `TILE` is not more than `BLOCK`."""
     i, _, _ = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     if numel <= SHORT:
+        x = wide_pointer(column(rows, i, X), tl.float32 if feedback else kind, 4, aligned)
         size = numel.to(tl.int32)
+        if aligned:
+            size = tl.multiple_of(size, 4)
         o = tl.arange(0, BLOCK)
-        # no promise of alignment: four at once would have to change threads for what follows, one by one
-        x = pointer(column(rows, i, X), tl.float32 if feedback else kind)
-        y, good = corrected(x, pointer(column(rows, i, GRADIENT), kind), o, o < size, feedback)
+        gradient = wide_pointer(column(rows, i, GRADIENT), kind, 4, aligned)
+        y, good = corrected(x, gradient, o, o < size, feedback)
+        if feedback:
+            tl.store(x + o, y, mask=o < size)
         sizes = tl.abs(y)
         both = tl.sum((sizes > 0).to(tl.int32) + ((good == 0).to(tl.int32) << 16), 0)
         if (both >> 16) != 0:
@@ -255,32 +264,49 @@ def _encode_short(
         threshold, from_low, from_high = _kth(sizes, both & 0xFFFF, k, 0)
         takes_all = from_low <= k
         found = tl.where(takes_all, from_low, k)
-        chosen, rank = _chosen(sizes, threshold, tl.where(takes_all, BLOCK, k - from_high))
-        if feedback:
-            tl.store(x + o, tl.where(chosen, 0.0, y), mask=o < size)
+        allowed = tl.where(takes_all, BLOCK, k - from_high)
         body = column(rows, i, PAYLOAD) + HEADER
         has_bits = False
         if bitmaps:
             has_bits = wants_bits(rows, i)
-        indices_at = body + padded(4 * ((numel + group - 1) // group))
-        values_at = indices_at + padded(2 * found.to(tl.int64))
+        values_at = body + padded(4 * ((numel + group - 1) // group))
+        indices = pointer(values_at, tl.uint16)
+        values_at += padded(2 * found.to(tl.int64))
         if has_bits:
             values_at = body + 8 * ((numel + 63) >> 6)
-            _put_bits(pointer(body, tl.int32), chosen, size, BLOCK)
-            tile_at = tile_starts + _TILES * column(rows, i, _GROUPS_AT) + o // TILE
-            tl.store(tile_at, rank.to(tl.int64), mask=(o % TILE == 0) & (o < size))
-        else:
-            indices = pointer(indices_at, tl.uint16) + rank
-            counts = pointer(body, tl.int32)
-            if group >= numel:
-                tl.store(indices, o.to(tl.uint16), mask=chosen)
-                tl.store(counts, found)
-            else:
-                g = o // group.to(tl.int32)
-                tl.store(indices, (o - g * group.to(tl.int32)).to(tl.uint16), mask=chosen)
-                tl.atomic_add(counts + g, 1, mask=chosen, sem="relaxed")
-        tl.store(pointer(values_at, tl.float32) + rank, y, mask=chosen)
+        counts = pointer(body, tl.int32)
+        values = pointer(values_at, tl.float32)
         _note_found(rows, state, i, found.to(tl.int64), bitmaps)
+        if (has_bits == 0) & (group >= numel):
+            tl.store(counts, found)
+        # what other threads have stored is read; all of it again, since registers cannot hold what follows
+        tl.debug_barrier()
+        t = tl.arange(0, TILE)
+        x = pointer(column(rows, i, X), tl.float32 if feedback else kind)
+        above = tl.zeros((), tl.int32)
+        ties = tl.zeros((), tl.int32)
+        for start in range(0, size, TILE):
+            of_tile = tl.load(x + start + t, mask=start + t < size, other=0.0).to(tl.float32)
+            left = tl.maximum(allowed - ties, 0)
+            chosen, rank, counted = _chosen(tl.abs(of_tile), threshold, left)
+            rank += above + tl.minimum(ties, allowed)
+            if has_bits:
+                _put_bits(counts + (start >> 5), chosen, size - start, TILE)
+                first = above + tl.minimum(ties, allowed)
+                tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + start // TILE, first.to(tl.int64))
+            elif group >= numel:
+                tl.store(indices + rank, (start + t).to(tl.uint16), mask=chosen)
+            else:
+                of_group = group.to(tl.int32)
+                g = (start + t) // of_group
+                tl.store(indices + rank, (start + t - g * of_group).to(tl.uint16), mask=chosen)
+                tl.atomic_add(counts + g, 1, mask=chosen, sem="relaxed")
+            tl.store(values + rank, of_tile, mask=chosen)
+            if feedback:
+                tl.store(x + start + t, tl.zeros((TILE,), tl.float32), mask=chosen)
+            total = tl.sum(counted, 0)
+            above += total & 0xFFFF
+            ties += total >> 16
 
 
 # -- long rows -------------------------------------------------------------------------------------------------------
@@ -357,9 +383,9 @@ def _guess(
         done = tl.atomic_add(state_of(state, i, 4), 1)
         if done == PARTS - 1:
             tl.store(state_of(state, i, 4), 0)
-            j = tl.arange(0, SAMPLE)
+            n = tl.arange(0, SAMPLE)
             # past the first-level cache, which may hold what was there before
-            m = tl.load(row_bins + j, mask=j < count, other=0, cache_modifier=".cg")
+            m = tl.load(row_bins + n, mask=n < count, other=0, cache_modifier=".cg")
             sizes = m.to(tl.float32, bitcast=True)
             above_zero = tl.sum((m > 0).to(tl.int32), 0)
             expected = k.to(tl.float32) * (count.to(tl.float32) / numel.to(tl.float32))
@@ -577,7 +603,7 @@ def _write(
             o = tl.arange(0, TILE)
             x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
             y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
-            chosen, rank = _chosen(tl.abs(y), tl.load(at + _LOW).to(tl.int32), left)
+            chosen, rank, _counted = _chosen(tl.abs(y), tl.load(at + _LOW).to(tl.int32), left)
             found = tl.load(state_of(state, i, 1))
             _send(rows, i, y, chosen, rank, start, before, size, found, TILE, bitmaps, is_even)
             if feedback:
@@ -604,9 +630,12 @@ def encode(launch: Launch, codec: int, bitmaps: bool) -> None:
     if is_short.any():
         block = max(64, triton.next_power_of_2(int(launch.numels[is_short].max())))
         by_rows = launch.work_by_rows()
+        # wide accesses end at multiples of 4 elements
+        aligned = launch.aligned and not (launch.numels[is_short] % 4).any()
         start(_encode_short, by_rows.shape[0],
-            launch.rows, by_rows, launch.state, tile_starts, block, _SHORT, TILE, launch.feedback, launch.kind, bitmaps,
-            num_warps=max(1, min(_SHORT_WARPS, block // 512)), maxnreg=_SHORT_REGISTERS,
+            launch.rows, by_rows, launch.state, tile_starts, block, _SHORT, min(block, TILE), launch.feedback,
+            launch.kind, aligned, bitmaps,
+            num_warps=max(1, min(_SHORT_WARPS, block // 512)), maxnreg=_SHORT_REGISTERS, num_stages=1,
         )  # fmt: skip
     if not is_short.all():
         _encode_long(launch, tile_starts, bitmaps, ~is_short)
@@ -642,9 +671,9 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
     # if the sample misleads, all bits of a magnitude are told by these; the last one only counts
     for _ in range(1 + -(-31 // bits)):
         start(_narrow, count,
-            rows, work, state, known, bins, tiles, starts, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE, _SLOT,
-            _CHUNK, feedback, kind, even, bitmaps,
-            num_warps=_NARROW_WARPS, num_stages=1,
+            rows, work, state, known, bins, tiles, starts, slots, in_group, _SHORT, _MOST_BITS, _SMALL_STEP, TILE,
+            _SLOT, _CHUNK, feedback, kind, even, bitmaps,
+            num_warps=_NARROW_WARPS, maxnreg=_NARROW_REGISTERS, num_stages=1,
         )  # fmt: skip
     start(_write, count,
         rows, work, state, known, tiles, starts, tile_starts, _SHORT, TILE, feedback, kind, even, bitmaps,

@@ -28,7 +28,7 @@ TILE = 4096
 """Elements of a program that compares; groups are whole tiles."""
 _WARPS = 8
 _REGISTERS = 64  # of a thread: enough programs run at a time for memory to be busy
-_WORDS = 128  # of marks, for each warp of a program that lists
+_WORDS = 256  # of marks, for each warp of a program that lists
 _COUNTS = 1024  # of groups that are added up at once
 
 
@@ -132,7 +132,7 @@ def encode(launch: Launch, codec: int, tau: float, parameter: int) -> None:
     words = max(_WORDS, triton.next_power_of_2(launch.longest) // 16)
     start(
         _list, work.shape[0], launch.rows, work, launch.state, signs.offsets_of(launch), words, _COUNTS,
-        num_warps=words // _WORDS, num_stages=1,
+        num_warps=words // _WORDS, num_stages=1, maxnreg=_REGISTERS,
     )  # fmt: skip
     launch.seal(codec, parameter)
 

@@ -232,16 +232,31 @@ def _found(
 
 
 @triton.jit
+def count_ones(word):
+    """Count the bits that are set in words given as uint32; the compiler makes one instruction of it."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
 def _unpacked(rows, i, start, size, starts, TILE: tl.constexpr):
     """Return which elements of a tile have their bit set in row `i`, and their values."""
     body = column(rows, i, PAYLOAD) + HEADER
-    o = tl.arange(0, TILE)
+    number = tl.arange(0, TILE // 32)
     words = pointer(body, tl.int32) + (start >> 5)
-    bit = (tl.load(words + (o >> 5), mask=o < size, other=0) >> (o & 31)) & 1
+    word = tl.load(words + number, mask=32 * number < size, other=0).to(tl.uint32, bitcast=True)
+    ones = count_ones(word)
+    before = tl.cumsum(ones, 0) - ones
     values = pointer(body + 8 * ((column(rows, i, NUMEL) + 63) >> 6), tl.float32)
     values += tl.load(starts + _TILES * column(rows, i, _GROUPS_AT) + start // TILE)
-    v = tl.load(values + (tl.cumsum(bit, 0) - bit), mask=bit != 0, other=0.0)
-    return bit != 0, v
+    # only words are summed one after the other; within a word, bits are counted
+    bit = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
+    is_there = (word[:, None] & bit[None, :]) != 0
+    rank = before[:, None] + count_ones(word[:, None] & (bit - 1)[None, :])
+    v = tl.load(values + rank, mask=is_there, other=0.0)
+    return tl.reshape(is_there, (TILE,)), tl.reshape(v, (TILE,))
 
 
 @triton.jit
@@ -270,7 +285,7 @@ def _decode(
     adds = column(rows, first_row, ADD) != 0
     flags = tl.zeros((), tl.int64)
     if not force:
-        for number in range(0, count):
+        for number in range(count):
             flags |= tl.load(state_of(state, first_row + number, 5))
     if (flags & NONFINITE) != 0:
         _store(out, tl.full((TILE,), float("nan"), tl.float32), size, TILE, kind)
@@ -280,7 +295,7 @@ def _decode(
         in_memory = adds.to(tl.int32)
         is_fresh = 1 - in_memory
         scatters = is_even & ((kind == tl.float32) | ((count == 1) & (adds == 0)))
-        for number in range(0, count):
+        for number in range(count):
             i = first_row + number
             if has_body(state, i, force):
                 is_bits = has_bits(rows, i, bitmaps, force)
