@@ -443,13 +443,15 @@ def _scan(
             tl.atomic_add(at + _ABOVE, above.to(tl.int64), sem="relaxed")
         slot = slots + program.to(tl.int64) * SLOT
         is_listed = within <= SLOT - 2
-        tl.store(slot, tl.where(is_listed, within, -1))
+        tl.store(slot, tl.where(is_listed, 0, -1))
         tl.store(slot + 1, above)
         if is_listed:
             if within > 0:
-                place = tl.cumsum(is_within.to(tl.int32), 0) + 1
-                tl.store(slot + place, d + low, mask=is_within)
                 tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
+                # the list has any order, which takes fewer instructions; it is counted from zero
+                tl.debug_barrier()
+                place = tl.atomic_add(slot + tl.zeros((TILE,), tl.int32), 1, mask=is_within, sem="relaxed")
+                tl.store(slot + 2 + place, d + low, mask=is_within)
         else:
             _count_bins(row_bins, d, is_within, span - 1, shift)
         # all threads have written before one of them takes the ticket
@@ -650,9 +652,11 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
     known = launch.scratch("known", 8 * len(launch.numels), "int64")
     tiles = launch.scratch("tiles", 2 * count, "int32")
     starts = launch.scratch("starts", 2 * count, "int64")
-    slots = launch.scratch("slots", _SLOT * count, "int32")
-    # a fixed share of the elements, whatever a group is
-    in_group = max(1, _BINS * triton.next_power_of_2(int(launch.groups[is_long].min())) // (16 * TILE))
+    # memory is a fixed share of the elements, whatever a group is
+    shortest = triton.next_power_of_2(int(launch.groups[is_long].min()))
+    in_group = max(1, _BINS * shortest // (16 * TILE))
+    slot = max(2, min(_SLOT, _SLOT * shortest // TILE))
+    slots = launch.scratch("slots", slot * count, "int32")
     most = int(launch.counts[is_long].min()) * in_group
     bits = min(most.bit_length() - 1, _MOST_BITS)
     bins = launch.scratch("bins", int(launch.counts.sum()) * in_group, "int32")
@@ -664,7 +668,7 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
         num_warps=max(4, min(32, sample // 1024)), num_stages=1,
     )  # fmt: skip
     start(_scan, count,
-        rows, work, state, known, bins, tiles, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE, _SLOT, feedback, kind,
+        rows, work, state, known, bins, tiles, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE, slot, feedback, kind,
         even,
         num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, num_stages=1,
     )  # fmt: skip
@@ -672,7 +676,7 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
     for _ in range(1 + -(-31 // bits)):
         start(_narrow, count,
             rows, work, state, known, bins, tiles, starts, slots, in_group, _SHORT, _MOST_BITS, _SMALL_STEP, TILE,
-            _SLOT, _CHUNK, feedback, kind, even, bitmaps,
+            slot, _CHUNK, feedback, kind, even, bitmaps,
             num_warps=_NARROW_WARPS, maxnreg=_NARROW_REGISTERS, num_stages=1,
         )  # fmt: skip
     start(_write, count,

@@ -37,7 +37,7 @@ INFINITE: tl.constexpr = tl.constexpr(0x7F800000)
 
 _SCANNED = 4096  # counts that are added up at once
 _STORED = 16  # elements that a thread which decodes stores at once
-_LONGEST_DECODED = 8  # warps
+_MOST_WARPS = 8  # of a program that decodes
 
 
 @triton.jit
@@ -341,7 +341,7 @@ def decode(launch: Launch, scale: float, tau: float, force: bool, pairs: bool) -
     if launch.kind != tl.float32 and not launch.is_single:
         raise NotImplementedError("sums of several payloads of sparse signs are made in float32")
     work = launch.work_by_groups_of_tensors()
-    warps = max(1, min(_LONGEST_DECODED, triton.next_power_of_2(launch.longest) // 1024))
+    warps = max(1, min(_MOST_WARPS, triton.next_power_of_2(launch.longest) // 1024))
     start(
         _decode, work.shape[0], launch.rows, work, launch.state, offsets_of(launch), scale, tau, 32 * _STORED * warps,
         64 * warps, pairs, launch.kind, launch.aligned, launch.is_single, launch.adds, force,
