@@ -49,6 +49,12 @@ def mixed(word, i):
 
 
 @triton.jit
+def _parts_of(nbytes):
+    """Return into how many parts a payload is cut, at least one; programs for others end at once."""
+    return (nbytes + 4 * _PART - 1) // (4 * _PART)
+
+
+@triton.jit
 def _sum_of_part(words, part, count):
     """Sum what the words of a part count for; those of the header, and those from `count` on, are left out."""
     i = part * _PART + tl.arange(0, _PART)
@@ -73,46 +79,44 @@ def _sum_of_header(w0, w1, w2, w3, entries):
 # a codec of 1 must not become a constant, which has no type to widen
 @triton.jit(do_not_specialize=["codec", "parameter"])
 def _seal(rows, work, state, codec, parameter):
-    i, parts, part = entry(work)
-    is_bad = tl.load(state_of(state, i, 0)) != 0
+    i, _, part = entry(work)
     body = tl.load(state_of(state, i, 2))
-    entries = tl.load(state_of(state, i, 1))
-    body = tl.where(is_bad, 0, body)
-    # what differs from row to row is noted by the compressor
-    parameter = tl.where(parameter < 0, tl.load(state_of(state, i, 7)), parameter)
-    nbytes = HEADER + ((body + 7) & ~7)
-    at = pointer(column(rows, i, PAYLOAD), tl.int32)
-    if part * _PART * 4 < nbytes:
+    # what is bad is reset by the last program, and must not tell the others how many there are
+    parts = _parts_of(HEADER + ((body + 7) & ~7))
+    if part < parts:
+        is_bad = tl.load(state_of(state, i, 0)) != 0
+        nbytes = HEADER + tl.where(is_bad, 0, (body + 7) & ~7)
+        at = pointer(column(rows, i, PAYLOAD), tl.int32)
         tl.atomic_add(state_of(state, i, 3), _sum_of_part(at, part, nbytes // 4))
-    # no thread may read what the last program has made ready for the next step
-    tl.debug_barrier()
-    done = tl.atomic_add(state_of(state, i, 4), 1)
-    if done == parts - 1:
-        total = tl.atomic_add(state_of(state, i, 3), 0)
-        flags = _SUMMED + tl.where(is_bad, NONFINITE, 0)
-        kinds = (codec * 256 + flags * 65536 + (_VERSION + (1 << 24))).to(tl.int64)
-        w0 = (kinds << 32) | _MAGIC
-        w1 = column(rows, i, NUMEL)
-        w3 = column(rows, i, GROUP) | (tl.where(is_bad, 0, parameter).to(tl.int64) << 32)
-        entries = tl.where(is_bad, 0, entries)
-        total += _sum_of_header(w0, w1, nbytes, w3, entries)
-        words = at.to(tl.pointer_type(tl.int64), bitcast=True)
-        tl.store(words, w0)
-        tl.store(words + 1, w1)
-        tl.store(words + 2, nbytes)
-        tl.store(words + 3, w3)
-        tl.store(words + 4, entries | ((total & _LOW) << 32))
-        tl.store(state_of(state, i, 6), nbytes)
-        for number in tl.static_range(5):
+        # no thread may read what the last program has made ready for the next step
+        tl.debug_barrier()
+        if tl.atomic_add(state_of(state, i, 4), 1) == parts - 1:
+            # what differs from row to row is noted by the compressor
+            stated = tl.where(parameter < 0, tl.load(state_of(state, i, 7)), parameter.to(tl.int64))
+            entries = tl.where(is_bad, 0, tl.load(state_of(state, i, 1)))
+            flags = _SUMMED + tl.where(is_bad, NONFINITE, 0)
+            kinds = (codec * 256 + flags * 65536 + (_VERSION + (1 << 24))).to(tl.int64)
+            w0 = (kinds << 32) | _MAGIC
+            w1 = column(rows, i, NUMEL)
+            w3 = column(rows, i, GROUP) | (tl.where(is_bad, 0, stated) << 32)
+            total = tl.atomic_add(state_of(state, i, 3), 0) + _sum_of_header(w0, w1, nbytes, w3, entries)
+            words = at.to(tl.pointer_type(tl.int64), bitcast=True)
+            tl.store(words, w0)
+            tl.store(words + 1, w1)
+            tl.store(words + 2, nbytes)
+            tl.store(words + 3, w3)
+            tl.store(words + 4, entries | ((total & _LOW) << 32))
+            tl.store(state_of(state, i, 5), flags)
+            tl.store(state_of(state, i, 6), nbytes)
             # ready for the next step; what has come of it stays for who takes it back
-            if number != 1 and number != 2:
-                tl.store(state_of(state, i, number), 0)
-        tl.store(state_of(state, i, 5), flags)
+            tl.store(state_of(state, i, 0), 0)
+            tl.store(state_of(state, i, 3), 0)
+            tl.store(state_of(state, i, 4), 0)
 
 
 @triton.jit(do_not_specialize=["codec"])
 def _check(rows, work, state, codec):
-    i, parts, part = entry(work)
+    i, _, part = entry(work)
     room = column(rows, i, ROOM)
     at = pointer(column(rows, i, PAYLOAD), tl.int32)
     words = at.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -126,21 +130,21 @@ def _check(rows, work, state, codec):
     is_good &= ((flags & (NONFINITE | ABSENT)) == 0) | (w2 == HEADER)
     # too long is not read
     nbytes = tl.where(is_good, w2, HEADER)
-    if part * _PART * 4 < nbytes:
+    parts = _parts_of(nbytes)
+    if part < parts:
         tl.atomic_add(state_of(state, i, 3), _sum_of_part(at, part, nbytes // 4))
-    # no thread may read what the last program has made ready for the next step
-    tl.debug_barrier()
-    done = tl.atomic_add(state_of(state, i, 4), 1)
-    if done == parts - 1:
-        total = tl.atomic_add(state_of(state, i, 3), 0) + _sum_of_header(w0, w1, w2, w3, w4 & _LOW)
-        matches = ((total ^ (w4 >> 32)) & _LOW) == 0
-        found = tl.where(matches, flags, -1)
-        found = tl.where((flags & _SUMMED) == 0, -2, found)
-        tl.store(state_of(state, i, 1), w4 & _LOW)
-        tl.store(state_of(state, i, 6), w2)
-        tl.store(state_of(state, i, 5), tl.where(is_good, found, -1))
-        tl.store(state_of(state, i, 3), 0)
-        tl.store(state_of(state, i, 4), 0)
+        # no thread may read what the last program has made ready for the next step
+        tl.debug_barrier()
+        if tl.atomic_add(state_of(state, i, 4), 1) == parts - 1:
+            total = tl.atomic_add(state_of(state, i, 3), 0) + _sum_of_header(w0, w1, w2, w3, w4 & _LOW)
+            matches = ((total ^ (w4 >> 32)) & _LOW) == 0
+            found = tl.where(matches, flags, -1)
+            found = tl.where((flags & _SUMMED) == 0, -2, found)
+            tl.store(state_of(state, i, 1), w4 & _LOW)
+            tl.store(state_of(state, i, 6), w2)
+            tl.store(state_of(state, i, 5), tl.where(is_good, found, -1))
+            tl.store(state_of(state, i, 3), 0)
+            tl.store(state_of(state, i, 4), 0)
 
 
 def seal(rows, work, state, codec, parameter):
@@ -148,7 +152,7 @@ def seal(rows, work, state, codec, parameter):
 
     Args:
         rows: the table, int64 in device memory.
-        work: (row, parts of the row, part, 0) for each PART words of the room of each row.
+        work: (row, 1, part) for each PART words of the room of each row.
         state: of the rows; FOUND and NBYTES are filled, BAD is 0 afterwards.
         codec: for the headers.
         parameter: likewise; -1 where the last column of `state` has that of each row.

@@ -98,8 +98,12 @@ class Launch:
 
     def work_by_parts(self, block: int) -> Any:
         """Return (row, 1, part) where each group is cut into parts of `block` elements; some may be empty."""
-        parts = self.counts * -(-self._host[:, table.GROUP] // block)
-        return self._work(("parts", block), lambda: _spread(np.arange(len(parts)), np.ones_like(parts), parts))
+
+        def work() -> npt.NDArray[np.int32]:
+            parts = self.counts * -(-self._host[:, table.GROUP] // block)
+            return _spread(np.arange(len(parts)), np.ones_like(parts), parts)
+
+        return self._work(("parts", block), work)
 
     def work_by_blocks(self, block: int) -> Any:
         """Return (first row, rows, block) for each block of `block` elements of each tensor."""
@@ -113,13 +117,21 @@ class Launch:
 
     def work_by_rows(self) -> Any:
         """Return (row, 1, 0) for each row."""
-        ones = np.ones_like(self.counts)
-        return self._work("rows", lambda: _spread(np.arange(len(ones)), ones, ones))
+
+        def work() -> npt.NDArray[np.int32]:
+            ones = np.ones_like(self.counts)
+            return _spread(np.arange(len(ones)), ones, ones)
+
+        return self._work("rows", work)
 
     def work_by_words(self) -> Any:
-        """Return (row, parts, part) for each part of the room of each payload."""
-        parts = np.maximum(-(-self._rooms // (4 * envelope.PART)), 1)
-        return self._work("words", lambda: _spread(np.arange(len(parts)), parts, parts))
+        """Return (row, 1, part) for each part of the room of each payload."""
+
+        def work() -> npt.NDArray[np.int32]:
+            parts = np.maximum(-(-self._rooms // (4 * envelope.PART)), 1)
+            return _spread(np.arange(len(parts)), np.ones_like(parts), parts)
+
+        return self._work("words", work)
 
     def _work(self, name: Any, make: Callable[[], npt.NDArray[np.int32]]) -> Any:
         kept = self._kept.get(("work", name))

@@ -78,7 +78,7 @@ _FEW_BINS = tl.constexpr(4096)  # enough where the next launch can tell the rest
 _ALL = tl.constexpr(1 << 31)  # more than any magnitude
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _BITS_OF_INDEX = tl.constexpr(BITS_OF_INDEX)
-_MARGIN = tl.constexpr(4.0)  # in standard deviations, and as many elements more
+_MARGIN = tl.constexpr(3.0)  # in standard deviations, and as many elements more
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from hvd_compress.kernels.cuda.start import start
 _MOST_SUMMED = 1024  # groups whose counts each program sums by itself
 _CHUNK = 1024  # entries that a program looks at together
 _WARPS, _REGISTERS = 8, 64
+_MORE_REGISTERS = 128  # for several senders, or 16 bits, which take more
 _MOST_GROUP = tl.constexpr(65536)
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
 _TILES = tl.constexpr(TILES)
@@ -382,10 +383,12 @@ def decode_entries(launch: Launch, scale: float, force: bool, starts: Any = None
     offsets = scan(launch, bitmaps, False, force) if is_scanned else launch.state
     groups = 1 if is_scanned else triton.next_power_of_2(most)
     work = launch.work_by_blocks(tile)
+    is_common = launch.is_single and launch.kind == tl.float32
+    registers = None if is_light else _REGISTERS if is_common else _MORE_REGISTERS
     start(_decode, work.shape[0],
         launch.rows, work, launch.state, offsets, starts if bitmaps else launch.state, scale, tile, groups, _CHUNK,
         launch.kind, bitmaps, is_even, is_scanned, launch.aligned and not bitmaps, launch.is_single, force,
-        num_warps=_WARPS, maxnreg=None if is_light else _REGISTERS, num_stages=1,
+        num_warps=_WARPS, maxnreg=registers, num_stages=1,
     )  # fmt: skip
 
 
