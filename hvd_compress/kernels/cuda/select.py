@@ -99,16 +99,15 @@ def _magnitude(y):
 
 
 @triton.jit
-def _kth(sizes, above_zero, k, slack):
+def _kth(sizes, low, from_low, k, slack):
     """Find a number that `k` to `k + slack` of the absolute values `sizes` are not below, if there is one.
 
-    Else the k-th largest of them is found. Zeros do not count: if fewer than `k` are above, it is the least number.
+    Else the k-th largest of them is found. It is not below the magnitude `low`, 1 at least, which `from_low` are not
+    below: that is found if these are fewer than `k`.
 
     Returns its magnitude, how many are not below, and how many are above it, or 0 if all that are not below are wanted.
     """
-    low = tl.full((), 1, tl.int32)
     high = tl.minimum(tl.max(sizes, 0).to(tl.int32, bitcast=True), _INFINITY) + 1
-    from_low = above_zero
     from_high = tl.zeros((), tl.int32)
     turn = tl.zeros((), tl.int32)
     # steps alternate between where the counts say it is and the middle, so that none of the two can stall
@@ -261,7 +260,7 @@ def _encode_short(
         if (both >> 16) != 0:
             tl.store(state_of(state, i, 0), 1)
         k = column(rows, i, LIMIT).to(tl.int32)
-        threshold, from_low, from_high = _kth(sizes, both & 0xFFFF, k, 0)
+        threshold, from_low, from_high = _kth(sizes, tl.full((), 1, tl.int32), both & 0xFFFF, k, 0)
         takes_all = from_low <= k
         found = tl.where(takes_all, from_low, k)
         allowed = tl.where(takes_all, BLOCK, k - from_high)
@@ -391,12 +390,13 @@ def _guess(
             expected = k.to(tl.float32) * (count.to(tl.float32) / numel.to(tl.float32))
             margin = _MARGIN * tl.sqrt(expected) + _MARGIN
             slack = (margin * 0.125).to(tl.int32)
-            low, _, _ = _kth(sizes, above_zero, (expected + margin).to(tl.int32), slack)
+            one = tl.full((), 1, tl.int32)
+            low, from_low, _ = _kth(sizes, one, above_zero, (expected + margin).to(tl.int32), slack)
             high = tl.full((), _ALL - 1, tl.int64)
             up = (expected - margin).to(tl.int32) - slack
             if up > 0:
-                upper, _, _ = _kth(sizes, above_zero, up, slack)
-                high = tl.maximum(upper, low).to(tl.int64)
+                upper, _, _ = _kth(sizes, low, from_low, up, slack)
+                high = upper.to(tl.int64)
             at = known + i * _KNOWN
             tl.store(at + _ANEW, 0)
             tl.store(at + _DONE, 0)
