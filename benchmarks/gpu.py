@@ -34,16 +34,16 @@ ROW = 4096
 MANY = 1024
 COMPRESSORS: list[Compressor] = [
     OneBit(),
-    Threshold(_TAU),
     QSGD(4),
     QSGD(8),
     QSGD(3),
-    Adaptive(64),
-    TopK(0.01),
-    Percentile(90, error_feedback=True),
     BF16(),
     FP16(),
     NoCompression(),
+    Adaptive(64),
+    Threshold(_TAU),
+    TopK(0.01),
+    Percentile(90, error_feedback=True),
 ]
 
 
@@ -289,8 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ratios = f"torch {in_torch / found['encode']:5.1f}  1:{4 * numel / found['bytes']:.1f}"
                 print(f"{compressor.id:11}{len(shapes):5}  {told}  {host}  {ratios}", flush=True)
                 torch.cuda.empty_cache()
-    if options.out:
-        Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
+                if options.out:
+                    Path(options.out).write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 
