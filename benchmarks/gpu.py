@@ -235,21 +235,21 @@ def torch_qsgd(x: torch.Tensor, r: torch.Tensor) -> None:
     codes.view(-1, 2)[:, 0] | codes.view(-1, 2)[:, 1] << 4
 
 
-IN_TORCH: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
-    "onebit": torch_onebit,
-    "threshold": torch_threshold,
-    "adaptive": torch_adaptive,
-    "topk": torch_topk,
-    "percentile": torch_percentile,
-    "qsgd": torch_qsgd,
+IN_TORCH: dict[Compressor, Callable[[torch.Tensor, torch.Tensor], None]] = {
+    OneBit(): torch_onebit,
+    QSGD(4): torch_qsgd,
+    Adaptive(64): torch_adaptive,
+    Threshold(_TAU): torch_threshold,
+    TopK(0.01): torch_topk,
+    Percentile(90, error_feedback=True): torch_percentile,
 }
 
 
-def torch_microseconds(name: str, numel: int) -> float:
+def torch_microseconds(compressor: Compressor, numel: int) -> float:
     """Time the torch operations, with residuals as they are before a step."""
     x, initial = torch.randn(numel, device="cuda"), 0.1 * torch.randn(numel, device="cuda")
     r = initial.clone()
-    return microseconds(lambda i: IN_TORCH[name](x, r), lambda i: r.copy_(initial), times=10)
+    return microseconds(lambda i: IN_TORCH[compressor](x, r), lambda i: r.copy_(initial), times=10)
 
 
 def copy_microseconds(numel: int) -> float:
@@ -274,11 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for compressor in COMPRESSORS:
             if options.only and compressor.id not in options.only:
                 continue
-            in_torch = (
-                torch_microseconds(compressor.id, numel // ROW * ROW)
-                if IN_TORCH.get(compressor.id) and numel >= ROW
-                else 0.0
-            )
+            compared = compressor in IN_TORCH and numel >= ROW
+            in_torch = torch_microseconds(compressor, numel // ROW * ROW) if compared else 0.0
             for shapes in [(numel // row, row)], [(numel // row // many, row)] * many:
                 found = Case(compressor, shapes).run()
                 run = {"numel": numel, "compressor": repr(compressor), "tensors": len(shapes), "copy": copy}

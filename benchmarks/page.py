@@ -32,7 +32,7 @@ MOST_OF_MEMCPY_ADDING, LEAST_OF_TORCH = 1.2, 10.0
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")
 
 
-def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | None) -> str:
+def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | None, gpu: dict[str, Any] | None) -> str:
     """Return the Markdown of all results; saves their plots."""
     aims: list[Aim] = [*_of_all(results, "aims"), *(_kernel_aims(kernels) if kernels else ())]
     verdicts: list[Verdict] = list(_of_all(results, "verdicts"))
@@ -55,6 +55,8 @@ def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | No
         parts += ["", module.section(result)]
     if kernels:
         parts += ["", _kernels(kernels)]
+    if gpu:
+        parts += ["", _gpu(gpu)]
     parts += ["", *_conditions(results)]
     return "\n".join(parts) + "\n"
 
@@ -153,6 +155,41 @@ def _kernels(result: dict[str, Any]) -> str:
     )
 
 
+def _gpu(result: dict[str, Any]) -> str:
+    calls = ("encode", "decode", "decode and add")
+    lines = []
+    for run in result["runs"]:
+        cells: list[object] = [f"`{run['compressor']}`", f"{run['tensors']:,}"]
+        cells += [f"{run[call] / run['copy']:.2f}" for call in calls]
+        # 4 bytes of each element that is encoded
+        cells.append(f"{4 * run['numel'] / run['encode'] / 1000:.0f}")
+        torch = run["torch operations"]
+        cells += [f"{torch / run['encode']:.1f}" if torch else "", f"{run['encode host']:.0f}"]
+        lines.append(cells)
+    head = [
+        "",
+        "tensors",
+        *(f"{call}, times a copy" for call in calls),
+        "encode, GB/s",
+        "torch's times ours",
+        "host, µs",
+    ]
+    first = result["runs"][0]
+    return "\n".join(
+        [
+            "## Kernels on a GPU",
+            "",
+            f"One {result['card']}, torch {result['torch']}. {first['numel']:,} float32 in rows of 4096 elements, as "
+            f"one tensor and as many; encoding with error feedback. A copy of the gradient on the device takes "
+            f"{first['copy']:.1f} µs, {8 * first['numel'] / first['copy'] / 1000:.0f} GB/s read and written. Medians "
+            "of one run of `benchmarks/gpu.py`, without what the host does meanwhile, which is the last column. GB/s are those "
+            "of the gradient that is encoded.",
+            "",
+            table(head, lines),
+        ]
+    )
+
+
 def _conditions(results: dict[ModuleType, dict[str, Any]]) -> list[str]:
     machines = [result["machine"] for result in results.values()]
     facts = [[key.replace("_", " "), " / ".join(dict.fromkeys(str(m[key]) for m in machines))] for key in MACHINE]
@@ -173,7 +210,7 @@ def main() -> None:
     results = {module: result for module in BENCHMARKS if (result := read(module.__name__)) is not None}
     if not results:
         raise SystemExit(f"no results in {RESULTS}; `make bench` makes some")
-    (RESULTS / "README.md").write_text(page(results, read("kernels")))
+    (RESULTS / "README.md").write_text(page(results, read("kernels"), read("gpu")))
     print(f"written: {RESULTS / 'README.md'}")
 
 
