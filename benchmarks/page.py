@@ -182,8 +182,8 @@ def _gpu(result: dict[str, Any]) -> str:
             f"One {result['card']}, torch {result['torch']}. {first['numel']:,} float32 in rows of 4096 elements, as "
             f"one tensor and as many; encoding with error feedback. A copy of the gradient on the device takes "
             f"{first['copy']:.1f} µs, {8 * first['numel'] / first['copy'] / 1000:.0f} GB/s read and written. Medians "
-            "of one run of `benchmarks/gpu.py`, without what the host does meanwhile, which is the last column. GB/s are those "
-            "of the gradient that is encoded.",
+            "of one run of `benchmarks/gpu.py`, without what the host does meanwhile, which is the last column. "
+            "GB/s are those of the gradient that is encoded.",
             "",
             table(head, lines),
         ]

@@ -143,8 +143,8 @@ class Memory(ABC):
     # -- messages ------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def slots(self, nbytes: int) -> Slots:
-        """Allocate the place of a message that is sent."""
+    def slots(self, nbytes: int, places: Numbers | None = None) -> Slots:
+        """Allocate the place of a message that is sent; `places` of payloads, where these have no fixed size."""
 
     @abstractmethod
     def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
@@ -241,7 +241,7 @@ class HostMemory(Memory):
         is_finite = bool(all_finite(array))
         return lambda: is_finite
 
-    def slots(self, nbytes: int) -> Slots:
+    def slots(self, nbytes: int, places: Numbers | None = None) -> Slots:
         return _HostSlots(nbytes)
 
     def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:

@@ -79,7 +79,8 @@ class Outbox:
             return
         self._is_begun = True
         if self._slots is None:
-            self._slots = self.message.memory.slots(self._nbytes)
+            places = None if self.message.fixed_size else self.message.places
+            self._slots = self.message.memory.slots(self._nbytes, places)
             self.buffer = self._slots.buffer
         self._places = kernels.address_of(self.buffer) + self.message.places
         self._made_at = self._places

@@ -27,7 +27,7 @@ Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 _KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
-_TYPES = {kind: dtype for dtype, kind in _KINDS.items()}
+_NEAR = 2**17  # bytes that are copied in less time than another copy takes to begin
 
 
 class Event(Protocol):
@@ -107,6 +107,63 @@ class _DeviceSlots(Slots):
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+
+class _VaryingSlots(_DeviceSlots):
+    """Slots whose payloads have no fixed size: their lengths are brought first, and then no more than they take.
+
+    Args:
+        memory: of the device.
+        nbytes: of all slots.
+        places: where the slots begin.
+    """
+
+    def __init__(self, memory: DeviceMemory, nbytes: int, places: Numbers) -> None:
+        super().__init__(memory, nbytes)
+        self._places = places
+        self._words = memory.from_host((places >> 3) + table.LENGTH_WORD)
+        self._lengths = memory.pinned(8 * len(places)).view(torch.int64)
+        self._has_lengths = False
+
+    def fetch(self) -> None:
+        lengths = self._memory.streams.run(lambda: self._made.view(torch.int64)[self._words])
+        self._event, self._has_lengths = self._memory.fetch(self._lengths, lengths).event, False
+
+    def is_here(self) -> bool:
+        if self._event is None:
+            return True
+        if not self._has_lengths and self._event.query():
+            self._fetch_payloads()
+        return self._has_lengths and self._event.query()
+
+    def wait(self) -> None:
+        super().wait()
+        if self._event is not None and not self._has_lengths:
+            self._fetch_payloads()
+            super().wait()
+
+    def _fetch_payloads(self) -> None:
+        spans = _joined(self._places, self._lengths.numpy())
+
+        def copy() -> None:
+            for begin, end in spans:
+                self._there[begin:end].copy_(self._made[begin:end], non_blocking=True)
+
+        self._event, self._has_lengths = self._memory.streams.fetch(copy), True
+
+
+def _joined(places: Numbers, lengths: Numbers) -> list[tuple[int, int]]:
+    """Return which bytes are to be copied; payloads that lie near to each other are copied together."""
+    spans: list[tuple[int, int]] = []
+    for begin, length in zip(places.tolist(), lengths.tolist(), strict=True):
+        if not length:
+            # nothing was made there
+            continue
+        if spans and begin - spans[-1][1] < _NEAR:
+            spans[-1] = spans[-1][0], begin + length
+        else:
+            spans.append((begin, begin + length))
+    return spans
 
 
 class _Inbox:
@@ -244,8 +301,8 @@ class DeviceMemory(Memory):
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def slots(self, nbytes: int) -> Slots:
-        return _DeviceSlots(self, nbytes)
+    def slots(self, nbytes: int, places: Numbers | None = None) -> Slots:
+        return _DeviceSlots(self, nbytes) if places is None else _VaryingSlots(self, nbytes, places)
 
     def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
         inbox = kept.get("inbox")

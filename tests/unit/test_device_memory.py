@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_compress import OneBit
+from hvd_compress import OneBit, Threshold
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import Account, Bucket, Pack, plan_together
 from hvd_compress.memory import HOST, Memory
-from hvd_compress.torch._device import DeviceMemory
+from hvd_compress.torch._device import DeviceMemory, _joined
 from tests.device import DEVICE, ON_GPU, on_device
 from tests.stages import allgather, alltoall
 from tests.streams import LateStreams
 
 SHAPES = {"w": (4, 600), "b": (1100,), "v": (2, 513)}
-COMPRESSORS = [OneBit(), OneBit(error_feedback=False), OneBit(group=300)]
+COMPRESSORS = [OneBit(), OneBit(error_feedback=False), OneBit(group=300), Threshold(0.5)]
 
 
 def memory() -> Memory:
@@ -195,3 +195,10 @@ def test_a_step_that_is_abandoned_leaves_residuals_as_they_were() -> None:
         bucket.abandon()
         for key, residual in held(bucket).items():
             np.testing.assert_allclose(residual, old[key], atol=4e-6)
+
+
+def test_payloads_that_lie_near_are_copied_together() -> None:
+    far = 2**20
+    places = np.array([0, 1000, far, far + 5000, 3 * far])
+    assert _joined(places, np.array([40, 80, 48, 0, 64])) == [(0, 1080), (far, far + 48), (3 * far, 3 * far + 64)]
+    assert _joined(places, np.array([0, 0, 48, 0, 0])) == [(far, far + 48)]
