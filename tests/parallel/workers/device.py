@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, Adaptive, OneBit, Percentile, Policy, Threshold, TopK
+from hvd_compress import QSGD, AdaGrad, Adaptive, OneBit, Percentile, Policy, Threshold, TopK
 from hvd_compress.compressors import BF16, Compressor
 from hvd_compress.memory import HOST
 from hvd_compress.torch._device import DeviceMemory
@@ -75,6 +75,8 @@ def loss_of(model: torch.nn.Module, step: int, rank: int | None = None) -> torch
 def wrapped(model: torch.nn.Module, compressor: Any, on: bool = True, **settings: Any) -> Any:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     settings = {"min_numel": MIN_NUMEL, "exchange": "two_phase", **settings}
+    if compressor == "auto":
+        settings = {}
     with device_memory(on):
         return hvd.DistributedOptimizer(sgd, model.named_parameters(), compressor, **settings)
 
@@ -220,6 +222,59 @@ def a_gradient_that_is_not_contiguous_is_copied() -> None:
     optimizer.synchronize()
     expected = compressed(OneBit(error_feedback=False), gradient.contiguous().cpu())
     np.testing.assert_allclose(parameter.grad.cpu().numpy(), expected, rtol=1e-5)
+
+
+@cases.add
+def tensors_in_groups() -> None:
+    there, here = (trained(OneBit(), on, num_groups=2) for on in (True, False))
+    check_near(there, here, 2e-5)
+
+
+@cases.add
+def what_has_no_kernel_goes_through_host_memory() -> None:
+    for settings in ({"exchange": "hierarchical"}, {"adagrad": AdaGrad()}):
+        model = network()
+        optimizer = wrapped(model, OneBit(), **settings)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert all(memory is HOST for memory in memory_of(optimizer))
+        check_equal(model)
+    model = network()
+    optimizer = wrapped(model, TopK(0.05, coding="golomb"))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert all(memory is HOST for memory in memory_of(optimizer))
+
+
+@cases.add
+def single_calls_are_compressed_there() -> None:
+    generator = torch.Generator().manual_seed(hvd.rank())
+    found = {}
+    for on in (True, False):
+        with device_memory(on):
+            for step in range(3):
+                generator.manual_seed(10 * step + hvd.rank())
+                tensor = torch.randn(60, 50, generator=generator).to(DEVICE)
+                before = tensor.clone()
+                found[on, step] = hvd.allreduce(tensor, name=f"t{on}", compression=OneBit()).cpu()
+                assert torch.equal(tensor, before), "the tensor of a call is only read"
+    for step in range(3):
+        np.testing.assert_allclose(found[True, step].numpy(), found[False, step].numpy(), atol=2e-6)
+        same = hvd.allgather_object(found[True, step].numpy().tobytes())
+        assert len(set(same)) == 1
+
+
+@cases.add
+def auto_chooses_there() -> None:
+    model = network()
+    optimizer = wrapped(model, "auto")
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        check_equal(model)
 
 
 def compressed(compressor: Compressor, gradient: torch.Tensor) -> np.ndarray[Any, Any]:
