@@ -44,6 +44,14 @@ def test_bf16_error_feedback_gives_the_rest_later():
     assert abs(residual[0]) < 2.0**-8
 
 
+def test_a_residual_next_to_the_largest_float_stays_finite_when_a_step_is_taken_back():
+    # the first sum is rounded to infinity; the second one, less its gradient, is rounded beyond the largest float
+    residual = np.full(2, -np.finfo(np.float32).max, np.float32)
+    BF16().encode(np.array([-1.0141205e31, 1.6469863e38], np.float32), residual)
+    assert np.isfinite(residual).all()
+    assert residual[1] == -np.finfo(np.float32).max
+
+
 def test_bf16_overflow_spares_the_residual():
     """The largest float32 rounds to infinity; its residual would be infinite for ever."""
     x = np.array([np.finfo(np.float32).max, 1.0], np.float32)
