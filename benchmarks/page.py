@@ -171,7 +171,7 @@ def _gpu(result: dict[str, Any]) -> str:
         "tensors",
         *(f"{call}, times a copy" for call in calls),
         "encode, GB/s",
-        "torch's times ours",
+        "torch operations, times as long",
         "host, µs",
     ]
     first = result["runs"][0]

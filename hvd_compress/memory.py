@@ -1,7 +1,7 @@
 """Where gradients, residuals and payloads lie: `Memory` says what a kind of memory does, `HostMemory` is the first.
 
 An exchange asks the memory of a bucket for arrays, for their addresses, and to run tables of payloads on them. What
-another kind of memory needs is in one class, such as `CudaMemory` of the edge for PyTorch.
+another kind of memory needs is in one class, such as `DeviceMemory` of the edge for PyTorch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Slots(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Begin a step: what kernels leave out is zeros then, if `is_cleared`."""
+        """Begin a step. On devices the memory is zeros afterwards."""
 
     @abstractmethod
     def fetch(self) -> None:
@@ -133,6 +133,10 @@ class Memory(ABC):
         """Multiply an array by a number that is rounded to its type, in place."""
 
     @abstractmethod
+    def clear(self, array: Any) -> None:
+        """Make all elements zero."""
+
+    @abstractmethod
     def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         """Copy flat arrays into others of the same sizes."""
 
@@ -147,13 +151,14 @@ class Memory(ABC):
         """Allocate the place of a message that is sent; `places` of payloads, where these have no fixed size."""
 
     @abstractmethod
-    def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
+    def receive(self, received: Bytes, places: Numbers, nbytes: int, kept: dict[str, Any]) -> Numbers:
         """Bring a message that has come to where kernels read it; returns the addresses of its payloads there.
 
         Args:
             received: on the host, from an 8-byte boundary on.
             places: addresses of the payloads in it.
-            kept: for the memory that is used, which stays the same as long as it is large enough.
+            nbytes: the most that any message has.
+            kept: for the memory that is used, which stays the same.
         """
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -166,7 +171,7 @@ class Memory(ABC):
     def check(self, payloads: Payloads, kind: str) -> Verdict | Callable[[], Verdict]:
         """Check payloads that have come; returns the verdict, or what waits for it and tells it.
 
-        Only where it has to be waited for, kernels decode no payload that is bad.
+        Where the verdict comes later, `decode` skips payloads that are bad.
         """
 
     @abstractmethod
@@ -233,6 +238,9 @@ class HostMemory(Memory):
     def multiply(self, array: Any, factor: float) -> None:
         array *= array.dtype.type(factor)
 
+    def clear(self, array: Any) -> None:
+        array[...] = 0
+
     def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target[...] = source
@@ -244,7 +252,7 @@ class HostMemory(Memory):
     def slots(self, nbytes: int, places: Numbers | None = None) -> Slots:
         return _HostSlots(nbytes)
 
-    def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
+    def receive(self, received: Bytes, places: Numbers, nbytes: int, kept: dict[str, Any]) -> Numbers:
         return places
 
     def encode(self, payloads: Payloads, kind: str, key_of: Callable[[int], Key]) -> None:

@@ -379,7 +379,7 @@ class Bucket:
         flags = np.zeros(len(self._owned.parts), np.int64)
         places = at
         if not self.memory.is_host:
-            places = self.memory.receive(received, at, self._inboxes[0])
+            places = self.memory.receive(received, at, self._owned.nbytes, self._inboxes[0])
         try:
             for kind, held in by_kind(numbers, self._kinds_of_values() if self._kinds else {}):
                 self._fit_sums(held, kind)
@@ -418,7 +418,7 @@ class Bucket:
         if self._inside is not None:
             self._count_inside(sizes, self._inside)
         flags = np.zeros(len(self._last.parts), np.int64)
-        places = at if self.memory.is_host else self.memory.receive(received, at, self._inboxes[1])
+        places = at if self.memory.is_host else self.memory.receive(received, at, self._last.nbytes, self._inboxes[1])
         try:
             # told here, not when decoding: other tensors of the step may be final by then
             compressed = self._given.keys() if self.pack is None else self._given.keys() - {self._packed}

@@ -141,6 +141,12 @@ class Message:
             wire.frames(received, count)
         if there != received.size:
             raise WireError(f"received {received.size} bytes, {count} payloads take {there} of them")
+        if (sizes > self.slots).any():
+            longest = int(np.argmax(sizes > self.slots))
+            raise WireError(
+                f"payload {longest} of {count} has {sizes[longest]} bytes, and its tensor takes {self.slots[longest]} at "
+                "most"
+            )
         return places, sizes
 
 

@@ -82,7 +82,10 @@ class Pack:
 
     def put(self, member: str, values: Any) -> bool:
         """Copy a flat gradient into the buffer, or zeros for None; returns whether all members are here."""
-        self.part(member)[...] = 0 if values is None else values
+        if values is None:
+            self.memory.clear(self.part(member))
+        else:
+            self.memory.copy_all([self.part(member)], [values])
         self._missing.discard(member)
         return not self._missing
 

@@ -1,7 +1,7 @@
 """Memory of a GPU: gradients are compressed where they are, and only payloads cross to the host.
 
 All work on the device is given to two streams of this module's own: kernels run on one, payloads leave on the other.
-Nothing waits on the host but who asks for a payload or for a verdict, so that hooks of backward passes never wait.
+The host waits only where somebody asks for a payload or for a verdict, so that hooks of backward passes never wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvd_compress.compressors import Key, tables
 from hvd_compress.kernels import table
 from hvd_compress.memory import HOST, Memory, Payloads, Slots, Verdict
 
-__all__ = ["CudaStreams", "DeviceMemory", "Event", "Streams", "memories", "place_of", "why_not"]
+__all__ = ["CudaStreams", "DeviceMemory", "Event", "Streams", "memories", "places", "told_places", "why_not"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -252,6 +252,9 @@ class DeviceMemory(Memory):
     def multiply(self, array: Any, factor: float) -> None:
         self.streams.run(lambda: array.mul_(factor))
 
+    def clear(self, array: Any) -> None:
+        self.streams.run(array.zero_)
+
     def copy_all(self, targets: Sequence[Any], sources: Sequence[Any]) -> None:
         if targets:
             self.streams.run(lambda: torch._foreach_copy_(list(targets), list(sources)))
@@ -304,10 +307,10 @@ class DeviceMemory(Memory):
     def slots(self, nbytes: int, places: Numbers | None = None) -> Slots:
         return _DeviceSlots(self, nbytes) if places is None else _VaryingSlots(self, nbytes, places)
 
-    def receive(self, received: Bytes, places: Numbers, kept: dict[str, Any]) -> Numbers:
+    def receive(self, received: Bytes, places: Numbers, nbytes: int, kept: dict[str, Any]) -> Numbers:
         inbox = kept.get("inbox")
-        if inbox is None or inbox.size < received.size:
-            inbox = kept["inbox"] = _Inbox(self, received.size)
+        if inbox is None:
+            inbox = kept["inbox"] = _Inbox(self, nbytes)
         return inbox.take(received, places)
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -322,6 +325,8 @@ class DeviceMemory(Memory):
             launch.place(rows, kind, payloads.compressor.feedback)
             kernels.encode(launch)
 
+        # where this fails nothing is to be taken back
+        rows[:, table.USED] = 0
         self.streams.run(work)
         # how long they are is told by their headers, when they are here
         rows[:, table.USED] = rows[:, table.ROOM]
@@ -365,6 +370,8 @@ class DeviceMemory(Memory):
         from hvd_compress.kernels.cuda import feedback
 
         rows, kernels = payloads.rows.copy(), _kernels_of(payloads)
+        if not rows[:, table.USED].any():
+            return
         rows[:, table.ADD] = 1
 
         def work() -> None:
@@ -415,7 +422,7 @@ def why_not() -> str | None:
         return f"Triton cannot be imported ({error}); it comes with torch's builds for CUDA"
     except Exception as error:
         # it compiles for the device, with the C compiler that it finds
-        return f"Triton cannot run a kernel here: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"Triton cannot run a kernel here: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
 
 
@@ -426,9 +433,17 @@ def _tell(reason: str) -> None:
     )
 
 
-def place_of(tensor: torch.Tensor) -> torch.device | None:
-    """Return the device whose memory a tensor may be exchanged in; None for that of the host."""
-    return tensor.device if _is_taken(tensor) else None
+def places(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Number the devices of tensors in the order in which they come: zeros where all are on one, whichever it is."""
+    devices = [tensor.device for tensor in tensors]
+    numbers = {device: number for number, device in enumerate(dict.fromkeys(devices))}
+    return [numbers[device] for device in devices]
+
+
+def told_places(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return what ranks compare of `places`, on which buckets depend: nothing where all tensors are on one device."""
+    found = places(tensors)
+    return found if any(found) else []
 
 
 def memories(tensors: Iterable[tuple[str, torch.Tensor]]) -> Callable[[Sequence[str]], Memory]:
@@ -448,7 +463,11 @@ def memories(tensors: Iterable[tuple[str, torch.Tensor]]) -> Callable[[Sequence[
     def memory_of(names: Sequence[str]) -> Memory:
         found = {devices.get(name) for name in names}
         device = found.pop() if len(found) == 1 else None
-        return HOST if device is None else made.setdefault(device, DeviceMemory(device))
+        if device is None:
+            return HOST
+        if device not in made:
+            made[device] = DeviceMemory(device)
+        return made[device]
 
     return memory_of
 

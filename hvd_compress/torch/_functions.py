@@ -26,6 +26,7 @@ from hvd_compress.torch import _differentiable
 from hvd_compress.torch._agreement import Meeting, is_mismatch
 from hvd_compress.torch._carried import name_of
 from hvd_compress.torch._collectives import name_of_call
+from hvd_compress.torch._device import told_places
 from hvd_compress.torch._gradients.bucket import collective_name
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.staging import is_compressible
@@ -220,6 +221,7 @@ def _told(tensors: Sequence[torch.Tensor], call: _Call) -> dict[str, Any]:
         "postscale_factor": call.postscale_factor,
         "function": call.function,
         "tensors": [f"{str(t.dtype).removeprefix('torch.')} of shape {tuple(t.shape)}" for t in tensors],
+        "devices": told_places(tensors),
         "tensors that require gradients": [t.requires_grad and torch.is_grad_enabled() for t in tensors],
     }
 

@@ -395,3 +395,18 @@ def test_randomness_differs_between_the_tensors_of_a_bucket() -> None:
     alone.give("b", x.copy())
     alone.arrive(alone.parcel().buffer)
     assert alone.finish(keep=True, scale=1.0)["b"].tobytes() == results["b"].tobytes()
+
+
+def test_a_payload_that_is_longer_than_its_tensor_takes_is_refused() -> None:
+    # both payloads have room in the message, but not each of them in its slot
+    plans = plan_together("allgather", {n: ((9,), Threshold(0.5)) for n in "ab"}, 1)
+    bucket = Bucket({n: Account(n, plans[n], Threshold(0.5), 0) for n in "ab"})
+    for name in "ab":
+        bucket.give(name, np.zeros(9, np.float32))
+    first, second = (p.copy() for p in wire.frames(bucket.parcel().buffer.copy(), 2))
+    slot = plans["a"].slots[0]
+    longer = np.zeros(slot + 8, np.uint8)
+    longer[: first.size] = first
+    longer[16:24].view(np.int64)[0] = longer.size
+    with pytest.raises(WireError, match=rf"payload 0 of 2 has {slot + 8} bytes, and its tensor takes {slot} at most"):
+        bucket.arrive(np.concatenate([longer, second]))

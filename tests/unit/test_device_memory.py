@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hvd_compress import OneBit, Threshold
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import Account, Bucket, Pack, plan_together
+from hvd_compress.kernels.cuda import onebit
 from hvd_compress.memory import HOST, Memory
 from hvd_compress.torch._device import DeviceMemory, _joined
 from tests.device import DEVICE, ON_GPU, on_device
@@ -195,6 +197,23 @@ def test_a_step_that_is_abandoned_leaves_residuals_as_they_were() -> None:
         bucket.abandon()
         for key, residual in held(bucket).items():
             np.testing.assert_allclose(residual, old[key], atol=4e-6)
+
+
+def test_what_could_not_be_encoded_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    bucket = buckets(OneBit(), "allgather", 1, memory(), small=False)[0]
+    exchanged([bucket], [{n: on_device(v) for n, v in gradients(rng).items() if n in SHAPES}])
+    bucket.finish(True, 1.0)
+    before = held(bucket)
+    with monkeypatch.context() as patch:
+        patch.setattr(onebit, "start", mock.Mock(side_effect=MemoryError("no memory on the device")))
+        with pytest.raises(MemoryError, match="no memory"):
+            for name, values in gradients(rng).items():
+                if name in SHAPES:
+                    bucket.give(name, on_device(values))
+    bucket.abandon()
+    for key, residual in held(bucket).items():
+        assert np.array_equal(residual, before[key])
 
 
 def test_payloads_that_lie_near_are_copied_together() -> None:

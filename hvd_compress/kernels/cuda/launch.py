@@ -68,6 +68,9 @@ class Launch:
     def place(self, rows: Numbers, kind: str, feedback: bool) -> None:
         """Take the addresses of this step, and upload them if they have changed."""
         self.kind, self.feedback = KINDS[kind], feedback
+        # a list of work reaches as far as a slot does
+        rows = rows.copy()
+        rows[:, table.ROOM] = np.minimum(rows[:, table.ROOM], self._rooms)
         # what kernels fill comes after these
         if self.rows is not None and np.array_equal(self._host[:, : table.USED], rows[:, : table.USED]):
             return

@@ -1,6 +1,6 @@
 """What Triton kernels are called with: a table in device memory, a list of work, and what becomes of each row.
 
-The columns of a table are those of `hvd_compress.kernels.table`; here a row has four more. An entry of the list of
+The columns of a table are those of `hvd_compress.kernels.table`; here a row has one more. An entry of the list of
 work is four int32: the first row, how many rows from there on are added up, and the number of a block of their
 elements; one program of a launch does one entry. So one launch handles as many tensors as there are rows.
 """
@@ -27,6 +27,7 @@ TICKET = 4  # parts that are done
 # what `seal` and `check` say of it
 FOUND = 5  # flags of the header; -1 for a payload that is not as expected, -2 for a checksum that a device cannot make
 NBYTES = 6  # of the payload
+# the last column has the parameter of a row, where rows of one table have different ones
 
 X: tl.constexpr = tl.constexpr(table.X)
 GRADIENT: tl.constexpr = tl.constexpr(table.GRADIENT)

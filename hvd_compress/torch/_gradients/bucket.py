@@ -77,6 +77,8 @@ class Shipment:
         """The types of gradients that kernels read where they are, for those that wait."""
         self._readable = self._in_place | {torch.float64} if self._device is None else self._in_place
         """The types of gradients that kernels read where they are."""
+        self._flats: list[torch.Tensor] = []
+        """Small gradients as kernels of a device read them."""
         self._streams: set[Any] = set()
         """Streams of a device on which gradients in `came` were computed."""
         self.loading = ""
@@ -172,13 +174,11 @@ class Shipment:
             self.wait_next(load=False)
 
     def is_over(self) -> bool:
-        """Whether the collective that is in flight, if any, is complete; never waits."""
-        if self.loading and self.bucket.is_loaded():
-            self.load()
-        return not self.loading and (self._handle is None or self._between.is_done(self._handle))
+        """Whether the collective that is in flight, if any, is complete."""
+        return self._handle is None or self._between.is_done(self._handle)
 
     def load(self) -> None:
-        """Start the collective whose payloads are on their way to the host, if there is one, when they are there."""
+        """Wait for the payloads that are on their way to the host, if there are some, and start their collective."""
         if self.loading:
             collective, self.loading = self.loading, ""
             self.bucket.wait()
@@ -230,6 +230,9 @@ class Shipment:
         if not keep:
             self._lose_changed()
         apart = self._apart(shared)
+        if self._device is not None:
+            # what the user has queued since may read gradients, which results are written over
+            self._meet(self._device)
         self.bucket.finish(keep, scale)
         begin = time.perf_counter()
         if self._device is not None:
@@ -266,7 +269,8 @@ class Shipment:
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals stay as before the step."""
-        # one that has failed, because another rank took part in another way, is over too
+        # one that has failed, because another rank took part in another way, is over too; and a damaged payload ends
+        # the exchange, since this rank has nothing to send on
         with suppress(HorovodInternalError, WireError):
             # a rank on which a collective was complete in time has started the next one already
             while self.wait_next():
@@ -276,6 +280,8 @@ class Shipment:
             with suppress(HorovodInternalError):
                 self._receive()
         self._lose_changed()
+        if self._device is not None:
+            self._meet(self._device)
         self.bucket.abandon()
         if self._device is not None:
             # gradients are read when the step is taken back
@@ -306,8 +312,9 @@ class Shipment:
             if self._device is not None:
                 flat = gradient.detach().reshape(-1).to(self._device.device, torch.float32)
                 if flat.data_ptr() != gradient.data_ptr():
-                    # the copy was made after what kernels wait for
+                    # the copy was made after what kernels wait for, and its memory is not to be used anew meanwhile
                     self._meet(self._device)
+                self._flats.append(flat)
                 return flat
             return gradient.detach().reshape(-1).to("cpu", torch.float32).numpy()
         held = self._gradients[name] = hold(
@@ -385,4 +392,4 @@ class Shipment:
     def _forget(self) -> None:
         self._gradients, self._small, self.came = {}, {}, {}
         self._placed, self._places, self._versions, self._storages, self._kinds = {}, {}, [], [], {}
-        self._streams = set()
+        self._streams, self._flats = set(), []

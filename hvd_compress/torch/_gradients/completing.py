@@ -297,9 +297,14 @@ class Completing(Sending):
         return [self._harm(name, p.grad) for name, p in self._members.by_name.items() if name in changed]
 
     def _is_written(self, name: str, given: torch.Tensor, gradient: torch.Tensor | None) -> bool:
-        """Whether Horovod itself may have written to this gradient by now: to one of a device, which it brings back."""
+        """Whether it may be Horovod that has written to this gradient.
+
+        Horovod may copy its result into a gradient on a GPU as soon as it is there, and torch counts that as one write.
+        """
         goes_dense = self._engine is None or not self._engine.exchanges(name)
-        return goes_dense and gradient is given and not given.is_cpu
+        if not goes_dense or gradient is not given or given.is_cpu:
+            return False
+        return bool(given._version == self._versions[name] + 1)
 
     def _harm(self, name: str, gradient: torch.Tensor | None) -> GradientError:
         if gradient is None:

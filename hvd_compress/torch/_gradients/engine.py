@@ -12,7 +12,7 @@ import torch
 from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
-from hvd_compress.torch._device import memories, place_of
+from hvd_compress.torch._device import memories, places
 from hvd_compress.torch._gradients.bucket import Shipment
 from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait
@@ -26,11 +26,9 @@ Array = npt.NDArray[Any]
 def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
     """Named torch tensors as the engine knows them."""
     tensors = list(tensors)
-    # those that kernels of a device do not take go apart; so do several devices, in the order in which they come
-    places = list(dict.fromkeys(place_of(tensor) for _, tensor in tensors))
     return [
-        Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), places.index(place_of(t)))
-        for name, t in tensors
+        Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), place)
+        for (name, t), place in zip(tensors, places(t for _, t in tensors), strict=True)
     ]
 
 
@@ -160,7 +158,7 @@ class Engine(Ledger[Shipment]):
 
     def progress(self) -> None:
         """Run every stage whose collective is complete; never waits."""
-        if any([bucket.is_between for bucket in self.buckets]):  # noqa: C419 - a generator takes twice as long
+        if any([b.is_between or b.loading for b in self.buckets]):  # noqa: C419 - a generator takes twice as long
             self._kernel_thread.run(self._progress)
 
     def _progress(self) -> None:

@@ -18,6 +18,7 @@ from hvd_compress.exchange import AdaGrad, Exchange
 from hvd_compress.fingerprint import Place
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement_through
+from hvd_compress.torch._device import told_places
 from hvd_compress.torch._gradients.bucket import collective_name
 from hvd_compress.torch._gradients.engine import Engine, described
 from hvd_compress.torch._gradients.owners import exchanging
@@ -80,7 +81,8 @@ class Wrapping:
         return description(
             self.compression, self.op, parameters,
             exchange=self.exchange.told_among(self.process_set.size()), min_numel=self.min_numel,
-            bucket_bytes=self.bucket_bytes, groups=together, adagrad=self.adagrad, **self.settings,
+            bucket_bytes=self.bucket_bytes, groups=together, adagrad=self.adagrad, devices=told_places(params),
+            **self.settings,
         )  # fmt: skip
 
     def agree(self, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
