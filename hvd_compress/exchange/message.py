@@ -144,8 +144,8 @@ class Message:
         if (sizes > self.slots).any():
             longest = int(np.argmax(sizes > self.slots))
             raise WireError(
-                f"payload {longest} of {count} has {sizes[longest]} bytes, and its tensor takes {self.slots[longest]} at "
-                "most"
+                f"payload {longest} of {count} has {sizes[longest]} bytes, and its tensor takes "
+                f"{self.slots[longest]} at most"
             )
         return places, sizes
 
