@@ -22,7 +22,7 @@ from tests.stages import allgather, alltoall
 from tests.streams import LateStreams
 
 SHAPES = {"w": (4, 600), "b": (1100,), "v": (2, 513)}
-COMPRESSORS = [OneBit(), OneBit(error_feedback=False), OneBit(group=300), Threshold(0.5)]
+COMPRESSORS = [OneBit(), OneBit(error_feedback=False), Threshold(0.5)]
 
 
 def memory() -> Memory:
@@ -85,12 +85,14 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(1, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 def test_steps_are_those_of_the_host(compressor: Compressor, ranks: int, exchange: str) -> None:
     rng = np.random.default_rng(0)
     here, there = buckets(compressor, exchange, ranks, HOST), buckets(compressor, exchange, ranks, memory())
-    for _ in range(3):
+    for _ in range(2):
         values = [gradients(rng) for _ in range(ranks)]
         on_host = [{n: v.copy() for n, v in of.items()} for of in values]
         on_there = [{n: on_device(v) for n, v in of.items()} for of in values]
@@ -112,7 +114,7 @@ def test_steps_are_those_of_the_host(compressor: Compressor, ranks: int, exchang
 def test_a_bad_number_is_nan_everywhere_and_residuals_are_what_they_were(compressor: Compressor) -> None:
     rng = np.random.default_rng(1)
     there = buckets(compressor, "two_phase", 2, memory())
-    for bad in (None, "w", "s", None):
+    for bad in (None, "w", "s"):
         before = [held(bucket) for bucket in there]
         given = [{n: on_device(v) for n, v in gradients(rng).items()} for _ in there]
         if bad is not None:
