@@ -9,8 +9,9 @@ import os
 import numpy as np
 import torch
 
-from hvd_compress.compressors import Compressor, Key, tables
+from hvd_compress.compressors import Compressor, Key
 from hvd_compress.kernels import table
+from hvd_compress.kernels.checksum import checksum_of_parts
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import FOUND, NBYTES
 
@@ -118,4 +119,67 @@ def on_device(array, kind="float32"):
     return torch.from_numpy(np.ascontiguousarray(array)).clone().to(TYPES[kind]).to(DEVICE)
 
 
-__all__ = ["DEVICE", "ON_GPU", "Tables", "host_decode", "host_encode", "on_device", "tables"]
+CANARY = 77.0
+BEFORE = 7.0  # what outputs hold before something is decoded into them
+
+
+def resealed(payload):
+    """Give a payload, whatever its bytes are, the header that devices check."""
+    payload = payload.copy()
+    payload[6] |= table.SUMMED
+    payload.view(np.uint32)[9] = checksum_of_parts(payload.view(np.uint32), 9)
+    return payload
+
+
+def numel_of(payload):
+    """Return the number of elements that a header states."""
+    return int(payload[8:16].view(np.uint64)[0])
+
+
+def framed(numel, kind="float32", unaligned=False):
+    """Return memory for an output, and that with canaries around it."""
+    whole = torch.full((numel + 129,), CANARY, dtype=TYPES[kind], device=DEVICE)
+    begin = 65 if unaligned else 64
+    whole[begin : begin + numel] = BEFORE
+    return whole[begin : begin + numel], whole
+
+
+def is_unharmed(whole):
+    """Tell whether nobody has written to the canaries."""
+    return bool((torch.cat([whole[:64], whole[-64:]]) == CANARY).all())
+
+
+def wide(tensor):
+    """Copy a tensor to the host, as float32."""
+    return tensor.float().cpu().numpy().copy()
+
+
+def assert_same_bits(actual, expected):
+    """Compare all bits."""
+    np.testing.assert_array_equal(np.asarray(actual).view(np.uint32), np.asarray(expected).view(np.uint32))
+
+
+def assert_same_values(actual, expected):
+    """Compare bits, but those of NaN, which say nothing."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    is_nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(actual), is_nan)
+    np.testing.assert_array_equal(actual.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
+
+
+def assert_decoded(compressor, payloads, group, same, kind, scale, add, unaligned):
+    """Decode payloads, a list for each tensor, on the device and on the host, and compare them with `same`."""
+    numels = [numel_of(of_tensor[0]) for of_tensor in payloads]
+    tables_there = Tables(compressor, numels, group, kind, len(payloads[0]))
+    tables_there.put([resealed(p) for of_tensor in payloads for p in of_tensor])
+    assert (tables_there.check() >= 0).all()
+    if add:
+        tables_there.rows[:, table.ADD] = 1
+    frames = [framed(n, kind, unaligned) for n in numels]
+    tables_there.decode([out for out, _ in frames], scale)
+    for (out, whole), of_tensor in zip(frames, payloads, strict=True):
+        expected = np.full(len(out), BEFORE, np.float32)
+        for number, payload in enumerate(of_tensor):
+            compressor.decode_into(payload, expected, scale, add=add or number > 0)
+        same(wide(out), wide(torch.from_numpy(expected).to(TYPES[kind])))
+        assert is_unharmed(whole)

@@ -6,14 +6,23 @@ import pytest
 from hvd_compress import BF16, FP16, NoCompression
 from hvd_compress.exchange.raw import CheckedHalves, CheckedRaw, Raw
 from hvd_compress.kernels import table
-from hvd_compress.kernels.checksum import checksum_of_parts
-from tests.device import DEVICE, TYPES, Tables, host_decode, host_encode, on_device, torch
+from tests import device
+from tests.device import (
+    Tables,
+    assert_same_values,
+    framed,
+    host_decode,
+    host_encode,
+    is_unharmed,
+    on_device,
+    resealed,
+    wide,
+)
 
 # NaN and infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HEADER = 40
-CANARY = 77.0
 GROUP = 2**31 - 1
 SIZES = [1, 3, 2048, 2501]
 HALVES = [FP16(), CheckedHalves(), BF16(error_feedback=False)]
@@ -24,32 +33,8 @@ every_compressor = pytest.mark.parametrize("compressor", ALL, ids=lambda c: type
 every_kind = pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 
 
-def resealed(payload):
-    """Give a payload the header that devices check."""
-    payload = payload.copy()
-    payload[6] |= 8
-    payload.view(np.uint32)[9] = checksum_of_parts(payload.view(np.uint32), 9)
-    return payload
-
-
-def framed(numel, kind="float32", unaligned=False):
-    """Return memory for an output, and that with canaries around it."""
-    whole = torch.full((numel + 129,), CANARY, dtype=TYPES[kind], device=DEVICE)
-    begin = 65 if unaligned else 64
-    whole[begin : begin + numel] = 7.0
-    return whole[begin : begin + numel], whole
-
-
-def is_unharmed(whole):
-    return bool((torch.cat([whole[:64], whole[-64:]]) == CANARY).all())
-
-
 def values(numel, kind="float32", factor=1.0):
     return on_device(rng.standard_normal(numel).astype(np.float32) * np.float32(factor), kind)
-
-
-def wide(tensor):
-    return tensor.float().cpu().numpy().copy()
 
 
 def float32s(count):
@@ -68,16 +53,12 @@ def float32s(count):
     return words.view(np.float32)
 
 
-def assert_same_values(actual, expected):
-    """Compare bits, but those of NaN, which say nothing."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    is_nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(actual), is_nan)
-    np.testing.assert_array_equal(actual.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
-
-
 def assert_same_payload(payload, expected):
     np.testing.assert_array_equal(payload, resealed(expected))
+
+
+def assert_decoded(compressor, payloads, kind="float32", scale=1.0, add=False, unaligned=False):
+    device.assert_decoded(compressor, payloads, GROUP, assert_same_values, kind, scale, add, unaligned)
 
 
 @every_compressor
@@ -169,24 +150,6 @@ def test_decodes_all_halves_as_the_host_does(compressor):
     payload = resealed(payload)
     for scale in (1.0, 0.3):
         assert_decoded(compressor, [[payload]], scale=scale)
-
-
-def assert_decoded(compressor, payloads, kind="float32", scale=1.0, add=False, unaligned=False):
-    """Decode payloads, a list for each tensor, on the device and on the host, and compare."""
-    numels = [int(of_tensor[0][8:16].view(np.uint64)[0]) for of_tensor in payloads]
-    tables = Tables(compressor, numels, GROUP, kind, len(payloads[0]))
-    tables.put([resealed(p) for of_tensor in payloads for p in of_tensor])
-    assert (tables.check() >= 0).all()
-    if add:
-        tables.rows[:, table.ADD] = 1
-    frames = [framed(n, kind, unaligned) for n in numels]
-    tables.decode([out for out, _ in frames], scale)
-    for (out, whole), of_tensor in zip(frames, payloads, strict=True):
-        expected = np.full(len(out), 7.0, np.float32)
-        for number, payload in enumerate(of_tensor):
-            compressor.decode_into(payload, expected, scale, add=add or number > 0)
-        assert_same_values(wide(out), wide(torch.from_numpy(expected).to(TYPES[kind])))
-        assert is_unharmed(whole)
 
 
 @every_compressor

@@ -4,15 +4,24 @@ import numpy as np
 import pytest
 
 from hvd_compress import QSGD, Key
-from hvd_compress.kernels import table
-from hvd_compress.kernels.checksum import checksum_of_parts
-from tests.device import DEVICE, TYPES, Tables, host_decode, host_encode, on_device, torch
+from tests import device
+from tests.device import (
+    Tables,
+    assert_same_bits,
+    framed,
+    host_decode,
+    host_encode,
+    is_unharmed,
+    numel_of,
+    on_device,
+    resealed,
+    wide,
+)
 
 # NaN and infinities in what is not sent
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HEADER = 40
-CANARY = 77.0
 rng = np.random.default_rng(5)
 
 
@@ -28,36 +37,8 @@ def codes_of(payload, numel, bucket, bits):
     return (stream * (1 << np.arange(bits))).sum(1)
 
 
-def resealed(payload):
-    """Give a payload the header that devices check."""
-    payload = payload.copy()
-    payload[6] |= 8
-    payload.view(np.uint32)[9] = checksum_of_parts(payload.view(np.uint32), 9)
-    return payload
-
-
-def framed(numel, kind="float32", unaligned=False):
-    """Return memory for an output, and that with canaries around it."""
-    whole = torch.full((numel + 129,), CANARY, dtype=TYPES[kind], device=DEVICE)
-    begin = 65 if unaligned else 64
-    whole[begin : begin + numel] = 7.0
-    return whole[begin : begin + numel], whole
-
-
-def is_unharmed(whole):
-    return bool((torch.cat([whole[:64], whole[-64:]]) == CANARY).all())
-
-
 def values(numel, kind="float32"):
     return on_device(rng.standard_normal(numel).astype(np.float32), kind)
-
-
-def wide(tensor):
-    return tensor.float().cpu().numpy().copy()
-
-
-def assert_same_bits(actual, expected):
-    np.testing.assert_array_equal(np.asarray(actual).view(np.uint32), np.asarray(expected).view(np.uint32))
 
 
 def assert_encoded(compressor, numels, bucket, kind="float32", unaligned=False, xs=None):
@@ -83,6 +64,11 @@ def assert_encoded(compressor, numels, bucket, kind="float32", unaligned=False, 
         host_decode(compressor, [payload], numel)
     assert (tables.check() == 8).all()
     return payloads
+
+
+def assert_decoded(compressor, numels, group, payloads, kind="float32", scale=1.0, add=False, unaligned=False):
+    assert [numel_of(of_tensor[0]) for of_tensor in payloads] == list(numels)
+    device.assert_decoded(compressor, payloads, group, assert_same_bits, kind, scale, add, unaligned)
 
 
 @pytest.mark.parametrize("norm", ["l2", "max"])
@@ -163,26 +149,6 @@ def test_a_norm_beyond_float32_is_not_finite():
         tables.encode([on_device(x)])
         assert tables.check().tolist() == [flags]
         assert len(host_encode(tables.compressor, x, None, 16)) == len(tables.taken()[0])
-
-
-def assert_decoded(compressor, numels, bucket, payloads, kind="float32", scale=1.0, add=False, unaligned=False):
-    """Decode payloads, a list for each tensor, on the device and on the host, and compare."""
-    senders = len(payloads[0])
-    tables = Tables(compressor, numels, bucket, kind, senders)
-    tables.put([resealed(p) for of_tensor in payloads for p in of_tensor])
-    assert (tables.check() >= 0).all()
-    if add:
-        tables.rows[:, table.ADD] = 1
-    frames = [framed(n, kind, unaligned) for n in numels]
-    tables.decode([out for out, _ in frames], scale)
-    for (out, whole), of_tensor in zip(frames, payloads, strict=True):
-        expected = np.full(len(out), 7.0, np.float32)
-        for number, payload in enumerate(of_tensor):
-            compressor.decode_into(payload, expected, scale, add=add or number > 0)
-        if kind != "float32":
-            expected = wide(torch.from_numpy(expected).to(TYPES[kind]))
-        assert_same_bits(wide(out), expected)
-        assert is_unharmed(whole)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

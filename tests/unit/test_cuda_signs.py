@@ -1,40 +1,34 @@
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 
 from hvd_compress import Adaptive, Threshold
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import table
-from hvd_compress.kernels.checksum import checksum_of_parts
-
-if find_spec("triton") is None or find_spec("torch") is None:
-    pytest.skip("this environment has no Triton", allow_module_level=True)
-
-import torch
-
-from tests.device import DEVICE, TYPES, Tables, host_decode, host_encode, on_device
+from tests import device
+from tests.device import (
+    Tables,
+    assert_same_bits,
+    framed,
+    host_decode,
+    host_encode,
+    is_unharmed,
+    numel_of,
+    on_device,
+    resealed,
+    wide,
+)
 
 # NaN and infinities in what is not sent
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HEADER = 40
-CANARY = 77.0
 rng = np.random.default_rng(7)
 
 
 def normal(numel):
     return rng.standard_normal(numel)
-
-
-def resealed(payload):
-    """Give a payload the header that devices check."""
-    payload = payload.copy()
-    payload[6] |= 8
-    payload.view(np.uint32)[9] = checksum_of_parts(payload.view(np.uint32), 9)
-    return payload
 
 
 def forged(payload, at, value):
@@ -49,26 +43,6 @@ def resized(payload, nbytes):
     cut = np.zeros(nbytes, np.uint8)
     cut[: min(nbytes, payload.size)] = payload[:nbytes]
     return forged(cut, 16, np.uint64(nbytes))
-
-
-def framed(numel, kind="float32", unaligned=False):
-    """Return memory for an output, and that with canaries around it."""
-    whole = torch.full((numel + 129,), CANARY, dtype=TYPES[kind], device=DEVICE)
-    begin = 65 if unaligned else 64
-    whole[begin : begin + numel] = 7.0
-    return whole[begin : begin + numel], whole
-
-
-def is_unharmed(whole):
-    return bool((torch.cat([whole[:64], whole[-64:]]) == CANARY).all())
-
-
-def wide(tensor):
-    return tensor.float().cpu().numpy().copy()
-
-
-def assert_same_bits(actual, expected):
-    np.testing.assert_array_equal(np.asarray(actual).view(np.uint32), np.asarray(expected).view(np.uint32))
 
 
 def assert_same_body(compressor, payload, expected, group, numel):
@@ -111,25 +85,6 @@ def assert_encoded(compressor, numels, group, kind="float32", feedback=True, una
     return payloads
 
 
-def assert_decoded(compressor, numels, group, payloads, kind="float32", scale=1.0, add=False, unaligned=False):
-    """Decode payloads, a list for each tensor, on the device and on the host, and compare."""
-    tables = Tables(compressor, numels, group, kind, len(payloads[0]))
-    tables.put([resealed(p) for of_tensor in payloads for p in of_tensor])
-    assert (tables.check() >= 0).all()
-    if add:
-        tables.rows[:, table.ADD] = 1
-    frames = [framed(n, kind, unaligned) for n in numels]
-    tables.decode([out for out, _ in frames], scale)
-    for (out, whole), of_tensor in zip(frames, payloads, strict=True):
-        expected = np.full(len(out), 7.0, np.float32)
-        for number, payload in enumerate(of_tensor):
-            compressor.decode_into(payload, expected, scale, add=add or number > 0)
-        if kind != "float32":
-            expected = wide(torch.from_numpy(expected).to(TYPES[kind]))
-        assert_same_bits(wide(out), expected)
-        assert is_unharmed(whole)
-
-
 # -- encoding --------------------------------------------------------------------------------------------------------
 
 
@@ -142,6 +97,11 @@ WAYS = [
     ("bfloat16", True, False),
     ("bfloat16", False, True),
 ]
+
+
+def assert_decoded(compressor, numels, group, payloads, kind="float32", scale=1.0, add=False, unaligned=False):
+    assert [numel_of(of_tensor[0]) for of_tensor in payloads] == list(numels)
+    device.assert_decoded(compressor, payloads, group, assert_same_bits, kind, scale, add, unaligned)
 
 
 @pytest.mark.parametrize("tau", [0.001, 2.5])

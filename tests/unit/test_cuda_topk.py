@@ -6,18 +6,24 @@ import pytest
 from hvd_compress import Percentile, TopK
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import table
-from hvd_compress.kernels.checksum import checksum_of_parts
-from tests.device import DEVICE, TYPES, Tables, host_decode, host_encode, on_device, torch
-
-select = pytest.importorskip("hvd_compress.kernels.cuda.select")
-topk = pytest.importorskip("hvd_compress.kernels.cuda.topk")
-bitmap = pytest.importorskip("hvd_compress.kernels.cuda.bitmap")
+from hvd_compress.kernels.cuda import bitmap, select, topk
+from tests import device
+from tests.device import (
+    Tables,
+    assert_same_values,
+    framed,
+    host_decode,
+    host_encode,
+    is_unharmed,
+    on_device,
+    resealed,
+    wide,
+)
 
 # NaN and infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HEADER = 40
-CANARY = 77.0
 GROUP = 65536
 rng = np.random.default_rng(7)
 
@@ -42,40 +48,8 @@ def without_feedback(compressor):
     return Percentile(compressor.percentile)
 
 
-def resealed(payload):
-    """Give a payload the header that devices check."""
-    payload = payload.copy()
-    payload[6] |= 8
-    payload.view(np.uint32)[9] = checksum_of_parts(payload.view(np.uint32), 9)
-    return payload
-
-
-def framed(numel, kind="float32", unaligned=False):
-    """Return memory for an output, and that with canaries around it."""
-    whole = torch.full((numel + 129,), CANARY, dtype=TYPES[kind], device=DEVICE)
-    begin = 65 if unaligned else 64
-    whole[begin : begin + numel] = 7.0
-    return whole[begin : begin + numel], whole
-
-
-def is_unharmed(whole):
-    return bool((torch.cat([whole[:64], whole[-64:]]) == CANARY).all())
-
-
-def wide(tensor):
-    return tensor.float().cpu().numpy().copy()
-
-
 def normal(numel):
     return rng.standard_normal(numel)
-
-
-def assert_same_bits(actual, expected):
-    """Compare bits, but those of NaN, which say nothing."""
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    is_nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(actual), is_nan)
-    np.testing.assert_array_equal(actual.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
 
 
 def assert_encodes(compressor, numels, group=GROUP, kind="float32", make=normal, steps=1, unaligned=False):
@@ -97,9 +71,13 @@ def assert_encodes(compressor, numels, group=GROUP, kind="float32", make=normal,
             np.testing.assert_array_equal(payload, resealed(expected))
     for (x, whole), host in zip(frames, hosts, strict=True):
         if compressor.feedback:
-            assert_same_bits(wide(x), host)
+            assert_same_values(wide(x), host)
         assert is_unharmed(whole)
     return tables
+
+
+def assert_decoded(compressor, payloads, kind="float32", scale=1.0, add=False, unaligned=False, group=GROUP):
+    device.assert_decoded(compressor, payloads, group, assert_same_values, kind, scale, add, unaligned)
 
 
 @every_compressor
@@ -133,7 +111,7 @@ def assert_decodes_its_own(tables):
         outs = [framed(n) for n in tables.numels]
         tables.decode([out for out, _ in outs], 0.5, force)
         for (out, whole), payload in zip(outs, payloads, strict=True):
-            assert_same_bits(wide(out), host_decode(tables.compressor, [payload], len(out), 0.5))
+            assert_same_values(wide(out), host_decode(tables.compressor, [payload], len(out), 0.5))
             assert is_unharmed(whole)
     assert (tables.check() == 8).all()
 
@@ -257,24 +235,6 @@ def test_without_feedback_anything_can_come(compressor):
         assert [len(p) for p in tables.encode([on_device(x) for x in xs])] == [HEADER, HEADER]
         assert tables.check().tolist() == [9, 9]
         tables.payloads.zero_()
-
-
-def assert_decoded(compressor, payloads, kind="float32", scale=1.0, add=False, unaligned=False, group=GROUP):
-    """Decode payloads, a list for each tensor, on the device and on the host, and compare."""
-    numels = [int(of_tensor[0][8:16].view(np.uint64)[0]) for of_tensor in payloads]
-    tables = Tables(compressor, numels, group, kind, len(payloads[0]))
-    tables.put([resealed(p) for of_tensor in payloads for p in of_tensor])
-    assert (tables.check() >= 0).all()
-    if add:
-        tables.rows[:, table.ADD] = 1
-    frames = [framed(n, kind, unaligned) for n in numels]
-    tables.decode([out for out, _ in frames], scale)
-    for (out, whole), of_tensor in zip(frames, payloads, strict=True):
-        expected = np.full(len(out), 7.0, np.float32)
-        for number, payload in enumerate(of_tensor):
-            compressor.decode_into(payload, expected, scale, add=add or number > 0)
-        assert_same_bits(wide(out), wide(torch.from_numpy(expected).to(TYPES[kind])))
-        assert is_unharmed(whole)
 
 
 def sent_by(compressor, numel, group=GROUP):
