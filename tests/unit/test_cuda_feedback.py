@@ -5,7 +5,8 @@ import pytest
 
 from hvd_compress import BF16
 from hvd_compress.kernels import common, table
-from tests.device import ON_GPU, Tables, host_encode, on_device
+from hvd_compress.kernels.cuda import feedback
+from tests.device import ON_GPU, Tables, host_encode, on_device, wide
 
 # NaN and infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -15,17 +16,6 @@ rng = np.random.default_rng(7)
 every_kind = pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
 
 
-def wide(tensor):
-    return tensor.float().cpu().numpy().copy()
-
-
-def take_back(launch):
-    # not before tests.device has chosen the interpreter
-    from hvd_compress.kernels.cuda import feedback
-
-    feedback.take_back(launch)
-
-
 def assert_taken_back(xs, gradients, kind):
     """Take back on the device and on the host, and compare; no gradient is None."""
     tables = Tables(BF16(), [len(x) for x in xs], GROUP, kind)
@@ -33,7 +23,7 @@ def assert_taken_back(xs, gradients, kind):
     tables.rows[:, table.X] = [x.data_ptr() for x in xs]
     tables.rows[:, table.GRADIENT] = [0 if g is None else g.data_ptr() for g in gradients]
     tables.launch.place(tables.rows, kind, True)
-    take_back(tables.launch)
+    feedback.take_back(tables.launch)
     for x, host, gradient in zip(xs, hosts, gradients, strict=True):
         if gradient is not None:
             common.take_back(host, wide(gradient))
@@ -84,7 +74,7 @@ def test_a_step_that_is_not_finite_is_taken_back_as_the_host_does():
     tables.decode([x], 1.0, force=True)
     tables.rows[:, table.GRADIENT] = given.data_ptr()
     tables.launch.place(tables.rows, "float32", True)
-    take_back(tables.launch)
+    feedback.take_back(tables.launch)
     np.testing.assert_array_equal(wide(x), host)
     np.testing.assert_allclose(host[10:], residual[10:], atol=1e-6)
     np.testing.assert_array_equal(host[7:9], residual[7:9])

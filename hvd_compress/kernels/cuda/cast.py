@@ -21,6 +21,7 @@ from hvd_compress.kernels.cuda.rows import (
     entry,
     expect_body,
     note_bad,
+    note_body,
     state_of,
 )
 from hvd_compress.kernels.cuda.start import start
@@ -93,13 +94,6 @@ def _store(x, o, y, left, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _note_size(state, i, numel, nbytes, is_first):
-    if is_first:
-        tl.store(state_of(state, i, 1), numel)
-        tl.store(state_of(state, i, 2), nbytes)
-
-
-@triton.jit
 def _encode_raw(
     rows, work, state, BLOCK: tl.constexpr, is_checked: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr
 ):
@@ -113,7 +107,8 @@ def _encode_raw(
     if is_checked:
         note_bad(state, i, tl.abs(y) < float("inf"))
     _store(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.float32, 2, True) + start, o, y, left, BLOCK)
-    _note_size(state, i, numel, 4 * numel, block == 0)
+    if block == 0:
+        note_body(state, i, numel, 4 * numel)
 
 
 @triton.jit
@@ -130,7 +125,8 @@ def _encode_float16(
     if is_checked:
         note_bad(state, i, (half & 0x7C00) != 0x7C00)
     _store(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.uint16, 4, True) + start, o, half, left, BLOCK)
-    _note_size(state, i, numel, 2 * numel, block == 0)
+    if block == 0:
+        note_body(state, i, numel, 2 * numel)
 
 
 @triton.jit
@@ -158,7 +154,8 @@ def _encode_bfloat16(
         _store(x, o, y - tl.where(is_sent, value, 0.0), left, BLOCK)
     note_bad(state, i, good)
     _store(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.uint16, 4, True) + start, o, half, left, BLOCK)
-    _note_size(state, i, numel, 2 * numel, block == 0)
+    if block == 0:
+        note_body(state, i, numel, 2 * numel)
 
 
 @triton.jit

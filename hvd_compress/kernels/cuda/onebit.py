@@ -18,6 +18,7 @@ from hvd_compress.kernels.cuda.rows import (
     entry,
     expect_body,
     note_bad,
+    note_body,
     pointer,
     state_of,
 )
@@ -83,14 +84,8 @@ def _encode_groups(
     tl.store(means + 1, negative)
     groups = (numel + group - 1) // group
     _put_bits(pointer(body + 8 * groups, tl.int32), start, start + size, is_positive, BLOCK, aligned)
-    _note_size(state, i, numel, groups, g == 0)
-
-
-@triton.jit
-def _note_size(state, i, numel, groups, is_first):
-    if is_first:
-        tl.store(state_of(state, i, 1), numel)
-        tl.store(state_of(state, i, 2), 8 * groups + ((numel + 7) >> 3))
+    if g == 0:
+        note_body(state, i, numel, 8 * groups + ((numel + 7) >> 3))
 
 
 # groups that are too long for one program: parts are summed, then the means are made, then the residuals
@@ -133,7 +128,8 @@ def _sum_parts(
     groups = (numel + group - 1) // group
     bits = pointer(column(rows, i, PAYLOAD) + HEADER + 8 * groups, tl.int32)
     _put_bits(bits, start, start + size, is_positive, BLOCK if aligned else 2 * BLOCK, aligned)
-    _note_size(state, i, numel, groups, part == 0)
+    if part == 0:
+        note_body(state, i, numel, 8 * groups + ((numel + 7) >> 3))
 
 
 @triton.jit

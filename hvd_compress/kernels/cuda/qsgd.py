@@ -20,6 +20,7 @@ from hvd_compress.kernels.cuda.rows import (
     entry,
     expect_body,
     note_bad,
+    note_body,
     pointer,
     state_of,
 )
@@ -136,8 +137,7 @@ def _encode(
     at = body + ((4 * count + 7) & ~7)
     _put_codes(at + part * (size // 8 * bits), codes, left, BUCKET, BUCKETS, BLOCK, bits)
     if part == 0:
-        tl.store(state_of(state, i, 1), numel)
-        tl.store(state_of(state, i, 2), ((4 * count + 7) & ~7) + ((numel + 7) >> 3) * bits)
+        note_body(state, i, numel, ((4 * count + 7) & ~7) + ((numel + 7) >> 3) * bits)
 
 
 @triton.jit

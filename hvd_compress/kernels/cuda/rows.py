@@ -96,6 +96,13 @@ def note_bad(state, i, good):
 
 
 @triton.jit
+def note_body(state, i, entries, nbytes):
+    """Note what `seal` is to write of the body of row `i`: its entries, and its bytes without the padding."""
+    tl.store(state_of(state, i, 1), entries)
+    tl.store(state_of(state, i, 2), nbytes)
+
+
+@triton.jit
 def expect_body(state, i, nbytes):
     """Note that the payload of row `i` is damaged, unless its body has so many bytes, or it has none."""
     found = tl.load(state_of(state, i, 5))

@@ -34,6 +34,7 @@ from hvd_compress.kernels.cuda.rows import (
     corrected,
     entry,
     note_bad,
+    note_body,
     pointer,
     state_of,
 )
@@ -192,8 +193,7 @@ def _note_found(rows, state, i, found, bitmaps: tl.constexpr):
         has_bits = wants_bits(rows, i)
         nbytes = tl.where(has_bits, 8 * ((numel + 63) >> 6), nbytes)
         tl.store(state_of(state, i, 7), has_bits.to(tl.int64))
-    tl.store(state_of(state, i, 1), found)
-    tl.store(state_of(state, i, 2), nbytes + 4 * found)
+    note_body(state, i, found, nbytes + 4 * found)
 
 
 @triton.jit

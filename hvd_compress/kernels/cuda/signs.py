@@ -25,6 +25,7 @@ from hvd_compress.kernels.cuda.rows import (
     column,
     corrected,
     entry,
+    note_body,
     pointer,
     state_of,
 )
@@ -188,8 +189,7 @@ def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, v
         if verifying:
             _refuse(state, i, total != entries)
         else:
-            tl.store(state_of(state, i, 1), total)
-            tl.store(state_of(state, i, 2), ahead + 2 * total)
+            note_body(state, i, total, ahead + 2 * total)
 
 
 @triton.jit

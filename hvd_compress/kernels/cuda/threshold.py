@@ -11,7 +11,19 @@ import triton.language as tl
 
 from hvd_compress.kernels.cuda import signs
 from hvd_compress.kernels.cuda.launch import Launch
-from hvd_compress.kernels.cuda.rows import GRADIENT, GROUP, HEADER, NUMEL, PAYLOAD, X, column, entry, pointer, state_of
+from hvd_compress.kernels.cuda.rows import (
+    GRADIENT,
+    GROUP,
+    HEADER,
+    NUMEL,
+    PAYLOAD,
+    X,
+    column,
+    entry,
+    note_body,
+    pointer,
+    state_of,
+)
 from hvd_compress.kernels.cuda.signs import (
     ROW_GROUPS_AT,
     WORD,
@@ -101,8 +113,7 @@ def _list(rows, work, state, offsets, WORDS: tl.constexpr, COUNTS: tl.constexpr)
     entries = entries_of(body, groups, False)
     marks, words = _marks_of(numel, entries)
     if g == 0:
-        tl.store(state_of(state, i, 1), total)
-        tl.store(state_of(state, i, 2), entries - body + 2 * total)
+        note_body(state, i, total, entries - body + 2 * total)
     first, last = g, g + 1
     if entries + 2 * total > marks.to(tl.int64):
         # almost all is sent, so that entries come where marks are: groups are listed in turn, and none reaches the next
