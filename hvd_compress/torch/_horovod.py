@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from hvd_compress.errors import UnsupportedError
 
 __all__ = [
     "HorovodOptimizer",
-    "form_groups",
+    "formed_groups",
     "known_process_sets",
     "laid_over",
     "make_class",
@@ -104,24 +104,22 @@ def _refuse_another(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def form_groups(optimizer: Any) -> None:
-    """Fill `_p_to_group` and `_group_counts` from `_groups` (l. 122-153).
+def formed_groups(parameters: Sequence[torch.Tensor], groups: Any) -> list[tuple[torch.Tensor, ...]]:
+    """Divide parameters into groups as Horovod does (l. 122-153); one that a list leaves out is a group of its own.
 
     Horovod broadcasts rank 0's order first, which fails in a process set without rank 0; here the fingerprint has
     made sure that the order is the same already.
+
+    Args:
+        parameters: that take gradients.
+        groups: how many groups, or lists of parameters.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if isinstance(optimizer._groups, list):
-        known = {id(p) for p in params}
-        named = [[p for p in group if id(p) in known] for group in optimizer._groups]
-        grouped = {id(p) for group in named for p in group}
-        groups = named + [[p] for p in params if id(p) not in grouped]
-    else:
-        groups = split_list(params, optimizer._groups)
-    for group in (tuple(g) for g in groups if g):
-        optimizer._group_counts[group] = 0
-        for p in group:
-            optimizer._p_to_group[p] = group
+    if not isinstance(groups, list):
+        return [tuple(group) for group in split_list(list(parameters), groups) if group]
+    taken = {id(p) for p in parameters}
+    named = [tuple(p for p in group if id(p) in taken) for group in groups]
+    grouped = {id(p) for group in named for p in group}
+    return [group for group in named if group] + [(p,) for p in parameters if id(p) not in grouped]
 
 
 def relay(optimizer: torch.optim.Optimizer, overrides: type) -> None:

@@ -271,7 +271,7 @@ def DASO(
     )  # fmt: skip
     relay(wrapped, _Overrides)
     wrapped._daso = daso
-    wrapped._wrapping.on_refusal = daso.member.refuse
+    wrapped._combiner.wrapping.on_refusal = daso.member.refuse
     take_over(wrapped, parameters.values(), "DASO", optimizer)
     return wrapped
 

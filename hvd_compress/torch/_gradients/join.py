@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import horovod.torch as hvd
 
-from hvd_compress.torch._gradients.wrapping import in_use
+from hvd_compress.torch._gradients.combiner import Combiner
+from hvd_compress.torch._gradients.owners import in_use
 
 __all__ = ["join"]
 
@@ -31,15 +31,15 @@ def join(device: int = -1) -> int:
     if any(map(_compresses, in_use())):
         # ranks must find the same optimizers in use
         gc.collect()
-    for optimizer in filter(_compresses, in_use()):
-        optimizer._wrapping.agree_to_join(optimizer._engine)
+    for combiner in filter(_compresses, in_use()):
+        combiner.wrapping.agree_to_join(combiner.sender.known_engine())
     last: int = hvd.join(device)
     return last
 
 
-def _compresses(optimizer: Any) -> bool:
-    engine = optimizer._engine
-    if engine is None or optimizer.process_set.process_set_id != 0:
+def _compresses(combiner: Combiner) -> bool:
+    engine = combiner.sender.engine
+    if engine is None or combiner.wrapping.process_set.process_set_id != 0:
         return False
     # with `Auto`, the others may begin to compress in any step
-    return bool(engine.buckets) or optimizer._steering is not None
+    return bool(engine.buckets) or combiner.sender.steering is not None

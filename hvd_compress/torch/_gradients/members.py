@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hvd_compress.torch._horovod import formed_groups
+
 __all__ = ["Members"]
 
 
@@ -20,14 +22,21 @@ class Members:
         names: of the parameters that were named when the optimizer was wrapped.
         on_gradient: called with a parameter's name and the parameter when a backward pass has computed its gradient;
             parameters keep it alive.
+        grouped: parameters whose gradients go together, as Horovod takes `groups`.
     """
 
-    def __init__(self, names: dict[torch.Tensor, str], on_gradient: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(
+        self, names: dict[torch.Tensor, str], on_gradient: Callable[[str, torch.Tensor], None], grouped: Any = None
+    ) -> None:
         self.names = names
         self.by_name: dict[str, torch.Tensor] = {}
         """Those that take gradients, in their order."""
         self.resting: dict[str, torch.Tensor] = {}
         """Those that took gradients once, or may, and do not now."""
+        self.groups: list[tuple[str, ...]] | None = None
+        """The names of those that go together; None where each goes by itself."""
+        self.group_of: dict[str, tuple[str, ...]] = {}
+        self._grouped = grouped
         self._list: list[torch.Tensor] = []
         self._dtypes: list[torch.dtype] = []
         self._group_count = 0
@@ -68,6 +77,9 @@ class Members:
         self.resting = {n: p for n, p in {**self.resting, **known}.items() if n not in self.by_name}
         self._list = list(self.by_name.values())
         self._dtypes = [p.dtype for p in self._list]
+        if self._grouped is not None:
+            self.groups = [tuple(self.names[p] for p in group) for group in formed_groups(self._list, self._grouped)]
+            self.group_of = {name: group for group in self.groups for name in group}
         return {name: p for name, p in self.by_name.items() if p not in hooked}
 
     def release(self) -> None:
@@ -85,8 +97,7 @@ class Members:
     def _hook(self, name: str, p: torch.Tensor) -> None:
         if p in self._hooks:
             return
-        # Horovod's are hooks of the node that accumulates (l. 171-174): while it runs, it refers to the gradient's
-        # memory, and `stage` could not tell whether anybody else does
+        # Horovod hooks the node that accumulates (l. 171-174), for which torch had no public call then
         self._hooks[p] = p.register_post_accumulate_grad_hook(partial(self._on_gradient, name))
         # parameters may outlive their optimizer, and be given to another one
         weakref.finalize(self, self._hooks[p].remove).atexit = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,8 +24,9 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, Bucket, Exchange
-from hvd_compress.policy import Auto, Policy, check_patterns
+from hvd_compress.policy import check_patterns
 from hvd_compress.torch._carried import refuse_other_types
+from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.engine import described
 from hvd_compress.torch._gradients.overrides import Overrides
 from hvd_compress.torch._gradients.owners import check_owner, take_over
@@ -131,11 +131,7 @@ def DistributedOptimizer(
     scale = 1.0 if ours is None else average_share(ours, op, hvd.Average, hvd.Sum, process_set.size() or 1)
     wrapping = Wrapping(
         compression, ours, op, exchange, min_numel, bucket_bytes, groups, adagrad, process_set, scale,
-        {
-            "gradient_predivide_factor": gradient_predivide_factor,
-            "backward_passes_per_step": backward_passes_per_step,
-            "sparse_as_dense": sparse_as_dense,
-        },
+        gradient_predivide_factor, backward_passes_per_step, sparse_as_dense,
     )  # fmt: skip
     if takes_part:
         wrapping.agree(optimizer.param_groups, {id(p): name for name, p in named or []})
@@ -150,17 +146,16 @@ def DistributedOptimizer(
     check_patterns(
         compression, [wrapped._parameter_names[p] for group in wrapped.param_groups for p in group["params"]]
     )
-    wrapped._sent_itemsizes, wrapped._sparse_steps, wrapped._sparse_now = {}, Counter(), set()
-    wrapped._horovods, wrapped._adagrad, wrapped._wrapping = horovods, adagrad, wrapping
+    combiner = wrapped._combiner = Combiner(wrapped, wrapped._parameter_names, wrapping, horovods)
+    if wrapped._exchanges or adagrad is not None:
+        combiner.hook()
     if takes_part:
         wrapping.label = label_for(wrapped.param_groups, set(wrapped._parameter_names.values()), process_set)
-        wrapped._chooses = isinstance(ours, Auto | Policy)
-        wrapping.equip(wrapped)
-        wrapped._begin_way()
+        wrapping.equip(combiner.sender)
+        combiner.sender.begin_way()
     elif adagrad is not None:
-        wrapped._register_hooks()
-        wrapped._alone = Ledger(
-            Routing(None), 1, 0, described(wrapped._members.by_name.items()), Bucket, adagrad=adagrad
+        combiner.alone = Ledger(
+            Routing(None), 1, 0, described(combiner.members.by_name.items()), Bucket, adagrad=adagrad
         )
     taken = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
     take_over(wrapped, taken, "DistributedOptimizer", optimizer)

@@ -1,8 +1,4 @@
-"""The methods that `DistributedOptimizer` lays over Horovod's: what users call, and the rest by its parts.
-
-A step on one rank: its first gradient opens it; hooks hand gradients over as they come; when all are here the exchange
-is completed, at the end of the backward pass or in `synchronize` or `step`; `step` or `zero_grad` closes it.
-"""
+"""The methods that `DistributedOptimizer` lays over Horovod's: what users call, handed on to its `Combiner`."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from typing import Any, NoReturn
 from hvd_compress.engine import empty_state, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
-from hvd_compress.torch._gradients.completing import complete_steps
+from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.engine import with_tensors
-from hvd_compress.torch._gradients.handing import Backward
 from hvd_compress.torch._gradients.scaling import told_by_scaler
 from hvd_compress.torch._gradients.steering import left_out
 from hvd_compress.torch._horovod import HorovodOptimizer
@@ -30,8 +25,18 @@ _NEEDS_NO_CONTEXT = (
 )
 
 
-class Overrides(Backward):
+class Overrides:
     """Methods laid over Horovod's `_DistributedOptimizer`; see `_horovod.make_class`."""
+
+    _should_synchronize: bool
+    """Of Horovod's: false inside `skip_synchronize`."""
+    _exchanges = False
+    """Whether Horovod would hook the parameters."""
+    _combiner: Combiner
+
+    def _register_hooks(self) -> None:
+        # Horovod calls this while it makes the optimizer, which gets its combiner afterwards
+        self._exchanges = True
 
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are combined in `p.grad`.
@@ -39,21 +44,13 @@ class Overrides(Backward):
         Where all parameters have got gradients, they are when `backward()` returns, and this does nothing.
         """
         # where it waited, it was needed, here as with Horovod
-        self._synchronized = self._combined is not None
-        self._combine()
-
-    def _combine(self) -> None:
-        if self._combined is not None or not self._is_hooked():
-            return
-        if not self._is_open:
-            # no gradient has come: other ranks may have some
-            self._open()
-        complete_steps([self])
+        self._combiner.was_needless = self._combiner.is_combined
+        self._combiner.combine()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler is to leave gradients alone: what it writes leaves no trace (their versions stay)."""
-        return bool(self._is_open)
+        return hasattr(self, "_combiner") and self._combiner.is_open
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -61,9 +58,9 @@ class Overrides(Backward):
 
     def _refuse_early_look(self, told: dict[str, Any]) -> None:
         """Raise GradientError if a GradScaler, which has told this, has seen gradients that were being exchanged."""
-        if told and self._is_open:
+        if told and self._combiner.is_open:
             # other ranks need the exchange
-            self._combine()
+            self._combiner.combine()
             raise GradientError(
                 "scaler.step(opt) while gradients are exchanged, since some parameters have got none: what the scaler "
                 "saw of them, or divided, are not the combined ones. Call opt.synchronize() after backward(), before "
@@ -87,15 +84,15 @@ class Overrides(Backward):
 
     def _combine_for_step(self) -> None:
         if self._should_synchronize:
-            if self._synchronized:
+            if self._combiner.was_needless:
                 # a kind that Python hides unless it is asked for: this is right here, and a habit of many
                 warnings.warn(_NEEDS_NO_CONTEXT, PendingDeprecationWarning, stacklevel=4)
-            self._combine()
-        elif self._is_open:
+            self._combiner.combine()
+        elif self._combiner.is_open:
             raise GradientError(
                 "step() inside of skip_synchronize() while gradients are exchanged: call synchronize() before"
             )
-        self._close()
+        self._combiner.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, as `torch.optim.Optimizer.zero_grad` does.
@@ -103,8 +100,8 @@ class Overrides(Backward):
         Raises:
             GradientError: gradients are still being exchanged.
         """
-        self._refuse_while_open("zero_grad()", GradientError)
-        self._close()
+        self._combiner.refuse_while_open("zero_grad()", GradientError)
+        self._combiner.close()
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -113,36 +110,23 @@ class Overrides(Backward):
         Raises:
             GradientError: gradients are being exchanged.
         """
-        self._refuse_while_open("set_backward_passes_per_step()", GradientError)
+        self._combiner.refuse_while_open("set_backward_passes_per_step()", GradientError)
         HorovodOptimizer.set_backward_passes_per_step(self, passes)
-        if self._engine is not None:
-            self._begin_waiting()
+        self._combiner.wrapping.passes = passes
+        self._combiner.sender.begin_waiting()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
-        self._give_up()
+        self._combiner.give_up()
         HorovodOptimizer.load_state_dict(self, *args, **kwargs)
-
-    def _give_up(self) -> None:
-        """Wait for what is in flight, and forget the step; all ranks do so at the same point."""
-        if self._engine is not None:
-            self._sparse_now.clear()
-            self._wait_for_dense()
-            self._engine.abandon()
-        if self._steering is not None:
-            self._steering.abandon()
-        self._close()
 
     def _owned(self) -> set[int]:
         """Which parameters this one exchanges, by their ids."""
-        return set(map(id, self._requires_update))
+        return set(map(id, self._combiner.members.by_name.values()))
 
     def retire(self) -> None:
         """Another optimizer takes over the parameters: let them go, and refuse to go on."""
-        if self._is_hooked():
-            self._give_up()
-            self._members.release()
-        self._retired = True
+        self._combiner.let_go()
 
     def compression_stats(self) -> dict[str, Any]:
         """Bytes, seconds and residual norms of all steps so far on this rank.
@@ -155,12 +139,13 @@ class Overrides(Backward):
             "auto": what was chosen for each bucket, from which predicted and measured seconds, and why; "rival" is what
             it is compared with in the next step, or None.
         """
-        if self._engine is None:
-            return {"compressor": self._wrapping.name, "total": Counters().report(0.0), "tensors": {}}
-        chosen = {} if self._steering is None else {"auto": self._steering.report()}
-        with left_out(self._steering):
-            self._count_plain()
-            return {"compressor": self._wrapping.name, **self._engine.stats(), **chosen}
+        sender, compressor = self._combiner.sender, self._combiner.wrapping.name
+        if sender.engine is None:
+            return {"compressor": compressor, "total": Counters().report(0.0), "tensors": {}}
+        chosen = {} if sender.steering is None else {"auto": sender.steering.report()}
+        with left_out(sender.steering):
+            sender.count_plain()
+            return {"compressor": compressor, **sender.engine.stats(), **chosen}
 
     def compression_state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
@@ -168,13 +153,14 @@ class Overrides(Backward):
         Returns:
             A dict of tensors and plain values that `torch.save` takes; see `hvd_compress.feedback`.
         """
-        self._refuse_while_open("compression_state_dict()", StateError)
-        if self._engine is None:
-            return empty_state() if self._alone is None else with_tensors(self._alone.state_dict())
-        with left_out(self._steering):
+        self._combiner.refuse_while_open("compression_state_dict()", StateError)
+        sender, alone = self._combiner.sender, self._combiner.alone
+        if sender.engine is None:
+            return empty_state() if alone is None else with_tensors(alone.state_dict())
+        with left_out(sender.steering):
             # the state says of which step it is, the same on all ranks
-            self._count_plain()
-            return self._engine.state_dict()
+            sender.count_plain()
+            return sender.engine.state_dict()
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the residuals that `compression_state_dict` returned on this rank.
@@ -185,14 +171,15 @@ class Overrides(Backward):
             StateError: not such a state, of another rank or number of ranks, or of other tensors; or gradients are
                 still being exchanged.
         """
-        self._refuse_while_open("load_compression_state_dict()", StateError)
-        holder = self._engine or self._alone
-        if holder is not None:
-            self._count_plain()
-            holder.load_state_dict(state)
-            self._has_loaded = self._adagrad is not None and self._engine is not None
-            if self._engine is not None:
-                self._begin_plain()
+        self._combiner.refuse_while_open("load_compression_state_dict()", StateError)
+        sender, alone = self._combiner.sender, self._combiner.alone
+        if sender.engine is not None:
+            sender.count_plain()
+            sender.engine.load_state_dict(state)
+            sender.has_loaded = self._combiner.wrapping.adagrad is not None
+            sender.begin_plain()
+        elif alone is not None:
+            alone.load_state_dict(state)
         else:
             refuse_residuals(state)
 
@@ -209,8 +196,8 @@ class Overrides(Backward):
         """
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale!r}: must be a positive finite number")
-        self._refuse_while_open("set_loss_scale()", StateError)
-        holder = self._engine or self._alone
+        self._combiner.refuse_while_open("set_loss_scale()", StateError)
+        holder = self._combiner.sender.engine or self._combiner.alone
         if holder is not None:
             holder.set_loss_scale(float(loss_scale))
 

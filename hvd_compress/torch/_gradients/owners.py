@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from hvd_compress.errors import GradientError, UnsupportedError
 from hvd_compress.torch._horovod import refuse_wrapped
 
-__all__ = ["check_owner", "check_sole_step", "disown", "exchanging", "refuse_retired", "take_over"]
+if TYPE_CHECKING:
+    from hvd_compress.torch._gradients.combiner import Combiner
+
+__all__ = ["check_owner", "check_sole_step", "disown", "in_use", "refuse_retired", "take_over"]
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 """Wrapped optimizers in use; they have `_owned()`, the ids of their parameters, and `retire()`."""
@@ -69,9 +73,10 @@ def take_over(owner: Any, parameters: Iterable[torch.Tensor], by: str, optimizer
     _owners.add(owner)
 
 
-def exchanging() -> list[Any]:
-    """All that are in use and exchange gradients, in no order."""
-    return [owner for owner in _owners if hasattr(owner, "_wrapping") and owner._is_hooked()]
+def in_use() -> list[Combiner]:
+    """Return what combines gradients, in the order in which optimizers were wrapped, which is that of all ranks."""
+    combiners = [owner._combiner for owner in _owners if hasattr(owner, "_combiner")]
+    return sorted([c for c in combiners if c.is_hooked], key=attrgetter("wrapping.number"))
 
 
 def refuse_retired() -> NoReturn:

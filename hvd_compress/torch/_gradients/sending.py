@@ -1,65 +1,198 @@
-"""How a gradient is handed over: to an exchange of ours or to Horovod, and which of them the next step takes."""
+"""How gradients travel: through exchanges of ours or Horovod's allreduce, and which of them the next step takes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from typing import Any, cast
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress.engine import Routing
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._collectives import sparse_allreduce_async
-from hvd_compress.torch._gradients.step import Step
+from hvd_compress.torch._gradients.beginning import compare_beginnings
+from hvd_compress.torch._gradients.bucket import Shipment
+from hvd_compress.torch._gradients.engine import Engine, precondition
+from hvd_compress.torch._gradients.handed import Handed
+from hvd_compress.torch._gradients.members import Members
+from hvd_compress.torch._gradients.staging import all_finite
+from hvd_compress.torch._gradients.steering import Steering
+from hvd_compress.torch._gradients.waits import Wait
+from hvd_compress.torch._gradients.wrapping import Wrapping
 from hvd_compress.torch.compression import dense_route
 
-__all__ = ["EXCHANGED", "Sending"]
+__all__ = ["Sender"]
 
-EXCHANGED = object()
-"""Stands in `_handles` for a gradient whose exchange `_complete` will finish."""
-
-IN_EXCHANGE = EXCHANGED, None
-
-NOT_SENT = None, None
-"""The entry of a gradient in `_handles` that `_submit_missing` will send."""
+_Key = str | tuple[str, ...]
 
 
-class Sending(Step):
-    """Methods of `Overrides` that hand gradients over."""
+class Sender:
+    """Hands the gradients of a step over as they come, and brings back the combined ones.
 
-    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Any, Any]:
-        if self._steering is not None:
-            self._steering.begin()
-        if self._alone is not None or (self._engine is not None and not self._has_compared):
-            return NOT_SENT
-        name = self._parameter_names[p]
-        goes_sparse = not self.sparse_as_dense and self._goes_sparse(name, p.grad)
+    Args:
+        wrapping: what the optimizer was wrapped with.
+        members: the parameters that take gradients.
+        horovods: how tensors go through Horovod's allreduce, unless a `Policy` or `Auto` says so.
+    """
+
+    def __init__(self, wrapping: Wrapping, members: Members, horovods: Any) -> None:
+        self.wrapping = wrapping
+        self.members = members
+        self.engine: Engine | None = None
+        """None in elastic runs, where all is Horovod's own."""
+        self.make_engine: Callable[[Routing], Engine]
+        self.steering: Steering | None = None
+        self.waiting: dict[str, Shipment] = {}
+        """The bucket of each tensor whose gradient a hook only puts there."""
+        self.plain: Any = horovods
+        """How all tensors go through Horovod's allreduce; None where they do not, or in different ways."""
+        self.has_compared = False
+        """Whether ranks know which gradients of each other are sparse; nothing is sent before."""
+        self.has_loaded = False
+        """Whether AdaGrad's accumulators were loaded since the last step: all ranks must do so, or they drift apart."""
+        self.unequal: tuple[str, int] | None = None
+        """A parameter that differed between ranks in the first step, and a rank that differed from the first one."""
+        self._horovods = horovods
+        self._chooses = isinstance(wrapping.ours, Auto | Policy)
+        self._sparse_dims: dict[str, int] = {}
+        """Of the tensors that all ranks send sparse."""
+        self._sent: set[str] = set()
+        """Those that are handed over in this step, but for those in `waiting`."""
+        self._in_flight: dict[_Key, tuple[Any, Any, Any]] = {}
+        """Of a tensor or a group that Horovod reduces: handle, context, compression."""
+        self._group_counts: Counter[tuple[str, ...]] = Counter()
+        """How many gradients of each group have come in this step."""
+        self._plain_steps = 0
+        """Plain steps that are not among the counters yet: counting in every hook would make short steps longer."""
+        self._sparse_steps: Counter[str] = Counter()
+        """In how many of these a tensor was sparse, and so not reduced."""
+        self._sparse_now: set[str] = set()
+        """Those that are sparse in the step that is not complete yet; it may be abandoned."""
+        self._sent_itemsizes: dict[tuple[Any, torch.dtype], int] = {}
+
+    # -- which way the next step goes ----------------------------------------------------------------------------
+
+    def begin_way(self) -> None:
+        """Between steps, with an engine that is new, or whose debts have changed: find out what hooks are to do."""
+        self.begin_plain()
+        self.begin_waiting()
+
+    def begin_plain(self) -> None:
+        """Find out whether the next step is Horovod's own."""
+        engine = self.known_engine()
+        if not self._chooses:
+            self.plain = None if engine.owes else self._horovods
+            return
+        # of groups that Horovod sends, `steering` would not see when the first one starts
+        way = engine.only_way if self.members.groups is None else None
+        self.plain = None if way is None else dense_route(way)
+
+    def begin_waiting(self) -> None:
+        """Find out which gradients only wait for others."""
+        is_each_its_own = self.members.groups is None and self.wrapping.passes == 1 and self.has_compared
+        self.waiting = self.engine.waiting() if is_each_its_own and self.engine is not None else {}
+        for name in self._sparse_dims if not self.wrapping.sparse_as_dense else ():
+            self.waiting.pop(name, None)
+
+    def comparing(self) -> Iterator[Wait]:
+        """Let all ranks know which gradients are sparse, and whether their parameters differ; a collective call."""
+        beginning = yield from compare_beginnings(
+            self.members.by_name, self.has_loaded, self.wrapping.label, self.wrapping.process_set
+        )
+        self._sparse_dims, self.unequal = beginning.sparse_dims, beginning.unequal
+        self.has_compared, self.has_loaded = True, False
+        self.begin_waiting()
+
+    def end_step(self) -> None:
+        """Note that a step is complete; now and then the next one goes another way."""
+        if self.engine is not None and self.plain is not None:
+            self._plain_steps += 1
+            self._sparse_steps.update(self._sparse_now)
+        self.forget()
+        if self.engine is None:
+            return
+        if self.steering is not None and self.steering.end():
+            self.count_plain()
+            followed = self.make_engine(self.steering.routing)
+            followed.inherit(self.engine)
+            self.engine = followed
+            self.begin_way()
+        elif self.plain is None:
+            self.begin_plain()
+
+    def known_engine(self) -> Engine:
+        """The engine, where there is something to exchange."""
+        if self.engine is None:
+            raise RuntimeError("this rank exchanges nothing, and has no engine")
+        return self.engine
+
+    # -- while gradients come ------------------------------------------------------------------------------------
+
+    def send(self, name: str, p: torch.Tensor) -> None:
+        """Hand a gradient over, or one of zeros where this rank has none: all ranks issue the same collectives."""
+        if self.steering is not None:
+            self.steering.begin()
+        if self.engine is not None and not self.has_compared:
+            # `send_missing` will
+            return
+        self._sent.add(name)
+        goes_sparse = self._goes_sparse(name, p.grad)
         if p.grad is None:
-            # another rank may have a gradient: all ranks issue the same collectives
             p.grad = self._no_gradient(name, p) if goes_sparse else torch.zeros_like(p)
         elif goes_sparse and not p.grad.is_sparse:
             p.grad = p.grad.to_sparse(self._sparse_dims[name])
-        if self._engine is None or self._is_plain:
-            return self._sparse_gathered(name, p) if goes_sparse else self._summed(name, p)
-        if self._adagrad is not None:
-            self._check_dense(name, p.grad)
-        if self._engine.exchanges(name):
+        if self.engine is None or self.plain is not None:
+            self._send_by_horovod(name, p.grad, goes_sparse, self.plain)
+            return
+        if self.wrapping.adagrad is not None:
+            self.check_dense(name, p.grad)
+        if self.engine.exchanges(name):
             if not goes_sparse:
-                self._engine.start(name, p.grad.to_dense() if p.grad.is_sparse else p.grad)
-                return IN_EXCHANGE
-            self._engine.start(name, None)
+                self.engine.start(name, p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                return
+            self.engine.start(name, None)
         else:
-            self._engine.progress()
-        self._compression = self._dense_compression(name)
-        if goes_sparse:
-            return self._sparse_gathered(name, p)
-        self._count_dense(name, p.grad)
-        p.grad = self._engine.with_debt(name, p.grad)
-        return self._summed(name, p)
+            self.engine.progress()
+        compression = self._dense_compression(name)
+        if not goes_sparse:
+            self._count_dense(name, p.grad, compression)
+            p.grad = self.engine.with_debt(name, p.grad)
+        self._send_by_horovod(name, p.grad, goes_sparse, compression)
+
+    def send_of_group(self, name: str) -> None:
+        """Note that a gradient of a group has come, and hand the group over with the last one."""
+        group = self.members.group_of[name]
+        self._group_counts[group] += 1
+        if self._group_counts[group] == len(group):
+            self._send_group(group)
+
+    def _send_group(self, group: tuple[str, ...]) -> None:
+        """A group is a bucket of ours, or one operation of Horovod's (l. 216-224) where nothing is compressed."""
+        if self.engine is not None and not self.has_compared:
+            return
+        params = [self.members.by_name[name] for name in group]
+        if self.plain is None or any(self._goes_sparse(n, p.grad) for n, p in zip(group, params, strict=True)):
+            for name, p in zip(group, params, strict=True):
+                self.send(name, p)
+            return
+        self._sent.update(group)
+        dense = [cast(torch.Tensor, p.grad) for p in params]
+        sent, ctxs = zip(*[self.plain.compress(g.to_dense() if g.is_sparse else g) for g in dense], strict=True)
+        handle = hvd.grouped_allreduce_async_(
+            list(sent), name=group[0] + self.wrapping.label, op=self.wrapping.op, process_set=self.wrapping.process_set
+        )
+        self._in_flight[group] = handle, ctxs, self.plain
 
     def _goes_sparse(self, name: str, gradient: torch.Tensor | None) -> bool:
         """Whether a tensor is gathered, not summed: the same on all ranks, whatever this one's gradient is."""
-        if self._engine is None:
+        if self.wrapping.sparse_as_dense:
+            return False
+        if self.engine is None:
             # as Horovod does
             return gradient is not None and gradient.is_sparse
         return name in self._sparse_dims
@@ -70,90 +203,168 @@ class Sending(Step):
         values = torch.zeros((0, *p.shape[dims:]), dtype=p.dtype, device=p.device)
         return torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False)
 
-    def _summed(self, name: str, p: Any) -> tuple[Any, Any]:
+    def _send_by_horovod(self, name: str, gradient: torch.Tensor, goes_sparse: bool, compression: Any) -> None:
         """Horovod's allreduce of a gradient (l. 187-214), under a name of this optimizer's own."""
-        gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        sent, ctx = self._compression.compress(gradient)
-        factor = self.gradient_predivide_factor if self.op == hvd.Average else 1.0
+        wrapping = self.wrapping
+        if goes_sparse:
+            self._sparse_now.add(name)
+            gathered = sparse_allreduce_async(gradient, name + wrapping.label, wrapping.op, wrapping.process_set)
+            self._in_flight[name] = gathered, None, compression
+            return
+        sent, ctx = compression.compress(gradient.to_dense() if gradient.is_sparse else gradient)
+        factor = wrapping.gradient_predivide_factor if wrapping.op == hvd.Average else 1.0
         handle = hvd.allreduce_async_(
-            sent, name=name + self._wrapping.label, op=self.op, prescale_factor=1.0 / factor,
-            postscale_factor=factor, process_set=self.process_set,
+            sent, name=name + wrapping.label, op=wrapping.op, prescale_factor=1.0 / factor,
+            postscale_factor=factor, process_set=wrapping.process_set,
         )  # fmt: skip
-        return handle, ctx
-
-    def _sparse_gathered(self, name: str, p: Any) -> tuple[Any, Any]:
-        self._sparse_now.add(name)
-        return sparse_allreduce_async(p.grad, name + self._wrapping.label, self.op, self.process_set), None
+        self._in_flight[name] = handle, ctx, compression
 
     def _dense_compression(self, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
         if not self._chooses:
             return self._horovods
-        return dense_route(self._known_engine().routing.compressor_of(name))
+        return dense_route(self.known_engine().routing.compressor_of(name))
 
-    def _grouped_allreduce_grad_async(self, ps: tuple[torch.Tensor, ...]) -> tuple[Any, Any]:
-        """A group is a bucket of ours, or one operation of Horovod's (l. 216-224) where nothing is compressed."""
-        is_horovods = self._engine is None or self._is_plain
-        if not is_horovods or not self._is_group_dense(ps):
-            return [self._allreduce_grad_async(p) for p in ps], None
-        sent, ctxs = zip(*[self._compression.compress(p.grad) for p in ps], strict=True)
-        name = self._parameter_names[ps[0]] + self._wrapping.label
-        return hvd.grouped_allreduce_async_(list(sent), name=name, op=self.op, process_set=self.process_set), ctxs
-
-    def _is_group_dense(self, ps: tuple[Any, ...]) -> bool:
-        if self._alone is not None or (self._engine is not None and not self._has_compared):
-            return False
-        return not any(self._goes_sparse(self._parameter_names[p], p.grad) or p.grad.is_sparse for p in ps)
-
-    def _check_dense(self, name: str, gradient: torch.Tensor) -> None:
-        if gradient.is_sparse and not self.sparse_as_dense:
+    def check_dense(self, name: str, gradient: torch.Tensor) -> None:
+        """Raise UnsupportedError for a sparse gradient that AdaGrad cannot take."""
+        if gradient.is_sparse and not self.wrapping.sparse_as_dense:
             raise UnsupportedError(
-                f"{self._adagrad!r} with a sparse gradient of {name!r}: its elements would need accumulators of their "
-                "own on all ranks. Use sparse_as_dense=True"
+                f"{self.wrapping.adagrad!r} with a sparse gradient of {name!r}: its elements would need accumulators "
+                "of their own on all ranks. Use sparse_as_dense=True"
             )
 
-    def _count_dense(self, name: str, tensor: torch.Tensor, times: int = 1) -> None:
-        kind = self._compression, tensor.dtype
-        if kind not in self._sent_itemsizes:
-            # asked once, not in every hook
-            sent, _ = self._compression.compress(torch.zeros(1, dtype=tensor.dtype))
-            self._sent_itemsizes[kind] = sent.element_size()
-        # no nbytes: sparse gradients that are made dense have none
-        numel, itemsize = tensor.numel(), tensor.element_size()
-        self._known_engine().count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize, times)
+    # -- when all have come --------------------------------------------------------------------------------------
 
-    def _count_plain(self) -> None:
+    def send_missing(self, handed: Handed) -> None:
+        """Hand over what no hook has handed over, in the order of the parameters."""
+        members, engine = self.members, self.engine
+        if self.plain is not None:
+            self._send_missing_groups(handed)
+        if self.wrapping.adagrad is not None and engine is not None:
+            # exchanges were laid out with the tensors that are frozen now
+            for name in members.resting:
+                if engine.exchanges(name):
+                    engine.start(name, None)
+        if len(self._sent) == len(members.by_name):
+            return
+        started = self._sent.union(engine.put_off) if engine is not None and self.waiting else self._sent
+        for name, p in [(n, p) for n, p in members.by_name.items() if n not in started]:
+            if p.grad is not None and not p.grad.is_sparse and 0 in p.grad.stride():
+                # one memory for several elements, as `expand` makes it, cannot hold a result
+                p.grad = p.grad.contiguous()
+            self.send(name, p)
+            # it has one now, if it had none
+            handed.gradients[name] = cast(torch.Tensor, p.grad)
+
+    def _send_missing_groups(self, handed: Handed) -> None:
+        """Hand over the groups in which a tensor got no gradient, where all is Horovod's own.
+
+        Its `synchronize` (l. 259-271) would send their tensors one by one, and ranks that have all gradients the group:
+        each would wait for the other for ever.
+        """
+        by_name = self.members.by_name
+        for group in self.members.groups or ():
+            if not self._sent.isdisjoint(group) or any(self._goes_sparse(name, by_name[name].grad) for name in group):
+                continue
+            for name in group:
+                p = by_name[name]
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                elif p.grad.is_sparse:
+                    p.grad = p.grad.to_dense()
+                handed.gradients[name] = p.grad
+            self._send_group(group)
+
+    def arriving(self) -> Generator[Wait, None, bool]:
+        """Wait until all has arrived, in parts; returns whether all payloads are finite."""
+        engine = self.engine
+        if engine is not None and not engine.buckets and (met := next(iter(engine.dense), "")) in self._in_flight:
+            # see `Wrapping.agree_again`: this is refused if another rank's parameters have changed
+            self._in_flight = {met: self._in_flight[met], **self._in_flight}
+        finite = True if engine is None else (yield from engine.waits())
+        reduced = [handle for handle, _, _ in self._in_flight.values() if isinstance(handle, int)]
+        if reduced:
+            yield Wait(lambda: all(map(hvd.poll, reduced)))
+        return finite
+
+    def results(self, finite: bool) -> dict[str, torch.Tensor]:
+        """Return all combined gradients: one value that is not finite takes all residuals back.
+
+        In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
+        """
+        engine = self.engine
+        if engine is None:
+            return dict(self._reduced())
+        owes = engine.owes
+        results = {}
+        for name, output in self._reduced():
+            # where nothing is owed, nothing depends on it
+            finite = finite and (not owes or all_finite(output))
+            if self.wrapping.adagrad is not None:
+                finite = precondition(engine, name, output) and finite
+            results[name] = output
+        # plain steps are counted when somebody asks
+        results |= {} if self.plain is not None else engine.combine(keep=finite)
+        engine.settle(keep=finite)
+        return results
+
+    def _reduced(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for all that Horovod has reduced itself; yields names and sums."""
+        for key, (handle, ctx, compression) in self._in_flight.items():
+            if callable(handle):
+                # sparse gradients travel as they are
+                yield cast(str, key), handle()
+            elif isinstance(key, tuple):
+                for name, output, its_ctx in zip(key, hvd.synchronize(handle), ctx, strict=True):
+                    yield name, compression.decompress(output, its_ctx)
+            else:
+                yield key, compression.decompress(hvd.synchronize(handle), ctx)
+
+    def forget(self) -> None:
+        """Forget what was handed over in a step that has ended."""
+        self._sent, self._in_flight = set(), {}
+        self._sparse_now.clear()
+        self._group_counts.clear()
+
+    def abandon(self) -> None:
+        """Wait for what is in flight and forget it; residuals stay as before the step."""
+        if self.engine is not None:
+            self._wait_for_horovod()
+            self.engine.abandon()
+        if self.steering is not None:
+            self.steering.abandon()
+        self.forget()
+
+    def _wait_for_horovod(self) -> None:
+        """Wait for Horovod's own allreduces: it forgets them here, and then refuses their names in the next step.
+
+        Those that fail are over, too: an elastic run restores its state after a step that has failed.
+        """
+        for handle, _, _ in self._in_flight.values():
+            with suppress(HorovodInternalError):
+                if callable(handle):
+                    handle()
+                else:
+                    hvd.synchronize(handle)
+
+    # -- counters ------------------------------------------------------------------------------------------------
+
+    def count_plain(self) -> None:
         """Bring the counters up to date; before anything that reads them or changes the way."""
         steps, sparse = self._plain_steps, self._sparse_steps
         self._plain_steps, self._sparse_steps = 0, Counter()
         if steps:
-            engine = self._known_engine()
+            engine = self.known_engine()
             engine.count_step(steps)
             for name in engine.dense:
-                self._count_dense(name, self._members.by_name[name], steps - sparse[name])
+                self._count_dense(name, self.members.by_name[name], self.plain, steps - sparse[name])
 
-    # -- which way the next step goes ----------------------------------------------------------------------------
-
-    def _begin_way(self) -> None:
-        """Between steps, with an engine that is new, or whose debts have changed: find out what hooks are to do."""
-        self._begin_plain()
-        self._begin_waiting()
-
-    def _begin_plain(self) -> None:
-        """Find out whether the next step is Horovod's own."""
-        engine = self._known_engine()
-        if not self._chooses:
-            self._is_plain = not engine.owes
-        else:
-            # of groups that Horovod sends, `_steering` would not see when the first one starts
-            way = engine.only_way if self._groups is None else None
-            self._is_plain = way is not None
-            if way is not None:
-                self._compression = dense_route(way)
-
-    def _begin_waiting(self) -> None:
-        """Find out which gradients only wait for others."""
-        is_each_its_own = self._groups is None and self.backward_passes_per_step == 1 and self._has_compared
-        self._waiting = self._known_engine().waiting() if is_each_its_own else {}
-        for name in self._sparse_dims if not self.sparse_as_dense else ():
-            self._waiting.pop(name, None)
+    def _count_dense(self, name: str, tensor: torch.Tensor, compression: Any, times: int = 1) -> None:
+        kind = compression, tensor.dtype
+        if kind not in self._sent_itemsizes:
+            # asked once, not in every hook
+            sent, _ = compression.compress(torch.zeros(1, dtype=tensor.dtype))
+            self._sent_itemsizes[kind] = sent.element_size()
+        # no nbytes: sparse gradients that are made dense have none
+        numel, itemsize = tensor.numel(), tensor.element_size()
+        self.known_engine().count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize, times)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
@@ -21,11 +21,15 @@ from hvd_compress.torch._agreement import require_agreement_through
 from hvd_compress.torch._device import told_places
 from hvd_compress.torch._gradients.bucket import collective_name
 from hvd_compress.torch._gradients.engine import Engine, described
-from hvd_compress.torch._gradients.owners import exchanging
+from hvd_compress.torch._gradients.owners import in_use
 from hvd_compress.torch._gradients.steering import Steering
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Wrapping", "in_use", "label_for"]
+if TYPE_CHECKING:
+    from hvd_compress.torch._gradients.combiner import Combiner
+    from hvd_compress.torch._gradients.sending import Sender
+
+__all__ = ["Wrapping", "label_for"]
 
 
 @dataclass
@@ -43,7 +47,9 @@ class Wrapping:
         adagrad: likewise.
         process_set: the ranks that take part.
         scale: factor on the sum over ranks.
-        settings: more that ranks have to agree on.
+        gradient_predivide_factor: see `DistributedOptimizer`.
+        passes: its `backward_passes_per_step`, which may be set anew.
+        sparse_as_dense: see `DistributedOptimizer`.
         label: what tells collectives from those of other optimizers with tensors of the same names.
     """
 
@@ -57,7 +63,9 @@ class Wrapping:
     adagrad: AdaGrad | None
     process_set: hvd.ProcessSet
     scale: float
-    settings: dict[str, Any] = field(default_factory=dict)
+    gradient_predivide_factor: float
+    passes: int
+    sparse_as_dense: bool
     label: str = ""
     on_refusal: Callable[[str], None] = lambda problem: None
     """Called with what ends a step on all ranks of the process set, before it is raised: others may wait for them."""
@@ -82,7 +90,8 @@ class Wrapping:
             self.compression, self.op, parameters,
             exchange=self.exchange.told_among(self.process_set.size()), min_numel=self.min_numel,
             bucket_bytes=self.bucket_bytes, groups=together, adagrad=self.adagrad, devices=told_places(params),
-            **self.settings,
+            gradient_predivide_factor=self.gradient_predivide_factor, backward_passes_per_step=self.passes,
+            sparse_as_dense=self.sparse_as_dense,
         )  # fmt: skip
 
     def agree(self, groups: list[dict[str, Any]], names: dict[int, str]) -> None:
@@ -93,7 +102,7 @@ class Wrapping:
         """
         TorchRanks(self.process_set).agree(self.description(groups, names))
 
-    def agree_again(self, optimizer: Any, engine: Engine) -> None:
+    def agree_again(self, combiner: Combiner, engine: Engine) -> None:
         """Compare with all ranks after parameters were frozen, unfrozen, added or converted; a collective call.
 
         Ranks where nothing has changed do not know of it. They go on with the exchange that was to come, and Horovod
@@ -102,7 +111,7 @@ class Wrapping:
         Raises:
             MismatchError: on all ranks, naming the first difference, or that others have not changed theirs.
         """
-        told = self.description(optimizer.param_groups, {id(p): n for p, n in optimizer._parameter_names.items()})
+        told = self.description(combiner.param_groups, {id(p): n for p, n in combiner.members.names.items()})
         self._meet(
             engine, told, "parameters were frozen, unfrozen, added or converted on this rank, and not on all others. "
             "All ranks must do so before the same step",
@@ -151,29 +160,23 @@ class Wrapping:
             self.on_refusal(str(error))
             raise
 
-    def equip(self, optimizer: Any) -> None:
-        """Give an optimizer the exchanges of the parameters that take gradients now; with `Auto` a collective call."""
-        members = optimizer._members
+    def equip(self, sender: Sender) -> None:
+        """Give a sender the exchanges of the parameters that take gradients now; with `Auto` a collective call."""
+        members = sender.members
         # of a list, Horovod makes a group of each parameter that is in none of its groups
-        formed = [g for g in optimizer._group_counts if len(g) > 1 or not isinstance(self.groups, list)]
-        named_groups = [[optimizer._parameter_names[p] for p in group] for group in formed] or None
+        formed = [list(g) for g in members.groups or () if len(g) > 1 or not isinstance(self.groups, list)]
         tensors = list(members.by_name.items())
         auto = self.ours if isinstance(self.ours, Auto) else None
         routing = Routing(None if isinstance(self.ours, Auto) else self.ours, self.exchange, self.min_numel,
                           self.bucket_bytes)  # fmt: skip
-        optimizer._make_engine = partial(
-            Engine, scale=self.scale, process_set=self.process_set, tensors=tensors, groups=named_groups,
+        sender.make_engine = partial(
+            Engine, scale=self.scale, process_set=self.process_set, tensors=tensors, groups=formed or None,
             pays_debts=auto is not None, adagrad=self.adagrad, resting=list(members.resting.items()), label=self.label,
         )  # fmt: skip
         if auto is not None:
-            optimizer._steering = Steering(auto, described(tensors), routing, self.process_set)
-            routing = optimizer._steering.routing
-        optimizer._engine = optimizer._make_engine(routing)
-
-
-def in_use() -> list[Any]:
-    """Distributed optimizers that are in use, in the order in which they were wrapped, which is that of all ranks."""
-    return sorted(exchanging(), key=lambda optimizer: optimizer._wrapping.number)
+            sender.steering = Steering(auto, described(tensors), routing, self.process_set)
+            routing = sender.steering.routing
+        sender.engine = sender.make_engine(routing)
 
 
 def label_for(groups: list[dict[str, Any]], names: set[str], process_set: hvd.ProcessSet) -> str:
@@ -186,11 +189,11 @@ def label_for(groups: list[dict[str, Any]], names: set[str], process_set: hvd.Pr
     """
     mine = {id(p) for group in groups for p in group["params"]}
     used = [
-        other._wrapping.label
-        for other in exchanging()
-        if other.process_set.process_set_id == process_set.process_set_id
-        and not names.isdisjoint(other._parameter_names.values())
-        and mine.isdisjoint(map(id, other._requires_update))
+        other.wrapping.label
+        for other in in_use()
+        if other.wrapping.process_set.process_set_id == process_set.process_set_id
+        and not names.isdisjoint(other.members.names.values())
+        and mine.isdisjoint(map(id, other.members.by_name.values()))
     ]
     free = next(i for i in range(len(used) + 1) if _label(i) not in used)
     # what is still in use may differ between ranks: Python collects garbage when it likes

@@ -284,7 +284,7 @@ def with_other_buckets_all_states_are_put_together_first() -> None:
     again = copy_of(model)
     other = adagrad(again, ALL_SENT, bucket_bytes=BUCKETS["together"])
     state = optimizer.compression_state_dict()
-    owned = other._engine.accounts["first.weight"].owned
+    owned = other._combiner.sender.engine.accounts["first.weight"].owned
     entry = state["accumulators"]["first.weight"]
     held = range(entry["start"], entry["start"] + len(entry["values"]))
     moved = [owned is not None and not (owned.start in held and owned.stop - 1 in held)]

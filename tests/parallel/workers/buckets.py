@@ -393,7 +393,7 @@ def what_becomes_of_an_encoded_gradient_is_told_and_spoils_nothing(
         disturbs = (step + horovod.rank()) % 2 == 1
         if disturbs:
             # a thread for the kernels may not have read it yet
-            optimizer._engine._kernel_thread.drain()
+            optimizer._combiner.sender.engine._kernel_thread.drain()
             disturb(model.layer5.weight)
             if model.layer5.weight.grad is None or model.layer5.weight.grad.numel() != 3:
                 raises(GradientError, optimizer.synchronize, "'layer5.weight'")

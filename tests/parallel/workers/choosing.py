@@ -244,7 +244,7 @@ def two_optimizers_tell_their_seconds_at_once() -> None:
         # tensors of both are exchanged at once, so that their names differ
         optimizers = [wrap(torch.nn.ModuleDict({key: model}), "auto") for key, model in zip("ab", models, strict=True)]
     for step in range(3 * (STEPS_EACH + 1)):
-        assert [o._steering._pilot.at for o in optimizers] == [step // (STEPS_EACH + 1)] * 2
+        assert [o._combiner.sender.steering._pilot.at for o in optimizers] == [step // (STEPS_EACH + 1)] * 2
         for model in models:
             loss_of(model, step).backward()
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -252,7 +252,7 @@ def two_optimizers_tell_their_seconds_at_once() -> None:
             optimizer.zero_grad()
             check_alike(bytes_of(model.parameters()))
             # a rank that ends now leaves no other one waiting
-            assert optimizer._steering._gathering is None
+            assert optimizer._combiner.sender.steering._gathering is None
 
 
 def owed(optimizer: Any) -> dict[str, np.ndarray]:
@@ -368,7 +368,7 @@ def a_state_may_be_saved_and_loaded_in_between(after: int) -> None:
     optimizer = scripted(model)
     train(model, optimizer, range(steps), lambda step: None)
     state = optimizer.compression_state_dict()
-    at = optimizer._steering._pilot.at
+    at = optimizer._combiner.sender.steering._pilot.at
     again = Net()
     later = scripted(again, begin=at)
     later.load_compression_state_dict(state)
@@ -461,7 +461,7 @@ class Clock:
 
 def in_use(optimizer: Any) -> str:
     """The way that the next step takes."""
-    report = optimizer._steering.report()
+    report = optimizer._combiner.sender.steering.report()
     return report["rival"] or report["configuration"]
 
 
@@ -524,10 +524,10 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
         used, chosen = [], []
         for step in range(1000):
             used.append(in_use(optimizer))
-            chosen.append(optimizer._steering.report()["configuration"])
+            chosen.append(optimizer._combiner.sender.steering.report()["configuration"])
             if step == 200:
                 assert chosen[-1] == "adaptive"
-                assert optimizer._steering.report()["committed"]
+                assert optimizer._combiner.sender.steering.report()["committed"]
                 clock.truth = {**clock.truth, "onebit": 0.042}
                 clock.rest = {**clock.rest, "onebit": -0.002}
             if chosen[-1] == "onebit" and step > 200:
@@ -541,7 +541,7 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
                 given[name] += sums[step % 7][name]
             optimizer.zero_grad()
     assert chosen[-1] == "onebit"
-    assert optimizer._steering.report()["committed"]
+    assert optimizer._combiner.sender.steering.report()["committed"]
     in_turns = [u for u, c in zip(used[200:], chosen[200:], strict=True) if u != c]
     assert 33 <= in_turns.count("onebit") < 300
     check_alike(",".join(used).encode())
@@ -566,7 +566,7 @@ def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
         optimizer = wrap(model, auto)
         used, in_turns, loading = [], 0, 0.0
         for step in range(1200):
-            name, report = in_use(optimizer), optimizer._steering.report()
+            name, report = in_use(optimizer), optimizer._combiner.sender.steering.report()
             used.append(report["configuration"])
             in_turns += report["rival"] is not None
             clock.pass_rest(name)
@@ -653,7 +653,7 @@ def looking_at_what_is_owed_makes_no_way_slow(how: str) -> None:
             elif how == "state":
                 optimizer.compression_state_dict()
             optimizer.zero_grad()
-        report = optimizer._steering.report()
+        report = optimizer._combiner.sender.steering.report()
     assert (report["configuration"], report["committed"]) == ("onebit", True)
     mean = 1 + 0.01 * (horovod.size() - 1) / 2
     np.testing.assert_allclose(report["measured_seconds"]["onebit"], 0.7 * mean)

@@ -92,7 +92,7 @@ def check_equal(model: torch.nn.Module) -> None:
 
 
 def memory_of(optimizer: Any) -> list[Any]:
-    return [bucket.bucket.memory for bucket in optimizer._engine.buckets]
+    return [bucket.bucket.memory for bucket in optimizer._combiner.sender.engine.buckets]
 
 
 def trained(compressor: Any, on: bool, dtype: torch.dtype = torch.float32, **settings: Any) -> torch.nn.Module:

@@ -81,7 +81,7 @@ def sum_of_tensors_that_go_alone(setting: Any) -> None:
     model, oracle = Net(), Oracle(TopK(0.05), exchange, op="sum")
     optimizer = wrap(model, TopK(0.05), exchange, op=hvd.Sum, bucket_bytes=0)
     train(model, optimizer, range(3), check=lambda step: oracle.check_step(model, step))
-    roots = [shipment.bucket.root for shipment in optimizer._engine.buckets]
+    roots = [shipment.bucket.root for shipment in optimizer._combiner.sender.engine.buckets]
     assert roots == ([0, 1] if setting["root"] == "round_robin" else [1, 1])
 
 
@@ -119,7 +119,9 @@ def a_gradient_leaves_while_backward_goes_on(setting: Any) -> None:
     def look(gradient: torch.Tensor) -> None:
         # the first layer's weights have none yet
         assert model[0].weight.grad is None
-        under_way.append([bucket.tensors for bucket in optimizer._engine.buckets if bucket._handle is not None])
+        under_way.append(
+            [bucket.tensors for bucket in optimizer._combiner.sender.engine.buckets if bucket._handle is not None]
+        )
 
     hidden = model[0](torch.full((4, 40), 1.0 + horovod.rank()))
     hidden.register_hook(look)
@@ -243,8 +245,8 @@ def the_root_sends_what_comes_back() -> None:
         model = Net()
         optimizer = wrap(model, OneBit(), exchange)
         train(model, optimizer, range(2), check=lambda step: None)
-        accounts = optimizer._engine.accounts.values()
-        packs = {id(pack): pack for pack in optimizer._engine.packs.values()}.values()
+        accounts = optimizer._combiner.sender.engine.accounts.values()
+        packs = {id(pack): pack for pack in optimizer._combiner.sender.engine.packs.values()}.values()
         plans = [account.plan for account in (*accounts, *(pack.account for pack in packs))]
         sent = optimizer.compression_stats()["total"]["bytes_sent"]
         if horovod.rank() == root:

@@ -49,10 +49,10 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "onebit-two_phase": Setting(OneBit(), "two_phase", Most(large=249, each=3.25, constant=233)),
-    "onebit-allgather": Setting(OneBit(), "allgather", Most(large=189, each=3.25, constant=173)),
-    "adaptive-two_phase": Setting(Adaptive(pi=64), "two_phase", Most(large=249, each=3.25, constant=233)),
-    "topk-two_phase": Setting(TopK(0.01), "two_phase", Most(large=249, each=3.25, constant=232)),
+    "onebit-two_phase": Setting(OneBit(), "two_phase", Most(large=240, each=3.25, constant=230)),
+    "onebit-allgather": Setting(OneBit(), "allgather", Most(large=176, each=3.25, constant=166)),
+    "adaptive-two_phase": Setting(Adaptive(pi=64), "two_phase", Most(large=240, each=3.25, constant=230)),
+    "topk-two_phase": Setting(TopK(0.01), "two_phase", Most(large=240, each=3.25, constant=229)),
 }
 
 

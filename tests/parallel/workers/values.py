@@ -309,7 +309,7 @@ def gradients_that_share_memory_do_not_spoil_each_other() -> None:
     for compressor in (TopK(ratio=1.0), OneBit(group=1)):
         # which send more than there is, and would go dense
         optimizer = wrap_to_compress(model, compressor, min_numel=10)
-        assert optimizer._engine.is_used
+        assert optimizer._combiner.sender.engine.is_used
         model(words).backward()
         optimizer.step()
         for name, p in model.named_parameters():
@@ -327,15 +327,15 @@ def gradients_of_layers_are_encoded_where_they_lie() -> None:
     with mock.patch.object(kinds, "saves_bytes", return_value=True):
         optimizer = wrap(model, min_numel=1)
     own: set[str] = set()
-    combine = optimizer._engine.combine
+    combine = optimizer._combiner.sender.engine.combine
 
     def watched(keep: bool) -> Any:
-        for bucket in optimizer._engine.buckets:
+        for bucket in optimizer._combiner.sender.engine.buckets:
             own.update((*bucket._placed, *(name for name, held in bucket._gradients.items() if not held.is_copy)))
         return combine(keep)
 
     torch.manual_seed(horovod.rank())
-    with mock.patch.object(optimizer._engine, "combine", watched):
+    with mock.patch.object(optimizer._combiner.sender.engine, "combine", watched):
         for _ in range(3):
             own.clear()
             model(torch.randn(4, 3, 8, 8)).sum().backward()
