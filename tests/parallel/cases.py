@@ -12,6 +12,15 @@ from typing import Any
 Case = Callable[..., None]
 
 
+class Thorough(str):
+    """The name of a case that `make test` leaves out: starts that it leaves out have it, and that of two ranks has not.
+
+    For what another case shows too, and for what differs from another case with MPI only.
+    """
+
+    __slots__ = ()
+
+
 class Cases(dict[str, Case]):
     """Cases by name, in the order of their definition.
 
@@ -30,12 +39,21 @@ class Cases(dict[str, Case]):
         self[case.__name__] = case
         return case
 
-    def each(self, values: Mapping[str, Any]) -> Callable[[Case], Case]:
-        """Decorator: one case for each named value, which the function gets as its argument."""
+    def add_thorough(self, case: Case) -> Case:
+        """Decorator: the same, `Thorough`."""
+        self[Thorough(case.__name__)] = case
+        return case
+
+    def each(self, values: Mapping[str, Any], thorough: str = "") -> Callable[[Case], Case]:
+        """Decorator: one case for each named value, which the function gets as its argument.
+
+        Those with `thorough` in their names are `Thorough`.
+        """
 
         def decorate(case: Case) -> Case:
             for label, value in values.items():
-                self[f"{case.__name__}[{label}]"] = functools.partial(case, value)
+                name = f"{case.__name__}[{label}]"
+                self[Thorough(name) if thorough and thorough in label else name] = functools.partial(case, value)
             return case
 
         return decorate

@@ -5,11 +5,22 @@ from pathlib import Path
 import pytest
 
 from tests.parallel import launch
+from tests.parallel.cases import Thorough
 
 HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _is_left_out(item: pytest.Item) -> bool:
+    """Whether a test asks the start of witnesses for a case that this has not."""
+    asked = getattr(getattr(item, "callspec", None), "params", {})
+    start = asked.get("ranks", 2), asked.get("launcher", "gloo")
+    return start == launch.WITNESSES_START and isinstance(asked.get("case"), Thorough)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if item.path.parent == HERE and _is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.path.parent == HERE:
             # `launch.run` ends a start before, says where its ranks stood, and starts it only once for all tests

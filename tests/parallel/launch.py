@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.rank import WITNESSES
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 _TORCH = {
@@ -62,6 +64,8 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (_TORCH, {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"}),
 }
+WITNESSES_START = (2, "gloo")
+"""Of what is shown by several starts, this one is in `make test`; cases that are `Thorough` are left to the others."""
 selected: set[str] = set()  # the test files of this session; see conftest.py
 LIMIT_SECONDS_IN_ALL = 1500.0
 _TAIL = 4000
@@ -199,7 +203,8 @@ def launched(topic: str, ranks: int, launcher: str, **environment: str) -> Outco
 
 @functools.cache
 def _started(topics: str, ranks: int, launcher: str, **environment: str) -> Outcome:
-    return run(topics, ranks, launcher, environment=environment)
+    leaves_out = str(int((ranks, launcher) == WITNESSES_START))
+    return run(topics, ranks, launcher, environment={WITNESSES: leaves_out, **environment})
 
 
 def _environment() -> dict[str, str]:

@@ -20,7 +20,8 @@ def test_torch(ranks: int, launcher: str) -> None:
     outcome = launched("parameter_server", ranks, launcher)
     outcome.check_ended_well()
     names = {line["case"] for line in outcome.reports[0] if "case" in line}
-    assert len(names) > 100
+    # on Gloo there are no messages of MPI
+    assert len(names) > (100 if launcher == "mpi" else 70)
     for name in sorted(names):
         outcome.check(name)
 

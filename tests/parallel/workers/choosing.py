@@ -17,7 +17,7 @@ from hvd_compress import FP16, QSGD, Adaptive, Auto, NoCompression, OneBit, Poli
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import Network, Speed
 from hvd_compress.engine import Routing, pilot
-from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
 from hvd_compress.exchange import Account
 from hvd_compress.loopback import Loopback
 from hvd_compress.policy import Assigned
@@ -253,6 +253,25 @@ def two_optimizers_tell_their_seconds_at_once() -> None:
             check_alike(bytes_of(model.parameters()))
             # a rank that ends now leaves no other one waiting
             assert optimizer._combiner.sender.steering._gathering is None
+
+
+@cases.add
+def a_rank_whose_user_changed_a_gradient_too_early_takes_part_in_what_ranks_compare() -> None:
+    model = Net()
+    optimizer = scripted(model)
+    at = []
+    for step in range(2 * STEPS_EACH):
+        # some parameters get no gradient, so that the exchange goes on after the backward pass
+        loss_of(model, step, ["a1", "a2"]).backward()
+        if step == STEPS_EACH - 1 and horovod.rank() == 0:
+            model.a1.grad.mul_(2.0)
+            raises(GradientError, optimizer.synchronize, "was changed while it was exchanged")
+        optimizer.step()
+        optimizer.zero_grad()
+        at.append(optimizer._combiner.sender.steering._pilot.at)
+        check_alike(bytes_of(model.parameters()))
+    assert at[STEPS_EACH - 1] == 1, at
+    check_alike(np.array(at, np.uint8).tobytes())
 
 
 def owed(optimizer: Any) -> dict[str, np.ndarray]:

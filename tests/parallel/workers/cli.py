@@ -80,7 +80,7 @@ def advise_measures_and_speaks_once() -> None:
     assert sentence.startswith(("Use compression=", "Don't compress"))
 
 
-@cases.add
+@cases.add_thorough
 def advise_as_json_is_that_of_rank_0_alone() -> None:
     code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "0", "--json")
     assert code == 0

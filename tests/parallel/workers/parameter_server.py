@@ -66,7 +66,7 @@ def wrap(model: torch.nn.Module, compression: Any, exchange: Any, **settings: An
     return hvd.DistributedOptimizer(sgd, model.named_parameters(), compression, **settings)
 
 
-@cases.each({f"{c}-{s}": (COMPRESSORS[c], SERVERS[s]) for c in COMPRESSORS for s in SERVERS})
+@cases.each({f"{c}-{s}": (COMPRESSORS[c], SERVERS[s]) for c in COMPRESSORS for s in SERVERS}, thorough="mpi-")
 def average_is_the_loopbacks(setting: Any) -> None:
     compressor, exchange = setting[0], server(setting[1])
     model, oracle = Net(), Oracle(compressor, exchange, together=TOGETHER)
@@ -75,7 +75,7 @@ def average_is_the_loopbacks(setting: Any) -> None:
     check_equal_on_all_ranks(model)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def sum_of_tensors_that_go_alone(setting: Any) -> None:
     exchange = server(setting)
     model, oracle = Net(), Oracle(TopK(0.05), exchange, op="sum")
@@ -85,7 +85,9 @@ def sum_of_tensors_that_go_alone(setting: Any) -> None:
     assert roots == ([0, 1] if setting["root"] == "round_robin" else [1, 1])
 
 
-@cases.each({f"{c}-{s}": (getattr(hvd.Compression, c), SERVERS[s]) for c in ("none", "fp16") for s in SERVERS})
+@cases.each(
+    {f"{c}-{s}": (getattr(hvd.Compression, c), SERVERS[s]) for c in ("none", "fp16") for s in SERVERS}, thorough="mpi-"
+)
 def uncompressed_gradients_are_gathered_too(setting: Any) -> None:
     compression, exchange = setting[0], server(setting[1])
     model = Net()
@@ -105,7 +107,7 @@ def uncompressed_gradients_are_gathered_too(setting: Any) -> None:
     assert sent > 0
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def a_gradient_leaves_while_backward_goes_on(setting: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.ReLU(), torch.nn.Linear(50, 30))
     optimizer = wrap(model, OneBit(), server(setting), bucket_bytes=0)
@@ -131,7 +133,7 @@ def a_gradient_leaves_while_backward_goes_on(setting: Any) -> None:
     check_equal_on_all_ranks(model)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def hooks_may_fire_in_any_order(setting: Any) -> None:
     exchange = server(setting)
     model, oracle = Net(), Oracle(TopK(0.05), exchange)
@@ -147,7 +149,7 @@ def hooks_may_fire_in_any_order(setting: Any) -> None:
     check_equal_on_all_ranks(model)
 
 
-@cases.each({f"{s}-{r}": (SERVERS[s], r) for s in SERVERS for r in (0, 1)})
+@cases.each({f"{s}-{r}": (SERVERS[s], r) for s in SERVERS for r in (0, 1)}, thorough="mpi-")
 def a_bad_number_reaches_all_and_takes_residuals_back(setting: Any) -> None:
     exchange, bad_rank = server(setting[0]), setting[1]
     model = Net()
@@ -172,7 +174,7 @@ def a_bad_number_reaches_all_and_takes_residuals_back(setting: Any) -> None:
     check_equal_on_all_ranks(model)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def a_tensor_without_a_gradient_is_left_out(setting: Any) -> None:
     model = Net()
     optimizer = wrap(model, OneBit(), server(setting))
@@ -184,7 +186,7 @@ def a_tensor_without_a_gradient_is_left_out(setting: Any) -> None:
     check_equal_on_all_ranks(model)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def a_state_resumes_exactly(setting: Any) -> None:
     exchange = server(setting)
     straight, resumed = Net(), Net()
@@ -199,7 +201,7 @@ def a_state_resumes_exactly(setting: Any) -> None:
         assert torch.equal(p, q)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def the_root_makes_updates_of_adagrad(setting: Any) -> None:
     exchange = server(setting)
     model = Net()
@@ -215,7 +217,7 @@ def the_root_makes_updates_of_adagrad(setting: Any) -> None:
         optimizer.zero_grad()
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def a_policy_mixes_compressors(setting: Any) -> None:
     policy = Policy([("first.*", OneBit()), ("second.weight", QSGD(bits=1, coding="elias"))])
     model = Net()
@@ -224,7 +226,7 @@ def a_policy_mixes_compressors(setting: Any) -> None:
     check_equal_on_all_ranks(model)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def positions_are_those_in_the_process_set(setting: Any) -> None:
     if horovod.size() < 3:
         return
@@ -291,7 +293,7 @@ def other_ops_are_refused() -> None:
     raises(UnsupportedError, lambda: wrap(Net(), hvd.Compression.none, ParameterServer(), op=hvd.Min), "op=Average")
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def an_optimizer_that_is_given_up_harms_nobody(setting: Any) -> None:
     exchange = server(setting)
     for _ in range(3):

@@ -70,7 +70,7 @@ def check(found: list[tf.Tensor], loopback: Loopback, step: int, ranks: list[int
             np.testing.assert_allclose(value, mean, rtol=tolerance or 1e-5, atol=tolerance or 1e-6)
 
 
-@cases.each({f"{c}-{s}": (COMPRESSORS[c], SERVERS[s]) for c in COMPRESSORS for s in SERVERS})
+@cases.each({f"{c}-{s}": (COMPRESSORS[c], SERVERS[s]) for c in COMPRESSORS for s in SERVERS}, thorough="mpi-")
 def the_tape_is_the_loopback(setting: Any) -> None:
     compressor, exchange = setting[0], server(setting[1])
     of, loopback = variables(), Loopback(horovod.size(), compressor, exchange)
@@ -83,7 +83,7 @@ def the_tape_is_the_loopback(setting: Any) -> None:
         check((in_graph if step % 2 else eager)(given(step)), loopback, step, list(range(horovod.size())))
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def buckets_go_round(setting: Any) -> None:
     exchange = server({**setting, "root": "round_robin"})
     of, loopback = variables(), Loopback(horovod.size(), TopK(0.05), exchange)
@@ -95,7 +95,7 @@ def buckets_go_round(setting: Any) -> None:
                 assert found.numpy().tobytes() == loopback.allreduce(arrays, name)[0].tobytes(), (name, step)
 
 
-@cases.each({f"{c}-{s}": (c, SERVERS[s]) for c in ("none", "fp16") for s in SERVERS})
+@cases.each({f"{c}-{s}": (c, SERVERS[s]) for c in ("none", "fp16") for s in SERVERS}, thorough="mpi-")
 def uncompressed_gradients_are_gathered_too(setting: Any) -> None:
     compression, exchange = getattr(hvd.Compression, setting[0]), server(setting[1])
     of = variables()
@@ -110,7 +110,7 @@ def uncompressed_gradients_are_gathered_too(setting: Any) -> None:
     assert tape.compression_stats(of)["tensors"]["first.weight"]["exchange"] == "parameter_server"
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def a_bad_number_takes_what_is_owed_back(setting: Any) -> None:
     of, settings = variables(), {"exchange": server(setting), "min_numel": MIN_NUMEL}
     tape = hvd.DistributedGradientTape(tf.GradientTape(), compression=OneBit(), **settings)
@@ -129,7 +129,7 @@ def a_bad_number_takes_what_is_owed_back(setting: Any) -> None:
     assert all(np.isfinite(g).all() for g in gradients(of, given(2), OneBit(), **settings))
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def the_root_makes_updates_of_adagrad(setting: Any) -> None:
     exchange = server(setting)
     of, loopback = variables(), Loopback(horovod.size(), OneBit(), exchange, adagrad=AdaGrad(1e-6))
@@ -141,7 +141,7 @@ def the_root_makes_updates_of_adagrad(setting: Any) -> None:
                 assert value.numpy().tobytes() == loopback.allreduce(arrays, name)[0].tobytes(), (name, step)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def positions_are_those_in_the_process_set(setting: Any) -> None:
     if horovod.size() < 3:
         return
@@ -153,7 +153,7 @@ def positions_are_those_in_the_process_set(setting: Any) -> None:
             check(found, loopback, step, MEMBERS)
 
 
-@cases.each(SERVERS)
+@cases.each(SERVERS, thorough="mpi-")
 def two_exchanges_share_a_graph(setting: Any) -> None:
     exchanges = [server(setting), server({**setting, "root": 0})]
     both = [variables(), variables()]

@@ -323,6 +323,22 @@ def sparse_as_dense_is_compressed() -> None:
 
 
 @cases.add
+def groups_of_sparse_gradients_that_are_made_dense_wait_for_nobody() -> None:
+    # ranks with all gradients and ranks without one start the same operations
+    for settings in ({"compression": NoCompression()}, {"compression": ONEBIT}):
+        model, rank = Embedding(), horovod.rank()
+        model.bias = torch.nn.Parameter(torch.zeros(40))
+        optimizer = wrap(model, groups=1, sparse_as_dense=True, **settings)
+        for step in range(3):
+            model.run(rank, step)
+            if (rank + step) % 2:
+                model.bias.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_equal_on_all_ranks(model)
+
+
+@cases.add
 def sparse_gradients_travel_as_horovod_sends_them() -> None:
     for op in (hvd.Average, hvd.Sum):
         model = Embedding()
