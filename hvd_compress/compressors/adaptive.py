@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
+from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.settings import check_choice, check_flag, check_group, check_int
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
+from hvd_compress.kernels import coded
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Adaptive"]
@@ -92,27 +92,6 @@ class Adaptive(TableCompressor):
         tables = wire.padded(groups * count_type.itemsize) + 8 * groups
         return tables + entry_type.itemsize * self._most_entries(numel, group)
 
-    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        groups = count_groups(numel, group)
-        count_type, entry_type = _types(group)
-        sections = wire.Sections(body)
-        counts = sections.take(groups, count_type)
-        sections.take(2 * groups, np.float32)
-        table = sections.used
-        words = golomb.encode(counts, sections.take(done.entries, entry_type), group, numel, 1)
-        if words is None:
-            return None
-        body[table : table + words.nbytes].view(np.uint64)[:] = words
-        return done._replace(used=table + words.nbytes)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        groups = count_groups(out.size, header.group)
-        count_type, entry_type = _types(header.group)
-        counts = body.take(groups, count_type)
-        recon = body.take(2 * groups, np.float32)
-        entries = golomb.decode(body.rest(), counts, header.entries, entry_type, header.group, out.size, 1)
-        return bool(kernels.decode(counts, recon, 2, entries, header.group, scale, out, add))
-
     def limit_of(self, numel: int, group: int) -> int:
         return self._most_entries(numel, group)
 
@@ -135,7 +114,8 @@ def _kernels(compressor: Adaptive, is_short: bool) -> Kernels:
     index = np.empty(0, _SHORT if is_short else _LONG)
     sample = compressor.sample or _EVERY
     encode = partial(kernels.encode_adaptive_rows, index, compressor.codec, compressor.pi, sample)
-    return Kernels(encode, kernels.decode_adaptive_rows)
+    shorten = partial(coded.shorten_adaptive_rows, compressor.coded_codec)
+    return Kernels(encode, kernels.decode_adaptive_rows, shorten, coded.decode_adaptive_rows)
 
 
 @cache

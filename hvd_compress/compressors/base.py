@@ -579,7 +579,7 @@ class Compressor(ABC):
 class TableCompressor(Compressor):
     """Base of the compressors of this package, which encode and decode whole tables of tensors by kernels.
 
-    A subclass defines `kernels`, and if it has a coding `shorten_body`, and `decode_body` for the coded form.
+    A subclass defines `kernels`; where it has a coding, these have `shorten` and `decode_coded`.
     """
 
     def __init_subclass__(cls) -> None:
@@ -601,7 +601,7 @@ class TableCompressor(Compressor):
         raise NotImplementedError(f"{type(self).__name__} encodes by kernels; call encode or encode_into")
 
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        raise WireError(f"payload of {self.id} with the codec {header.codec}, which is none of its codecs")
+        raise NotImplementedError(f"{type(self).__name__} decodes by kernels; call decode or decode_into")
 
     def _encode(
         self, gradient: Array, residual: Array | None, payload: Bytes, group: int, key: Key, shape: tuple[int, ...]
@@ -618,13 +618,11 @@ class TableCompressor(Compressor):
         return int(rows[0, table.USED])
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> None:
-        if header.codec == self.coded_codec:
-            super()._decode(header, body, out, scale, add)
-            return
         at = table.address_of(body.whole) - header.body_at
         rows = tables.row(table.address_of(out), out.size, header.group, tables.bytes_at(at, header.nbytes))
-        rows[0, table.ADD], rows[0, table.FLAGS] = add, table.FLOAT64 * header.float64
-        if self.kernels(header.group).decode(rows, LIKE[out.dtype], scale) >= 0:
+        is_coded = header.codec == self.coded_codec
+        rows[0, table.ADD], rows[0, table.FLAGS] = add, table.FLOAT64 * header.float64 | table.CODED * is_coded
+        if tables.decode(self, self.kernels(header.group), rows, LIKE[out.dtype], float(scale)) >= 0:
             raise WireError(
                 self.misfit(header)
                 or f"payload of {self.id}: its {header.nbytes - header.body_at} bytes of body are not {header.entries} "

@@ -7,15 +7,13 @@ from fractions import Fraction
 from functools import cache, partial
 from typing import ClassVar
 
-import numpy as np
-
 from hvd_compress import wire
 from hvd_compress.compressors import entries
-from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
+from hvd_compress.compressors.base import TableCompressor
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
-from hvd_compress.errors import WireError
 from hvd_compress.kernels import bitmap as kernels
+from hvd_compress.kernels import coded
 
 __all__ = ["Percentile"]
 
@@ -99,23 +97,6 @@ class Percentile(TableCompressor):
             return 8 * _words(numel) + 4 * kept
         return entries.body_bytes(numel, group, kept)
 
-    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        count = done.entries
-        if done.parameter == _INDICES:
-            used = entries.code(body, count, numel, group)
-        else:
-            sections = wire.Sections(body)
-            bits = sections.take(_words(numel), np.uint64)
-            counts, indices = np.empty(count_groups(numel, group), np.uint32), np.empty(count, np.uint16)
-            kernels.indices(bits, group, counts, indices)
-            used = entries.code_indices(body, counts, indices, sections.take(count, np.float32), numel, group)
-        return None if used is None else Body(used, count, _INDICES)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        if header.parameter != _INDICES:
-            raise WireError(self.misfit(header))
-        return entries.decode_coded(header.entries, body, header.group, scale, out, add)
-
     def misfit(self, header: wire.Header) -> str | None:
         known = {_INDICES} if header.codec == self.coded_codec else {_INDICES, _BITMAP}
         if header.parameter not in known:
@@ -138,6 +119,8 @@ class Percentile(TableCompressor):
 _KERNELS = Kernels(
     partial(kernels.encode_rows, Percentile.codec, _BITMAP, _INDICES),
     partial(kernels.decode_rows, _BITMAP, _INDICES),
+    partial(coded.shorten_bitmap_rows, Percentile.coded_codec, _INDICES),
+    partial(coded.decode_bitmap_rows, _BITMAP, _INDICES),
 )
 
 

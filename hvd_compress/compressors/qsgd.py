@@ -10,13 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.coding import elias
-from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
+from hvd_compress.compressors.base import Array, TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_int
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
-from hvd_compress.errors import WireError
+from hvd_compress.kernels import coded, elias, signs
 from hvd_compress.kernels import qsgd as kernels
-from hvd_compress.kernels import signs
 
 __all__ = ["QSGD"]
 
@@ -98,46 +96,25 @@ class QSGD(TableCompressor):
         buckets = count_groups(numel, group)
         if self.bits == 1:
             if self.coding is not None:
-                return wire.padded(4 * buckets) + 8 * elias.ternary_words(numel)
+                return wire.padded(4 * buckets) + 8 * _ternary_words(numel)
             return wire.padded(2 * buckets) + 8 * buckets + 2 * numel
         return wire.padded(4 * buckets) + (numel + 7) // 8 * self.bits
 
-    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        buckets = count_groups(numel, group)
-        sections = wire.Sections(body)
-        sections.take(buckets, np.float32)
-        norms = sections.used
-        packed = sections.take((numel + 7) // 8 * self.bits, np.uint8)
-        stream = elias.encode_levels(packed, self.bits, numel)
-        if stream is None:
-            return None
-        words, form, nonzeros = stream
-        body[norms : norms + words.nbytes].view(np.uint64)[:] = words
-        return Body(norms + words.nbytes, nonzeros, self.bits | form << 8)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        if problem := self.misfit(header):
-            raise WireError(problem)
-        bits, form = header.parameter & 255, header.parameter >> 8
-        norms = body.take(count_groups(out.size, header.group), np.float32)
-        if not add:
-            out[...] = 0
-        elias.decode((body.rest(), form, header.entries), norms, header.group, bits, scale, out)
-        return True
-
     def misfit(self, header: wire.Header) -> str | None:
         is_coded = header.codec == self.coded_codec
-        bits = header.parameter & 255 if is_coded else header.parameter
-        if 1 <= bits <= 8 and header.group % 8 == 0 and header.group <= _most_bucket(is_coded and bits == 1):
-            return None
-        return f"payload of qsgd with {bits} bits and buckets of {header.group} elements"
+        bits, form = (header.parameter & 255, header.parameter >> 8) if is_coded else (header.parameter, elias.DENSE)
+        if not 1 <= bits <= 8 or header.group % 8 or header.group > _most_bucket(is_coded and bits == 1):
+            return f"payload of qsgd with {bits} bits and buckets of {header.group} elements"
+        if not elias.SPARSE_GAMMA <= form <= elias.DENSE:
+            return f"payload of an Elias code of form {form}; known are {elias.SPARSE_GAMMA} to {elias.DENSE}"
+        return None
 
     @property
     def draws(self) -> bool:
         return True
 
     def limit_of(self, numel: int, group: int) -> int:
-        return elias.ternary_words(numel)
+        return _ternary_words(numel)
 
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
@@ -156,7 +133,21 @@ def _kernels(compressor: QSGD) -> Kernels:
         encode = partial(signs.encode_ternary_rows, compressor.codec, is_max)
     else:
         encode = partial(elias.encode_ternary_rows, compressor.codec, compressor.coded_codec, is_max)
-    return Kernels(encode, kernels.decode_rows)
+    # levels of one bit are coded as they are made
+    shorten = partial(coded.shorten_levels_rows, compressor.coded_codec) if compressor.bits > 1 else None
+    return Kernels(encode, kernels.decode_rows, shorten, _decode_coded)
+
+
+def _decode_coded(rows: Array, like: Array, scale: np.float32) -> int:
+    return int(coded.decode_levels_rows(_symbols(), rows, like, scale))
+
+
+@cache
+def _symbols() -> Array:
+    """Return tables of the symbols of all streams."""
+    symbols = np.zeros((8, 3, 2**elias.TABLE_BITS), np.int32)
+    elias.tabulate(symbols)
+    return symbols
 
 
 @cache
@@ -167,6 +158,11 @@ def _device_kernels(compressor: QSGD, bucket: int) -> DeviceKernels:
     encode = partial(qsgd.encode, codec=compressor.codec, bits=bits, is_max=is_max, bucket=bucket)
     verify = partial(qsgd.verify, bits=bits, bucket=bucket)
     return DeviceKernels(encode, verify, partial(qsgd.decode, bits=bits, bucket=bucket))
+
+
+def _ternary_words(numel: int) -> int:
+    """Return the most words that a stream of `numel` levels -1, 0 and 1 takes, with the two that it does not fill."""
+    return -(-2 * numel // 64) + 2
 
 
 def _most_bucket(one_bit_coded: bool) -> int:

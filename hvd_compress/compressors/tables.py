@@ -51,10 +51,14 @@ class Kernels(NamedTuple):
     Args:
         encode: (rows, like); fills USED.
         decode: (rows, like, scale); returns the number of the first row whose body does not fit, or -1.
+        shorten: (rows); makes payloads shorter without loss, where there is a coding, and renews USED.
+        decode_coded: what `decode` does, where some of the payloads are in the coded form.
     """
 
     encode: Callable[[Rows, Array], None]
     decode: Callable[[Rows, Array, np.float32], int]
+    shorten: Callable[[Rows], None] | None = None
+    decode_coded: Callable[[Rows, Array, np.float32], int] | None = None
 
 
 class DeviceKernels(NamedTuple):
@@ -100,9 +104,8 @@ def encode(
     if compressor.draws:
         fill_keys(rows, key_of)
     kernels.encode(rows, like)
-    if compressor.coding is not None:
-        for of_tensor in rows:
-            of_tensor[USED] = compressor.shorten(bytes_at(of_tensor[PAYLOAD], of_tensor[ROOM]))
+    if compressor.coding is not None and kernels.shorten is not None:
+        kernels.shorten(rows)
 
 
 def fill_keys(rows: Rows, key_of: Callable[[int], Key]) -> None:
@@ -128,8 +131,10 @@ def check(compressor: Compressor, rows: Rows) -> int:
 
 def decode(compressor: Compressor, kernels: Kernels | None, rows: Rows, like: Array, scale: float = 1.0) -> int:
     """Decode payloads that are checked into X; returns the number of one whose body is damaged, or -1."""
-    if kernels is not None and not np.bitwise_or.reduce(rows[:, FLAGS]) & table.CODED:
-        return int(kernels.decode(rows, like, np.float32(scale)))
+    if kernels is not None:
+        is_coded = kernels.decode_coded is not None and np.bitwise_or.reduce(rows[:, FLAGS]) & table.CODED
+        run = kernels.decode_coded if is_coded and kernels.decode_coded is not None else kernels.decode
+        return int(run(rows, like, np.float32(scale)))
     # in the order of the rows: sums depend on it
     for i, of_tensor in enumerate(rows):
         out = array_at(of_tensor[X], of_tensor[NUMEL], like.dtype)

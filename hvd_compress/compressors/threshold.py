@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from hvd_compress import wire
-from hvd_compress.coding import golomb
-from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, count_groups
+from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_choice, check_flag, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
-from hvd_compress.errors import WireError
+from hvd_compress.kernels import coded
 from hvd_compress.kernels import signs as kernels
 
 __all__ = ["Threshold"]
@@ -87,25 +86,6 @@ class Threshold(TableCompressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return wire.padded(4 * count_groups(numel, group)) + 2 * numel
 
-    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        sections = wire.Sections(body)
-        counts = sections.take(count_groups(numel, group), np.uint32)
-        table = sections.used
-        words = golomb.encode(counts, sections.take(done.entries, np.uint16), group, numel, 1)
-        if words is None:
-            return None
-        body[table : table + words.nbytes].view(np.uint64)[:] = words
-        return done._replace(used=table + words.nbytes)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        if problem := self.misfit(header):
-            raise WireError(problem)
-        tau = np.uint32(header.parameter).view(np.float32)
-        counts = body.take(count_groups(out.size, header.group), np.uint32)
-        entries = golomb.decode(body.rest(), counts, header.entries, np.uint16, header.group, out.size, 1)
-        values = np.array([tau, -tau], np.float32)
-        return bool(kernels.decode(counts, values, 0, entries, header.group, scale, out, add))
-
     def misfit(self, header: wire.Header) -> str | None:
         tau = np.uint32(header.parameter).view(np.float32)
         if 0 < tau < np.inf and header.group <= _INDEX_GROUP:
@@ -124,7 +104,8 @@ class Threshold(TableCompressor):
 @cache
 def _kernels(compressor: Threshold) -> Kernels:
     encode = partial(kernels.encode_threshold_rows, compressor.codec, np.float32(compressor.tau))
-    return Kernels(encode, kernels.decode_threshold_rows)
+    shorten = partial(coded.shorten_threshold_rows, compressor.coded_codec)
+    return Kernels(encode, kernels.decode_threshold_rows, shorten, coded.decode_threshold_rows)
 
 
 @cache

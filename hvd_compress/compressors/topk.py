@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
-import numpy as np
-
 from hvd_compress import wire
 from hvd_compress.compressors import entries
-from hvd_compress.compressors.base import Array, Body, Bytes, TableCompressor, top_count
+from hvd_compress.compressors.base import TableCompressor, top_count
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
+from hvd_compress.kernels import coded
 from hvd_compress.kernels import topk as kernels
 
 __all__ = ["TopK"]
@@ -90,13 +89,6 @@ class TopK(TableCompressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return entries.body_bytes(numel, group, self._kept(numel))
 
-    def shorten_body(self, body: Bytes, done: Body, numel: int, group: int) -> Body | None:
-        used = entries.code(body, done.entries, numel, group)
-        return None if used is None else done._replace(used=used)
-
-    def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        return entries.decode_coded(header.entries, body, header.group, scale, out, add)
-
     def misfit(self, header: wire.Header) -> str | None:
         if header.group <= entries.BLOCK:
             return None
@@ -113,7 +105,12 @@ class TopK(TableCompressor):
         return None if self.coding is not None or group > entries.BLOCK else _device_kernels()
 
 
-_KERNELS = Kernels(partial(kernels.encode_rows, TopK.codec), kernels.decode_rows)
+_KERNELS = Kernels(
+    partial(kernels.encode_rows, TopK.codec),
+    kernels.decode_rows,
+    partial(coded.shorten_topk_rows, TopK.coded_codec),
+    coded.decode_topk_rows,
+)
 
 
 @cache

@@ -241,22 +241,25 @@ def encode_rows(codec, parameter, parameter_of_indices, rows, like):
 
 
 @kernel
+def decode_row(parameter, parameter_of_indices, rows, i, like, scale):
+    """Decode the checked payload of row `i`; returns False if its body does not fit."""
+    _, stated, number, body, end = table.opened(rows, i)
+    if stated == parameter_of_indices:
+        return topk.decode_row(rows, i, like, scale)
+    out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+    words = (out.size + 63) >> 6
+    at = body + 8 * words
+    if stated != parameter or at + table.padded(4 * number) != end:
+        return False
+    values = table.array_at(at, number, np.float32)
+    return decode(table.array_at(body, words, np.uint64), values, scale, out, rows[i, table.ADD] != 0)
+
+
+@kernel
 def decode_rows(parameter, parameter_of_indices, rows, like, scale):
     """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
     for i in range(rows.shape[0]):
-        if not table.has_body(rows, i, like):
-            continue
-        _, stated, number, body, end = table.opened(rows, i)
-        if stated == parameter_of_indices:
-            if not topk.decode_row(rows, i, like, scale):
-                return i
-            continue
-        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
-        words = (out.size + 63) >> 6
-        at = body + 8 * words
-        if stated != parameter or at + table.padded(4 * number) != end:
-            return i
-        values = table.array_at(at, number, np.float32)
-        if not decode(table.array_at(body, words, np.uint64), values, scale, out, rows[i, table.ADD] != 0):
+        is_there = table.has_body(rows, i, like)
+        if is_there and not decode_row(parameter, parameter_of_indices, rows, i, like, scale):
             return i
     return -1

@@ -29,6 +29,11 @@ TABLE_BITS = 12  # 16 KiB of int32: half of a first-level cache
 
 _ONE = np.uint64(1)
 _TABLE_MASK = np.uint64((1 << TABLE_BITS) - 1)
+# geometric gaps of this mean take as many bits in omega as in gamma code, those of a larger mean take fewer
+GAP_OF_OMEGA = 135
+# normal and Laplacian values take equally many bits in both forms at 0.8, and dense is faster: from here on it takes at
+# most some per cent more bits
+_DENSE_SHARE = 0.7
 _MOST_ZEROS = 40  # no array has more elements than 2**40
 
 
@@ -238,6 +243,22 @@ def encode_dense(packed, numel, bits, words):
 
 
 @kernel
+def encode_levels(packed, bits, numel, most):
+    """Code packed codes in the form that suits them; returns words, bits used (-1 for too many), form and nonzeros.
+
+    Where most levels are zero, gap, sign and level are sent for each that is not, else all levels. Difference from the
+    paper: there the bound of the variance decides between the two, here the share of zeros.
+    """
+    words = np.zeros(most + 2, np.uint64)
+    nonzeros = count_levels(packed, bits)
+    if nonzeros > _DENSE_SHARE * numel:
+        return words, encode_dense(packed, numel, bits, words), DENSE, nonzeros
+    use_omega = numel > GAP_OF_OMEGA * nonzeros
+    used = encode_sparse(packed, bits, use_omega, words)
+    return words, used, SPARSE_OMEGA if use_omega else SPARSE_GAMMA, nonzeros
+
+
+@kernel
 def _step(norm, levels, scale):
     """Return the value that one level stands for."""
     step = np.float32(np.float64(norm) / levels)
@@ -292,6 +313,16 @@ def dense_table(levels, table):
         word[0] = pattern
         level, length = _read_level(word, 0, levels)
         table[pattern] = 0 if length > TABLE_BITS else level << 16 | length
+
+
+@kernel
+def tabulate(symbols):
+    """Fill symbols[bits - 1, form - 1] for 1 to 8 bits and all forms."""
+    for bits in range(1, 9):
+        levels = max(1, (1 << (bits - 1)) - 1)
+        sparse_table(levels, False, symbols[bits - 1, SPARSE_GAMMA - 1])
+        sparse_table(levels, True, symbols[bits - 1, SPARSE_OMEGA - 1])
+        dense_table(levels, symbols[bits - 1, DENSE - 1])
 
 
 @kernel
@@ -364,10 +395,10 @@ def decode_dense(words, nonzeros, norms, bucket, levels, table, scale, out):
 
 
 @kernel
-def encode_ternary_rows(widest_gamma, codec, coded_codec, norm_is_max, rows, like):
+def encode_ternary_rows(codec, coded_codec, norm_is_max, rows, like):
     """Encode a table of tensors; a body is the norms, and then the stream. See `encode_ternary`.
 
-    Gaps are expected to be wide where one of the norms is Euclidean: beyond `widest_gamma` elements omega is shorter.
+    Gaps are expected to be wide where one of the norms is Euclidean.
     """
     for i in range(rows.shape[0]):
         x, _ = tables.given(rows, i, like)
@@ -377,7 +408,7 @@ def encode_ternary_rows(widest_gamma, codec, coded_codec, norm_is_max, rows, lik
         words = tables.array_at(at, rows[i, tables.LIMIT], np.uint64)
         words[:] = 0
         # of n normal values sqrt(2 n / pi) are expected
-        use_omega = not norm_is_max and np.sqrt(np.pi / 2 * min(bucket, x.size)) > widest_gamma
+        use_omega = not norm_is_max and np.sqrt(np.pi / 2 * min(bucket, x.size)) > GAP_OF_OMEGA
         low, high = tables.key_of(rows, i)
         used, nonzeros = encode_ternary(x, bucket, norm_is_max, low, high, use_omega, norms, words)
         parameter = 1 | (SPARSE_OMEGA if use_omega else SPARSE_GAMMA) << 8

@@ -8,7 +8,7 @@ from hvd_compress.kernels import signs, table
 from hvd_compress.kernels.common import bucket_norm, uniform
 from hvd_compress.kernels.jit import kernel
 
-_MOST_BUCKET = 32768  # what 15 bits of index reach
+MOST_BUCKET = 32768  # what 15 bits of index reach
 _SHORT = np.empty(0, np.uint16)
 
 
@@ -161,24 +161,28 @@ def encode_rows(codec, bits, norm_is_max, rows, like):
 
 
 @kernel
+def decode_row(rows, i, like, scale):
+    """Decode the checked payload of row `i`; returns False if its body does not fit."""
+    out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+    bucket, bits, _, body, end = table.opened(rows, i)
+    if not 1 <= bits <= 8 or bucket & 7 or bucket > MOST_BUCKET:
+        return False
+    if bits == 1:
+        return signs.decode_pairs_row(rows, i, like, _SHORT, scale)
+    count = table.count_groups(out.size, bucket)
+    at = body + table.padded(4 * count)
+    size = ((out.size + 7) >> 3) * bits
+    if at + table.padded(size) != end:
+        return False
+    norms = table.array_at(body, count, np.float32)
+    decode(norms, table.array_at(at, size, np.uint8), bucket, bits, scale, out, rows[i, table.ADD] != 0)
+    return True
+
+
+@kernel
 def decode_rows(rows, like, scale):
     """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
     for i in range(rows.shape[0]):
-        if not table.has_body(rows, i, like):
-            continue
-        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
-        bucket, bits, _, body, end = table.opened(rows, i)
-        if not 1 <= bits <= 8 or bucket & 7 or bucket > _MOST_BUCKET:
+        if table.has_body(rows, i, like) and not decode_row(rows, i, like, scale):
             return i
-        if bits == 1:
-            if not signs.decode_pairs_row(rows, i, like, _SHORT, scale):
-                return i
-            continue
-        count = table.count_groups(out.size, bucket)
-        at = body + table.padded(4 * count)
-        size = ((out.size + 7) >> 3) * bits
-        if at + table.padded(size) != end:
-            return i
-        norms = table.array_at(body, count, np.float32)
-        decode(norms, table.array_at(at, size, np.uint8), bucket, bits, scale, out, rows[i, table.ADD] != 0)
     return -1

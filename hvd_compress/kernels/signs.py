@@ -22,7 +22,7 @@ from hvd_compress.kernels.llvm import fetch
 
 CHOSEN_BELOW = np.float32(-np.inf)
 _ZERO = np.float32(0)
-_INDEX_GROUP = 32768  # what 15 bits of index reach
+INDEX_GROUP = 32768  # what 15 bits of index reach
 _SHORT, _LONG = np.empty(0, np.uint16), np.empty(0, np.uint32)  # types of counts and entries
 _CACHED = 2**20  # so many elements may still be in a cache
 _WEIGHT = np.float32(0.25)  # weight of a new group in a running mean
@@ -430,16 +430,18 @@ def decode_pairs_row(rows, i, like, index, scale):
 
 
 @kernel
+def decode_adaptive_row(rows, i, like, scale):
+    """Decode the checked payload of row `i`, whose group says of which type counts and entries are."""
+    if table.opened(rows, i)[0] <= INDEX_GROUP:
+        return decode_pairs_row(rows, i, like, _SHORT, scale)
+    return decode_pairs_row(rows, i, like, _LONG, scale)
+
+
+@kernel
 def decode_adaptive_rows(rows, like, scale):
     """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
     for i in range(rows.shape[0]):
-        if not table.has_body(rows, i, like):
-            continue
-        if table.opened(rows, i)[0] <= _INDEX_GROUP:
-            fits = decode_pairs_row(rows, i, like, _SHORT, scale)
-        else:
-            fits = decode_pairs_row(rows, i, like, _LONG, scale)
-        if not fits:
+        if table.has_body(rows, i, like) and not decode_adaptive_row(rows, i, like, scale):
             return i
     return -1
 
@@ -449,41 +451,46 @@ def encode_threshold_rows(codec, tau, rows, like):
     """Encode a table of tensors; a body is the counts, and then the entries. See `encode_threshold`."""
     for i in range(rows.shape[0]):
         x, gradient = table.given(rows, i, like)
-        group, pair = rows[i, table.GROUP], _pair(tau)
+        group, values = rows[i, table.GROUP], pair(tau)
         body = table.body_of(rows, i)
         counts, at = table.section(body, table.count_groups(x.size, group), np.uint32)
         entries = table.array_at(at, x.size, np.uint16)
         found, is_finite = encode_threshold(x, gradient, group, x.dtype.type(tau), counts, entries)
         if not is_finite and gradient.size > 0:
-            decode(counts, pair, 0, entries[:found], group, np.float32(1), x, True)
+            decode(counts, values, 0, entries[:found], group, np.float32(1), x, True)
             take_back(x, gradient)
-        table.seal(rows, i, like, codec, pair.view(np.uint32)[0], found, at - body + 2 * found, is_finite)
+        table.seal(rows, i, like, codec, values.view(np.uint32)[0], found, at - body + 2 * found, is_finite)
+
+
+@kernel
+def decode_threshold_row(rows, i, like, scale):
+    """Decode the checked payload of row `i`; returns False if its body does not fit."""
+    out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+    group, parameter, number, body, end = table.opened(rows, i)
+    count = table.count_groups(out.size, group)
+    at = body + table.padded(4 * count)
+    if group > INDEX_GROUP or at + table.padded(2 * number) != end:
+        return False
+    tau = np.full(1, parameter, np.uint32).view(np.float32)[0]
+    if not 0 < tau < np.inf:
+        return False
+    counts = table.array_at(body, count, np.uint32)
+    entries = table.array_at(at, number, np.uint16)
+    return decode(counts, pair(tau), 0, entries, group, scale, out, rows[i, table.ADD] != 0)
 
 
 @kernel
 def decode_threshold_rows(rows, like, scale):
     """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
     for i in range(rows.shape[0]):
-        if not table.has_body(rows, i, like):
-            continue
-        out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
-        group, parameter, number, body, end = table.opened(rows, i)
-        count = table.count_groups(out.size, group)
-        at = body + table.padded(4 * count)
-        if group > _INDEX_GROUP or at + table.padded(2 * number) != end:
-            return i
-        tau = np.full(1, parameter, np.uint32).view(np.float32)[0]
-        if not 0 < tau < np.inf:
-            return i
-        counts = table.array_at(body, count, np.uint32)
-        entries = table.array_at(at, number, np.uint16)
-        if not decode(counts, _pair(tau), 0, entries, group, scale, out, rows[i, table.ADD] != 0):
+        if table.has_body(rows, i, like) and not decode_threshold_row(rows, i, like, scale):
             return i
     return -1
 
 
 @kernel
-def _pair(tau):
+def pair(tau):
+    """Return what the two signs stand for."""
     values = np.empty(2, np.float32)
     values[0] = tau
     values[1] = -tau

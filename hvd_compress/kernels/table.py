@@ -156,6 +156,27 @@ def opened(rows, i):
 
 
 @kernel
+def reseal(rows, i, codec, parameter, entries, body_bytes):
+    """State that the payload of row `i`, which is sealed, has another codec, and so many bytes of body."""
+    at = rows[i, PAYLOAD]
+    nbytes = body_of(rows, i) - at + padded(body_bytes)
+    words = array_at(at, nbytes >> 3, np.uint64)
+    words[0] = words[0] & ~(_BYTE << np.uint64(40)) | np.uint64(codec) << np.uint64(40)
+    words[2] = np.uint64(nbytes)
+    words[3] = words[3] & _LOW | np.uint64(parameter) << np.uint64(32)
+    words[4] = np.uint64(entries)
+    words[4] |= np.uint64(checksum(words, CHECKSUM_WORD)) << np.uint64(32)
+    rows[i, USED] = nbytes
+
+
+@kernel
+def is_empty(rows, i):
+    """Tell whether the payload of row `i`, which is sealed, has no body."""
+    _, _, _, body, end = opened(rows, i)
+    return body == end
+
+
+@kernel
 def has_body(rows, i, like):
     """Tell whether row `i` has a body that is to be decoded now; writes what a payload without one stands for."""
     flags = rows[i, FLAGS]
@@ -167,7 +188,7 @@ def has_body(rows, i, like):
         if not rows[i, ADD]:
             out[:] = 0
         return False
-    return flags & CODED == 0
+    return True
 
 
 # -- whole tables -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hvd_compress.kernels.llvm import fetch
 from hvd_compress.kernels.select import exact_threshold, sampled_magnitudes
 
 _SAMPLE = 8192  # magnitudes that the first guess is made of
-_MOST_BLOCK = 65536  # what 16 bits of index reach
+MOST_BLOCK = 65536  # what 16 bits of index reach
 
 
 @kernel
@@ -196,7 +196,7 @@ def decode_row(rows, i, like, scale):
     count = table.count_groups(out.size, block)
     indices_at = body + table.padded(4 * count)
     at = indices_at + table.padded(2 * number)
-    if block > _MOST_BLOCK or at + table.padded(4 * number) != end:
+    if block > MOST_BLOCK or at + table.padded(4 * number) != end:
         return False
     counts = table.array_at(body, count, np.uint32)
     indices = table.array_at(indices_at, number, np.uint16)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvd_compress import QSGD, Key, wire
-from hvd_compress.coding import elias, golomb
+from hvd_compress import QSGD, Adaptive, Key, Percentile, Threshold, TopK, wire
 from hvd_compress.errors import WireError
 from hvd_compress.kernels import bits as bit_kernels
 from hvd_compress.kernels import elias as elias_kernels
 from hvd_compress.kernels import golomb as golomb_kernels
+from tests.streams_of_bits import elias, golomb
 
 many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -190,14 +191,29 @@ def test_golomb_streams_end_with_the_last_index(case):
     padded = words.copy()
     padded[-1] |= np.uint64(2**63)
     for bad in (longer, padded, words[:-1], words[:0]):
-        with pytest.raises(WireError, match="Golomb-Rice"):
+        with pytest.raises(WireError):
             golomb.decode(bad, table, entries.size, dtype, group, numel, flag_bits)
 
 
-def test_a_forged_number_of_indices_allocates_nothing():
-    for count in (2**40, 65):
-        with pytest.raises(WireError, match="claims"):
-            golomb.decode(np.ones(1, np.uint64), np.array([count], np.uint64), count, np.uint16, 2**15, 2**15, 0)
+@pytest.mark.parametrize(
+    "compressor", [Adaptive(coding="golomb"), Threshold(1.0, coding="golomb"), TopK(0.01, coding="golomb"),
+                   Percentile(99, coding="golomb"), QSGD(bits=4, coding="elias")], ids=lambda c: c.id
+)  # fmt: skip
+def test_a_forged_number_of_entries_allocates_nothing(compressor):
+    payload = compressor.encode(np.random.default_rng(0).standard_normal(4096).astype(np.float32) / 2)
+    header, _ = wire.open_payload(payload)
+    assert header.codec == compressor.coded_codec
+    for entries in (2**32 - 1, 64 * header.nbytes + 1):
+        wire.seal(
+            payload, codec=header.codec, shape=header.shape, group=header.group, parameter=header.parameter,
+            entries=entries, float64=False, nonfinite=False,
+        )  # fmt: skip
+        tracemalloc.start()
+        with pytest.raises(WireError):
+            compressor.decode(payload)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**20
 
 
 # -- Elias -----------------------------------------------------------------------------------------------------------
@@ -315,7 +331,7 @@ def test_ternary_streams_are_those_of_the_definition(norm, bucket):
     header, body = wire.open_payload(room[: compressor.encode_into(x, None, room, bucket, Key())])
     norms, form, nonzeros = body.take(-(-n // bucket), np.float32), header.parameter >> 8, header.entries
     words = body.rest()
-    assert words.size <= elias.ternary_words(n)
+    assert words.size <= -(-2 * n // 64) + 2
     out = np.zeros(n, np.float32)
     elias.decode((words, form, nonzeros), norms, bucket, 1, np.float32(1), out)
     levels = np.sign(out).astype(int).tolist()
@@ -375,14 +391,14 @@ def test_elias_streams_end_with_the_last_level(data, form, bits):
         # the omega code of 1 with its sign looks like padding: there the header's number alone says how many there are
         bad += [(words, nonzeros + 1)] + [(words, nonzeros - 1)] * (nonzeros > 0)
     for stream, number in bad:
-        with pytest.raises(WireError, match=r"Elias|levels"):
+        with pytest.raises(WireError):
             decode(stream, number)
 
 
 def test_a_level_out_of_range_is_refused():
     out = np.zeros(8, np.float32)
     for form, stream in ((1, gamma(2) + "0" + gamma(4)), (3, gamma(5) + "0" + 7 * gamma(1))):
-        with pytest.raises(WireError, match="levels up to 3"):
+        with pytest.raises(WireError):
             elias.decode((words_of(stream), form, 1), np.ones(1, np.float32), 8, 3, np.float32(1), out)
 
 

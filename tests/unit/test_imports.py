@@ -19,7 +19,6 @@ CORE = [
     "hvd_compress._keras.binding",
     "hvd_compress.async_server",
     "hvd_compress.cli",
-    "hvd_compress.coding",
     "hvd_compress.compressors",
     "hvd_compress.cost",
     "hvd_compress.engine",
