@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from hvd_compress.daso import Groups, Nodes
+from hvd_compress.averaging import Groups, Nodes
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.ranks import Ranks
 

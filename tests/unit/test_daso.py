@@ -18,8 +18,8 @@ from hvd_compress import (
     Threshold,
     TopK,
 )
-from hvd_compress.daso import DasoSettings, Member, Nodes, share_sync
-from hvd_compress.daso.lane import Lane
+from hvd_compress.averaging import Lane, Nodes, share_sync
+from hvd_compress.daso import DasoSettings, Member
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import ParameterSpec
@@ -191,7 +191,7 @@ def owed(member, tensors):
     """All that a rank owes, in units of the sum over nodes, of each element of its share."""
     found = {t.name: np.zeros(t.numel) for t in tensors}
     for sync in member._syncs:
-        out = sync._share_sync
+        out = sync.nodes._share_sync
         if out is None:
             continue
         for piece in out.share.pieces:

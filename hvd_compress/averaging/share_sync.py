@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_compress import saved
+from hvd_compress.averaging.lane import Array, Piece, Share
 from hvd_compress.compressors import Compressor, NoCompression
-from hvd_compress.daso.lane import Array, Piece, Share
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import (
     Account,
@@ -54,9 +54,10 @@ class ShareSync:
         across: the same share of the other nodes.
         weight: of this node.
         name: of its collectives.
+        owner: whose states these are, for errors.
     """
 
-    def __init__(self, share: Share, largest: int, across: Ranks, weight: float, name: str) -> None:
+    def __init__(self, share: Share, largest: int, across: Ranks, weight: float, name: str, owner: str) -> None:
         self.share = share
         self._pieces = {f"{p.name}:{p.within.start}": p for p in share.pieces}
         self.seconds = 0.0
@@ -66,6 +67,9 @@ class ShareSync:
         self._across = across
         self._weight = weight
         self._name = name
+        self._owner = owner
+        self.is_decayed = False
+        """Whether residuals have been decayed for a change that could not be taken."""
         self._debt: Array | None = None
         self._bucket: Bucket | None = None
         self._compression: Compressor | Policy = NoCompression()
@@ -126,10 +130,12 @@ class ShareSync:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def send_changes(
-        self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int
+        self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int, decay: float
     ) -> None:
         """Start to average the change since the reference, flat, of the lane; it may arrive `wait` batches later."""
         bucket = self._bucket_of(compression)
+        if decay != 1.0 and not self.is_decayed:
+            self._decay(bucket, decay)
         for key, piece in self._pieces.items():
             x = piece.of(arrays)
             change = self._spare.pop(key, None)
@@ -154,7 +160,16 @@ class ShareSync:
             self._spare[key] = change
         if finite:
             self._debt = None
+            self.is_decayed = False
         return finite
+
+    def _decay(self, bucket: Bucket, decay: float) -> None:
+        """Let what is owed fade, on both hops; once for all attempts at one change."""
+        for account in bucket.accounts.values():
+            for owed in (account.residual, account.owner_residual):
+                if owed is not None:
+                    owed *= owed.dtype.type(decay)
+        self.is_decayed = True
 
     # -- in the place of a share that is not sent ----------------------------------------------------------------------
 
@@ -196,29 +211,30 @@ class ShareSync:
         Raises:
             StateError: of other tensors or compression, or damaged.
         """
-        given = saved.record("outgoing of a DASO state", state, ["debt", "transfers", "compression"])
+        kind = self._owner
+        given = saved.record(f"outgoing of a {kind} state", state, ["debt", "transfers", "compression"])
         debt = given["debt"]
         if debt is not None:
-            debt = saved.floats("debt of a DASO state", debt, (self.share.size,), dtype)
+            debt = saved.floats(f"debt of a {kind} state", debt, (self.share.size,), dtype)
         if given["compression"] is None:
             return {"debt": debt, "compression": None, "transfers": {}}
         compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
         if compression is None:
-            raise StateError(f"DASO state of the compression {given['compression']}, which is not used here")
+            raise StateError(f"{kind} state of the compression {given['compression']}, which is not used here")
         transfers = self._accounts_of(compression)
-        of_state = saved.record("transfers of a DASO state", given["transfers"])
+        of_state = saved.record(f"transfers of a {kind} state", given["transfers"])
         if transfers.keys() != of_state.keys():
-            raise StateError(f"DASO state of the tensors {sorted(of_state)}, here are others")
+            raise StateError(f"{kind} state of the tensors {sorted(of_state)}, here are others")
         checked = {}
         for key, transfer in transfers.items():
-            what = f"{key!r} of a DASO state"
+            what = f"{key!r} of a {kind} state"
             entry = saved.record(what, of_state[key], ["residual", "owner_residual", "step"])
             owed = {}
-            for kind, part in (("residual", transfer.shard), ("owner_residual", transfer.owned)):
-                owed[kind] = entry[kind]
-                if entry[kind] is not None:
+            for which, part in (("residual", transfer.shard), ("owner_residual", transfer.owned)):
+                owed[which] = entry[which]
+                if entry[which] is not None:
                     size = 0 if part is None else part.stop - part.start
-                    owed[kind] = saved.floats(f"{kind} of {what}", entry[kind], (size,), dtype)
+                    owed[which] = saved.floats(f"{which} of {what}", entry[which], (size,), dtype)
             checked[key] = {**owed, "step": saved.integer(f"step of {what}", entry["step"])}
         return {"debt": debt, "compression": compression, "transfers": checked}
 
