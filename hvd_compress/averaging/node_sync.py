@@ -88,7 +88,7 @@ class NodeSync:
             mine = lane.shares[self._position if form == "sharded" else 0]
             largest = max(share.size for share in lane.shares) * lane.dtype.itemsize
             label = f"{name}.{self._position}"
-            self._share_sync = ShareSync(mine, largest, groups.across, groups.weight, label, owner)
+            self._share_sync = ShareSync(mine, lane.dtype, largest, groups.across, groups.weight, label, owner)
         self._turn = 0
         self._flight: _Flight | None = None
         self._mine: Array | None = None
@@ -136,7 +136,7 @@ class NodeSync:
         if not self._sends_in(group):
             self._share_sync.idle(kind == VALUES, wait)
         elif kind == VALUES:
-            self._share_sync.send_values(arrays, self.lane.dtype, wait)
+            self._share_sync.send_values(arrays, wait)
         else:
             self._share_sync.send_changes(arrays, self.reference, compression, wait, decay)
 
@@ -248,7 +248,7 @@ class NodeSync:
             )
         of_share = None
         if self._share_sync is not None:
-            of_share = self._share_sync.check(given["outgoing"], self._known, dtype)
+            of_share = self._share_sync.check(given["outgoing"], self._known)
         return {
             "turn": saved.integer(f"turn of a {kind} state", given["turn"], 0, self._group_count - 1),
             "reference": reference,

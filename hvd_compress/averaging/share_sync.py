@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_compress import saved
 from hvd_compress.averaging.lane import Array, Piece, Share
@@ -22,6 +21,8 @@ from hvd_compress.exchange import (
     Parcel,
     TwoPhase,
     aligned_empty,
+    checked,
+    fitted,
     plan_together,
     ring_bytes,
 )
@@ -50,6 +51,7 @@ class ShareSync:
 
     Args:
         share: of this rank.
+        dtype: of its values.
         largest: bytes of the largest share of the node.
         across: the same share of the other nodes.
         weight: of this node.
@@ -57,12 +59,15 @@ class ShareSync:
         owner: whose states these are, for errors.
     """
 
-    def __init__(self, share: Share, largest: int, across: Ranks, weight: float, name: str, owner: str) -> None:
+    def __init__(
+        self, share: Share, dtype: np.dtype[Any], largest: int, across: Ranks, weight: float, name: str, owner: str
+    ) -> None:
         self.share = share
         self._pieces = {f"{p.name}:{p.within.start}": p for p in share.pieces}
         self.seconds = 0.0
         """Waited for other nodes."""
         self.bytes_sent = 0
+        self._dtype = dtype
         self._largest = largest
         self._across = across
         self._weight = weight
@@ -94,16 +99,16 @@ class ShareSync:
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def send_values(self, arrays: Sequence[Array], dtype: np.dtype[Any], wait: int) -> None:
+    def send_values(self, arrays: Sequence[Array], wait: int) -> None:
         """Start to sum the values, weighted by node, which may arrive `wait` batches later."""
         self._owe_residuals()
         share = self.share
         if self._sent.size != share.size:
-            self._sent = aligned_empty(share.size, dtype)
+            self._sent = aligned_empty(share.size, self._dtype)
         for piece in share.pieces:
             self._sent[share.place(piece)] = piece.of(arrays)
         if self._weight != 1.0:
-            self._sent *= dtype.type(self._weight)
+            self._sent *= self._dtype.type(self._weight)
         if self._debt is not None:
             self._sent += self._debt
         count = self._parts_of_values(wait)
@@ -154,9 +159,11 @@ class ShareSync:
         assert bucket is not None
         self._start_the_rest()
         finite = bucket.arrive(self._wait_for_change())
-        for key, change in bucket.finish(keep=finite, scale=1 / self._across.size).items():
+        # kernels take factors as float32
+        is_narrow = self._dtype == np.float32
+        for key, change in bucket.finish(keep=finite, scale=1 / self._across.size if is_narrow else 1.0).items():
             assert change is not None
-            out[self.share.place(self._pieces[key])] = change
+            out[self.share.place(self._pieces[key])] = change if is_narrow else change / self._across.size
             self._spare[key] = change
         if finite:
             self._debt = None
@@ -200,13 +207,12 @@ class ShareSync:
             "compression": None if self._bucket is None else self._compression.get_config(),
         }
 
-    def check(self, state: Any, known: Sequence[Compressor | Policy], dtype: npt.DTypeLike) -> dict[str, Any]:
+    def check(self, state: Any, known: Sequence[Compressor | Policy]) -> dict[str, Any]:
         """Check a state and return what `load` takes over of it.
 
         Args:
             state: of this rank.
             known: the compressions that may have made it.
-            dtype: of the values.
 
         Raises:
             StateError: of other tensors or compression, or damaged.
@@ -215,7 +221,7 @@ class ShareSync:
         given = saved.record(f"outgoing of a {kind} state", state, ["debt", "transfers", "compression"])
         debt = given["debt"]
         if debt is not None:
-            debt = saved.floats(f"debt of a {kind} state", debt, (self.share.size,), dtype)
+            debt = saved.floats(f"debt of a {kind} state", debt, (self.share.size,), self._dtype)
         if given["compression"] is None:
             return {"debt": debt, "compression": None, "transfers": {}}
         compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
@@ -225,7 +231,7 @@ class ShareSync:
         of_state = saved.record(f"transfers of a {kind} state", given["transfers"])
         if transfers.keys() != of_state.keys():
             raise StateError(f"{kind} state of the tensors {sorted(of_state)}, here are others")
-        checked = {}
+        taken = {}
         for key, transfer in transfers.items():
             what = f"{key!r} of a {kind} state"
             entry = saved.record(what, of_state[key], ["residual", "owner_residual", "step"])
@@ -234,9 +240,9 @@ class ShareSync:
                 owed[which] = entry[which]
                 if entry[which] is not None:
                     size = 0 if part is None else part.stop - part.start
-                    owed[which] = saved.floats(f"{which} of {what}", entry[which], (size,), dtype)
-            checked[key] = {**owed, "step": saved.integer(f"step of {what}", entry["step"])}
-        return {"debt": debt, "compression": compression, "transfers": checked}
+                    owed[which] = saved.floats(f"{which} of {what}", entry[which], (size,), self._dtype)
+            taken[key] = {**owed, "step": saved.integer(f"step of {what}", entry["step"])}
+        return {"debt": debt, "compression": compression, "transfers": taken}
 
     def load(self, checked: Mapping[str, Any]) -> None:
         """Take over what `check` returned."""
@@ -260,7 +266,11 @@ class ShareSync:
         return self._bucket
 
     def _accounts_of(self, compression: Compressor | Policy) -> dict[str, Account]:
-        chosen = {key: (p.shape, _compressor_of(compression, p)) for key, p in self._pieces.items()}
+        name = self._dtype.name
+        # what is not finite must be told by payloads that are sent as they are, too
+        chosen = {
+            key: (p.shape, fitted(checked(_compressor_of(compression, p)), name)) for key, p in self._pieces.items()
+        }
         plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
         position = self._across.position
         return {key: Account(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
