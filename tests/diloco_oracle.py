@@ -48,11 +48,15 @@ class Oracle:
         self.sent = {}
 
     def step(self, updates):
-        """After every replica has added its update, send and take what is due."""
-        self.steps += 1
+        """Add its update to every replica, and do what is due."""
         for x, update in zip(self.local, updates, strict=True):
             for name, change in update.items():
                 x[name] = x[name] + change
+        self.synchronize()
+
+    def synchronize(self):
+        """After a step of every replica, send and take what is due."""
+        self.steps += 1
         distance = self.sync_every // len(self.fragments)
         for i, names in enumerate(self.fragments):
             # the fragment arrives after step (i + 1) * distance, and again every sync_every steps
