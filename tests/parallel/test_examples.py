@@ -28,12 +28,20 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
     return launcher.train(2, *SMALL, *options, limit_seconds=200, script=script, launch=launch)
 
 
+OPTIONS = {
+    # one host stands for two nodes
+    "daso_mnist.py": ["--ranks-per-node", "1"],
+    "diloco_mnist.py": ["--sync-every", "8", "--fragments", "2", "--delay", "2", "--epochs", "6"],
+}
+
+
 @pytest.mark.parametrize(
     ("script", "environment"),
     [
         ("pytorch_mnist.py", {}),
         thorough("eventgrad_mnist.py", {}),
         thorough("daso_mnist.py", {}),
+        thorough("diloco_mnist.py", {}),
         thorough("async_mnist.py", {}),
         thorough("tensorflow2_mnist.py", {}),
         thorough("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
@@ -41,9 +49,7 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
     ],
 )
 def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environment: dict[str, str]) -> None:
-    # one host stands for two nodes
-    options = ["--ranks-per-node", "1"] if script == "daso_mnist.py" else []
-    result = train(monkeypatch, script, *options, **environment)
+    result = train(monkeypatch, script, *OPTIONS.get(script, []), **environment)
     assert result["replicas_identical"]
     assert result["ranks"] == 2
     # guessing gives 0.1
