@@ -71,7 +71,16 @@ HEADINGS = [
 
 @pytest.mark.parametrize("heading", [HEADINGS[0], *map(thorough, HEADINGS[1:])])
 def test_the_readme_runs(tmp_path: Path, heading: str) -> None:
-    section = (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2]
+    run_first_block(tmp_path, (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("guide", ["diloco"])
+def test_a_guide_runs(tmp_path: Path, guide: str) -> None:
+    run_first_block(tmp_path, (EXAMPLES.parent / "docs" / "guides" / f"{guide}.md").read_text())
+
+
+def run_first_block(tmp_path: Path, section: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(section.partition("```python\n")[2].partition("```")[0])
     command = [*LAUNCHERS["mpi"](2), sys.executable, str(script)]
