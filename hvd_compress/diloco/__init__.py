@@ -2,7 +2,7 @@
 
 One rank's part, on NumPy arrays. After each step a `Member` asks its schedule what is due. A `Fragment` of the
 parameters sends what it has moved since the ranks agreed last, hands the average to the outer optimizer, which an edge
-brings, and merges what that makes of it. How the average comes about is up to `hvd_compress.averaging`.
+may bring, and merges what that makes of it. How the average comes about is up to `hvd_compress.averaging`.
 """
 
 from __future__ import annotations
@@ -10,5 +10,6 @@ from __future__ import annotations
 from hvd_compress.diloco.fragment import MakeOuter, Outer
 from hvd_compress.diloco.member import Member, Outcome
 from hvd_compress.diloco.settings import DiLoCoSettings
+from hvd_compress.diloco.sgd import OuterSGD
 
-__all__ = ["DiLoCoSettings", "MakeOuter", "Member", "Outcome", "Outer"]
+__all__ = ["DiLoCoSettings", "MakeOuter", "Member", "Outcome", "Outer", "OuterSGD"]

@@ -22,7 +22,7 @@ from hvd_compress import (
     TopK,
 )
 from hvd_compress.averaging import Nodes
-from hvd_compress.diloco import DiLoCoSettings, Member
+from hvd_compress.diloco import DiLoCoSettings, Member, OuterSGD
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Turn
 from hvd_compress.tensors import ParameterSpec
@@ -190,6 +190,42 @@ def test_ranks_hold_the_same_bits_after_a_synchronization():
         for trace, _ in traces:
             for x, first in zip(trace[5], traces[0][0][5], strict=True):
                 np.testing.assert_array_equal(x, first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd_outside_is_that_of_torch(momentum, nesterov, dtype):
+    torch = pytest.importorskip("torch")
+    tensors = [ParameterSpec("w", (3, 4), dtype), ParameterSpec("b", (4,), dtype)]
+    arrays = start_of(tensors)
+    others = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in arrays]
+    ours = OuterSGD(0.7, momentum, nesterov)(tensors, arrays)
+    theirs = torch.optim.SGD(others, lr=0.7, momentum=momentum, nesterov=nesterov)
+    for step in range(6):
+        gradients = update(tensors, 0, step)
+        if step == 3:
+            gradients[1] = None
+        ours.step(gradients)
+        for p, g in zip(others, gradients, strict=True):
+            p.grad = None if g is None else torch.from_numpy(g)
+        theirs.step()
+        for x, p in zip(arrays, others, strict=True):
+            np.testing.assert_allclose(x, p.detach().numpy(), rtol=0, atol=2e-6 if dtype == "float32" else 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"learning_rate": 0}, "learning_rate must be a finite number greater than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be"),
+        ({"momentum": 1.0}, "momentum must be a number from 0 on, less than 1"),
+        ({"momentum": True}, "momentum must be a number"),
+        ({"nesterov": 1}, "nesterov must be True or False"),
+    ],
+)
+def test_settings_of_sgd_outside_are_checked(given, told):
+    with pytest.raises(ValueError, match=told):
+        OuterSGD(**given)
 
 
 # -- compression ---------------------------------------------------------------------------------------------------
