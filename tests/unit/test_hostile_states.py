@@ -113,8 +113,7 @@ def on_arrays(state: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["fragments", "topk", "alone"])
 def test_a_diloco_state_is_taken_wholly_or_not_at_all(way: str) -> None:
-    pytest.importorskip("horovod.torch")
-    from hvd_compress.torch._averaging.outer import OuterOptimizer, nesterov
+    from hvd_compress._torch.outer import OuterOptimizer, nesterov
 
     layout = "alone" if way == "alone" else "2x2"
     tensors = test_diloco.TENSORS

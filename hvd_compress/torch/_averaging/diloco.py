@@ -8,11 +8,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_compress._torch.local_steps import LocalSteps
+from hvd_compress._torch.outer import nesterov
+from hvd_compress._torch.parameters import as_tensors, by_name, trained
 from hvd_compress.diloco import DiLoCoSettings
 from hvd_compress.torch._averaging.in_nodes import named_or_numbered, refuse_complex, update_in_node, wrapped_in_node
-from hvd_compress.torch._averaging.local_steps import LocalSteps
-from hvd_compress.torch._averaging.outer import nesterov
-from hvd_compress.torch._averaging.parameters import as_tensors, by_name, trained
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
 

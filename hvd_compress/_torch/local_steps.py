@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from hvd_compress._torch.outer import Make, OuterOptimizer
+from hvd_compress._torch.parameters import Buffers, Parameters
 from hvd_compress.averaging import Groups
 from hvd_compress.diloco import DiLoCoSettings, Member, Outcome
 from hvd_compress.schedules import Turn
-from hvd_compress.torch._averaging.outer import Make, OuterOptimizer
-from hvd_compress.torch._averaging.parameters import Buffers, Parameters
 
 __all__ = ["LocalSteps"]
 
