@@ -66,10 +66,19 @@ class NodeSync:
         groups: where this rank stands.
         name: of its collectives.
         owner: whose states these are, for errors.
+        restorable: whether a change that has arrived may be taken back.
     """
 
     def __init__(
-        self, lane: Lane, form: str, known: Sequence[Compressor | Policy], groups: Groups, name: str, owner: str
+        self,
+        lane: Lane,
+        form: str,
+        known: Sequence[Compressor | Policy],
+        groups: Groups,
+        name: str,
+        owner: str,
+        *,
+        restorable: bool = False,
     ) -> None:
         self.lane = lane
         self.reference: Array = np.empty(0, lane.dtype)
@@ -88,7 +97,9 @@ class NodeSync:
             mine = lane.shares[self._position if form == "sharded" else 0]
             largest = max(share.size for share in lane.shares) * lane.dtype.itemsize
             label = f"{name}.{self._position}"
-            self._share_sync = ShareSync(mine, lane.dtype, largest, groups.across, groups.weight, label, owner)
+            self._share_sync = ShareSync(
+                mine, lane.dtype, largest, groups.across, groups.weight, label, owner, restorable
+            )
         self._turn = 0
         self._flight: _Flight | None = None
         self._mine: Array | None = None
@@ -205,6 +216,11 @@ class NodeSync:
         else:
             self.bytes_inside += (within.size - 1) * mine.nbytes
         return within.run("broadcast", f"{self._name}.share", mine, root=flight.group)
+
+    def take_back(self) -> None:
+        """Owe what was owed before the last change, which has arrived and is not taken over; it must be restorable."""
+        if self._share_sync is not None:
+            self._share_sync.take_back()
 
     def settle(self, arrived: Arrived, left: float) -> None:
         """Note that values were taken over, and with them what was owed, but for a share of it."""

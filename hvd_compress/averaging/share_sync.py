@@ -38,6 +38,8 @@ _MIN_NUMEL = 1024
 # a collective of fewer bytes takes as long
 _PART_BYTES = 2**18
 _NOTHING = np.zeros(1, np.float32)
+_OWED = ("residual", "owner_residual")
+_OWED_BEFORE = ("residual_before", "owner_residual_before")
 
 
 class ShareSync:
@@ -57,10 +59,19 @@ class ShareSync:
         weight: of this node.
         name: of its collectives.
         owner: whose states these are, for errors.
+        restorable: whether a change that has arrived may be taken back, as another share's is not finite.
     """
 
     def __init__(
-        self, share: Share, dtype: np.dtype[Any], largest: int, across: Ranks, weight: float, name: str, owner: str
+        self,
+        share: Share,
+        dtype: np.dtype[Any],
+        largest: int,
+        across: Ranks,
+        weight: float,
+        name: str,
+        owner: str,
+        restorable: bool,
     ) -> None:
         self.share = share
         self._pieces = {f"{p.name}:{p.within.start}": p for p in share.pieces}
@@ -73,6 +84,9 @@ class ShareSync:
         self._weight = weight
         self._name = name
         self._owner = owner
+        self._restorable = restorable
+        self._before: dict[str, tuple[Array | None, Array | None]] = {}
+        """What was owed of each tensor before the last change was added, if it is restorable: as sender, as owner."""
         self.is_decayed = False
         """Whether residuals have been decayed for a change that could not be taken."""
         self._debt: Array | None = None
@@ -141,6 +155,9 @@ class ShareSync:
         bucket = self._bucket_of(compression)
         if decay != 1.0 and not self.is_decayed:
             self._decay(bucket, decay)
+        if self._restorable:
+            accounts = bucket.accounts.items()
+            self._before = {k: (_copied(a.residual), _copied(a.owner_residual)) for k, a in accounts}
         for key, piece in self._pieces.items():
             x = piece.of(arrays)
             change = self._spare.pop(key, None)
@@ -169,6 +186,14 @@ class ShareSync:
             self._debt = None
             self.is_decayed = False
         return finite
+
+    def take_back(self) -> None:
+        """Owe what was owed before the last change, which has arrived and is not taken over; it must be restorable."""
+        for key, (residual, owner_residual) in self._before.items():
+            assert self._bucket is not None
+            account = self._bucket.accounts[key]
+            _restore(account.residual, residual)
+            _restore(account.owner_residual, owner_residual)
 
     def _decay(self, bucket: Bucket, decay: float) -> None:
         """Let what is owed fade, on both hops; once for all attempts at one change."""
@@ -201,11 +226,20 @@ class ShareSync:
         return {
             "debt": None if self._debt is None else self._debt.copy(),
             "transfers": {
-                key: {"residual": _copied(t.residual), "owner_residual": _copied(t.owner_residual), "step": t.step}
+                key: {
+                    "residual": _copied(t.residual),
+                    "owner_residual": _copied(t.owner_residual),
+                    "step": t.step,
+                    **self._state_before(key),
+                }
                 for key, t in transfers.items()
             },
             "compression": None if self._bucket is None else self._compression.get_config(),
         }
+
+    def _state_before(self, key: str) -> dict[str, Array | None]:
+        before = self._before.get(key, (None, None))
+        return dict(zip(_OWED_BEFORE, map(_copied, before), strict=True)) if self._restorable else {}
 
     def check(self, state: Any, known: Sequence[Compressor | Policy]) -> dict[str, Any]:
         """Check a state and return what `load` takes over of it.
@@ -234,9 +268,12 @@ class ShareSync:
         taken = {}
         for key, transfer in transfers.items():
             what = f"{key!r} of a {kind} state"
-            entry = saved.record(what, of_state[key], ["residual", "owner_residual", "step"])
+            parts = dict(zip(_OWED, (transfer.shard, transfer.owned), strict=True))
+            if self._restorable:
+                parts |= dict(zip(_OWED_BEFORE, (transfer.shard, transfer.owned), strict=True))
+            entry = saved.record(what, of_state[key], [*parts, "step"])
             owed = {}
-            for which, part in (("residual", transfer.shard), ("owner_residual", transfer.owned)):
+            for which, part in parts.items():
                 owed[which] = entry[which]
                 if entry[which] is not None:
                     size = 0 if part is None else part.stop - part.start
@@ -247,6 +284,7 @@ class ShareSync:
     def load(self, checked: Mapping[str, Any]) -> None:
         """Take over what `check` returned."""
         self._bucket = None
+        self._before = {}
         if checked["compression"] is not None:
             bucket = self._bucket_of(checked["compression"])
             for key, of_tensor in checked["transfers"].items():
@@ -254,6 +292,9 @@ class ShareSync:
                 transfer.residual = _copied(of_tensor["residual"])
                 transfer.owner_residual = _copied(of_tensor["owner_residual"])
                 transfer.step = of_tensor["step"]
+                if self._restorable:
+                    residual, owner_residual = (_copied(of_tensor[which]) for which in _OWED_BEFORE)
+                    self._before[key] = residual, owner_residual
         self._debt = _copied(checked["debt"])
 
     # -- parts -------------------------------------------------------------------------------------------------------
@@ -348,6 +389,12 @@ def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor
     # neither where it does not pay, nor where it would send more than there is
     pays = numel >= _MIN_NUMEL and chosen.capacity(numel, chosen.group_numel(piece.shape)) < 4 * numel
     return chosen if pays else NoCompression()
+
+
+def _restore(owed: Array | None, before: Array | None) -> None:
+    """Make what is owed what it was before, where it lies; None is nothing."""
+    if owed is not None:
+        owed[...] = 0 if before is None else before
 
 
 def _copied(values: Any) -> Array | None:

@@ -57,6 +57,9 @@ class AloneSync:
         parts = [(share, change[share.at]) for share in self.lane.shares]
         return Arrived(CHANGES, parts if is_finite else [], is_finite, None)
 
+    def take_back(self) -> None:
+        """Owe nothing, as ever."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""
         return {

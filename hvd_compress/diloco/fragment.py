@@ -72,10 +72,12 @@ class Fragment:
             lane = Lane(tensors, dtype, len(groups.nodes.groups))
             known = (settings.compression,)
             label = f"{name}.{dtype}"
-            is_alone = groups.nodes.count == 1
-            self.syncs.append(
-                AloneSync(lane) if is_alone else NodeSync(lane, "sharded", known, groups, label, "DiLoCo")
-            )
+            if groups.nodes.count == 1:
+                self.syncs.append(AloneSync(lane))
+                continue
+            # all shares of all lanes are taken over, or none
+            restorable = len(dtypes) > 1 or len(lane.shares) > 1
+            self.syncs.append(NodeSync(lane, "sharded", known, groups, label, "DiLoCo", restorable=restorable))
         self._references = self._views([sync.fit() for sync in self.syncs])
         for reference in self._references:
             reference[...] = 0
@@ -92,10 +94,7 @@ class Fragment:
 
     def checksum(self) -> str:
         """Return a number of what the ranks agreed on last, which differs where that does."""
-        found = [sync.reference.view(f"u{sync.lane.dtype.itemsize}") for sync in self.syncs]
-        # sums run at the speed of memory, where a CRC takes three times as long; the ends catch what is only moved
-        sums = [(int(np.add.reduce(x, dtype=np.uint64)), zlib.crc32(x[:256]), zlib.crc32(x[-256:])) for x in found]
-        return "-".join(f"{number:x}" for of_dtype in sums for number in of_dtype)
+        return "-".join(f"{zlib.crc32(sync.reference):08x}" for sync in self.syncs)
 
     def send(self, arrays: Sequence[Array]) -> None:
         """Start to average what these values have moved; they may change as soon as this returns."""
@@ -113,6 +112,10 @@ class Fragment:
                 np.negative(values, out=gradient[share.at])
             # finite changes may have an infinite sum
             is_finite = is_finite and bool(np.isfinite(gradient).all())
+        if not is_finite:
+            for sync in self.syncs:
+                sync.take_back()
+                sync.is_decayed = self._settings.feedback_decay != 1
         return is_finite
 
     def step_outside(self, frozen: Collection[str]) -> None:

@@ -389,6 +389,45 @@ def test_residuals_decay_once_for_a_synchronization_that_was_left_out(layout):
     World().run(NODES[layout], program)
 
 
+@pytest.mark.parametrize("layout", ["2x1", "2x2"])
+def test_what_arrived_beside_what_is_not_finite_is_owed_as_before(layout):
+    """Of two types of values, or of two shares in a node, one is finite; nothing of it may be sent twice."""
+    tensors = [ParameterSpec("w", (40, 64)), ParameterSpec("v", (40, 64)), ParameterSpec("d", (50, 30), "float64")]
+    settings = DiLoCoSettings(2, compression=TopK(0.05), feedback_decay=0.5)
+
+    def residuals(member):
+        found = {}
+        for sync in member._fragments[0].syncs:
+            accounts = sync._share_sync._bucket.accounts
+            # small pieces are sent as they are
+            found |= {name: a.residual.copy() for name, a in accounts.items() if a.residual is not None}
+        return found
+
+    def program(groups):
+        member, arrays = Member(tensors, settings, groups, NumpyOuter), start_of(tensors)
+        train(member, tensors, arrays, 0, 4)
+        before = residuals(member)
+        if groups.nodes.node_of(groups.rank) == 0:
+            # in the first share
+            arrays[0][3] = np.nan
+        assert len(train(member, tensors, arrays, 4, 6)) == 1
+        after = residuals(member)
+        assert after
+        # the next synchronization does not let them fade again
+        for name, x in after.items():
+            np.testing.assert_allclose(x, np.float32(0.5) * before[name], rtol=0, atol=1e-6)
+        state = member.state_dict()
+        again = Member(tensors, settings, groups, NumpyOuter)
+        again.load_state_dict(state)
+        copied = [x.copy() for x in arrays]
+        train(member, tensors, arrays, 6, 9)
+        train(again, tensors, copied, 6, 9)
+        assert all(np.array_equal(x, y) for x, y in zip(arrays, copied, strict=True))
+        assert all(np.isfinite(x).all() for x in arrays)
+
+    World().run(NODES[layout], program)
+
+
 def test_an_infinite_sum_of_finite_changes_is_left_out():
     tensor = ParameterSpec("w", (2048,))
 

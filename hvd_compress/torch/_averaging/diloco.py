@@ -88,7 +88,7 @@ class _Overrides:
 
 
 def DiLoCo(
-    optimizer: torch.optim.Optimizer,
+    inner: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     *,
     outer: Callable[[Any], torch.optim.Optimizer] = nesterov,
@@ -124,7 +124,7 @@ def DiLoCo(
     and its inner optimizer forgets state that is not finite.
 
     Args:
-        optimizer: the inner one, to wrap; its state stays on its rank.
+        inner: the optimizer to wrap; its state stays on its rank.
         named_parameters: such as `model.named_parameters()`.
         outer: makes the outer optimizer of a list of parameters, float32 (float64 for float64 and complex128) on the
             host; called once for each fragment. Without momentum: `lambda params: torch.optim.SGD(params, lr=1.0)`.
@@ -160,11 +160,11 @@ def DiLoCo(
         ...  # train as always
         opt.average_parameters()
     """
-    check_owner("DiLoCo", optimizer)
+    check_owner("DiLoCo", inner)
     settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
-    named = named_or_numbered(optimizer, named_parameters)
+    named = named_or_numbered(inner, named_parameters)
     buffers = by_name("named_buffers", named_buffers or ())
-    parameters = trained(optimizer, named)
+    parameters = trained(inner, named)
     others = {name for name, _ in named} - parameters.keys()
     sets = NODES.sets(ranks_per_node, process_set, "DiLoCo")
     if sets.within.size() > 1:
@@ -172,7 +172,7 @@ def DiLoCo(
     groups = NODES.groups(sets, "diloco")
     local_steps = LocalSteps(parameters, buffers, settings, groups, outer, others)
     wrapped = wrapped_in_node(
-        "DiLoCo", optimizer, named, parameters, _Overrides, sets.within, local_steps.member.refuse,
+        "DiLoCo", inner, named, parameters, _Overrides, sets.within, local_steps.member.refuse,
         backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
     )  # fmt: skip
     wrapped._local_steps = local_steps
