@@ -22,7 +22,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 def nesterov(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Make the outer optimizer of the papers, with their rate and momentum.
 
-    Source: Douillard et al., DiLoCo (arXiv 2311.08105, 2023), section 3.1.
+    Source: Douillard et al., DiLoCo (arXiv 2311.08105, 2023), section 3.
 
     Args:
         params: those of a fragment.

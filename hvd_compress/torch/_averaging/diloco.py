@@ -110,7 +110,7 @@ def DiLoCo(
     The outer optimizer takes that average as its gradient and moves the reference, on all ranks alike; parameters
     become the reference. With `fragments` this happens in turns to parts of the parameters, and with `delay` training
     goes on while the average is under way. Source: Douillard et al., DiLoCo (arXiv 2311.08105, 2023), algorithm 1;
-    Douillard et al., Streaming DiLoCo (arXiv 2501.18512, 2025), algorithms 1 and 2. Differences: a fragment arrives at
+    Douillard et al., Streaming DiLoCo (arXiv 2501.18512, 2025), section 2. Differences: a fragment arrives at
     fixed steps and is sent `delay` steps before, as in torchft; a number of fragments cuts the list of parameters where
     they become about equally large, and knows no layers; what compression leaves out goes with the next average, unless
     the compressor has no error feedback.
@@ -127,7 +127,9 @@ def DiLoCo(
         inner: the optimizer to wrap; its state stays on its rank.
         named_parameters: such as `model.named_parameters()`.
         outer: makes the outer optimizer of a list of parameters, float32 (float64 for float64 and complex128) on the
-            host; called once for each fragment. Without momentum: `lambda params: torch.optim.SGD(params, lr=1.0)`.
+            host; called once for each fragment, when these have no values yet. Without momentum:
+            `lambda params: torch.optim.SGD(params, lr=1.0)`. To change its rate later, keep what it returns, and do it
+            on all ranks.
         sync_every: H, steps from one synchronization of a fragment to its next one, a multiple of the number of
             fragments.
         fragments: how many there are, or lists of parameter names, each name in one list. Fragment i arrives after step
@@ -138,8 +140,7 @@ def DiLoCo(
         compression: of what parameters have moved; a compressor of hvd_compress or a `Policy`; None sends it as it is.
             One without error feedback loses what it leaves out.
         feedback_decay: factor from 0 to 1 on what compression left out, each time before the next difference is added:
-            Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025), algorithm 1, there 0.95. It holds for both hops of the
-            exchange.
+            as in Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025). It holds for both hops of the exchange.
         named_buffers: such as `model.named_buffers()`, averaged by `average_parameters()`.
         ranks_per_node: 1, each rank trains on its own; more, ranks of a node average gradients in each step and train
             together; None, those of a host. Nodes count by their ranks, as in `DASO`, whose process sets are needed.
