@@ -81,6 +81,10 @@ class Parameters:
         """Flat arrays of some of them, by number."""
         return [_flat(self._parameters[n]) for n in numbers]
 
+    def ids(self) -> set[int]:
+        """Which they are, by `id`."""
+        return set(self._known)
+
     def frozen(self) -> list[str]:
         """Names of those that take no gradients any more."""
         return [t.name for t, p in zip(self.tensors, self._parameters, strict=True) if not p.requires_grad]

@@ -31,6 +31,10 @@ class _Overrides:
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
 
+    def _owned(self) -> set[int]:
+        # also where a node is one rank, which exchanges no gradients
+        return self._daso.parameters.ids()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients in the node, update, and do what is due between nodes."""
         self._daso.check(self.param_groups)

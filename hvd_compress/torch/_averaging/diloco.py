@@ -32,6 +32,10 @@ class _Overrides:
     # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
     _step_supports_amp_scaling = True
 
+    def _owned(self) -> set[int]:
+        # also where a node is one rank, which exchanges no gradients
+        return self._local_steps.parameters.ids()
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update with this rank's gradients, averaged in its node if that has several, and do what is due."""
         self._local_steps.check(self.param_groups)

@@ -12,7 +12,7 @@ from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy
 from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
-from hvd_compress.torch._gradients.owners import disown, take_over
+from hvd_compress.torch._gradients.owners import disown, refuse_retired, take_over
 from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
 from hvd_compress.torch._horovod import relay
 
@@ -25,7 +25,13 @@ def update_in_node(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
     Args:
         optimizer: made by `wrapped_in_node`.
         closure: as `step` takes it.
+
+    Raises:
+        GradientError: another wrapper has taken over the parameters.
     """
+    # where a node is one rank, nothing is exchanged that would tell
+    if optimizer._retired:
+        refuse_retired()
     with told_by_scaler(optimizer) as told:
         optimizer._refuse_early_look(told)
         if told.get("grad_scale") is not None:

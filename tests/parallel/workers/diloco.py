@@ -19,7 +19,7 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Policy, TopK
-from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.ranks import Ranks
 from tests.diloco_oracle import Nesterov, Oracle
 from tests.parallel.cases import Cases
@@ -519,6 +519,25 @@ def wrong_use_is_told_on_all_ranks() -> None:
     model[3].bias.data = model[0].bias.data[:5]
     with pytest.raises(ValueError, match="share their memory"):
         wrapped(model)
+
+
+WRAPPERS = {
+    "diloco": lambda sgd, named: hvd.DiLoCo(sgd, named, sync_every=2),
+    "daso": lambda sgd, named: hvd.DASO(sgd, named, ranks_per_node=1),
+}
+
+
+@cases.each(WRAPPERS)
+def the_last_wrapper_of_a_parameter_wins(wrap) -> None:
+    model = network()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for _ in range(2)]
+    first = wrap(optimizers[0], model.named_parameters())
+    train(first, model, 0, 1)
+    second = wrap(optimizers[1], model.named_parameters())
+    plain.broadcast_parameters(model.state_dict(), root_rank=0)
+    with pytest.raises(GradientError, match="were given to another DistributedOptimizer, or another wrapper"):
+        train(first, model, 1, 2)
+    train(second, model, 1, 3)
 
 
 @cases.each({"in a step": 2, "at the end": 1})
