@@ -33,8 +33,11 @@ def compressor(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
-def mnist_arguments(description: str | None, nodes: bool = False) -> argparse.Namespace:
-    """Declare the options of a short training on MNIST; with `nodes` also how many ranks each has."""
+def mnist_arguments(description: str | None, nodes: bool = False, outer: bool = False) -> argparse.Namespace:
+    """Declare the options of a short training on MNIST; with `nodes` also how many ranks each has.
+
+    With `outer` also when ranks that train on their own synchronize.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compression", type=compressor, default="Adaptive(pi=64)", help="an expression, none or fp16")
     parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")
@@ -47,4 +50,9 @@ def mnist_arguments(description: str | None, nodes: bool = False) -> argparse.Na
     parser.add_argument("--json", type=Path, help="rank 0 writes its results there")
     if nodes:
         parser.add_argument("--ranks-per-node", type=int, help="those of each host by default")
+    if outer:
+        parser.add_argument("--sync-every", type=int, default=20, help="steps from one synchronization to the next")
+        parser.add_argument("--fragments", type=int, default=1, help="parts that are synchronized in turns")
+        parser.add_argument("--delay", type=int, default=0, help="steps until an average arrives")
+        parser.add_argument("--alpha", type=float, default=0.0, help="weight of a rank's own parameters then")
     return parser.parse_args()

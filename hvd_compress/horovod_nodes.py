@@ -7,12 +7,13 @@ background thread, and nodes wait for each other.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
-from hvd_compress.daso import Groups, Nodes
+from hvd_compress.averaging import Groups, Nodes
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.fingerprint import scope_of
 from hvd_compress.ranks import Ranks
 
 __all__ = ["HorovodNodes", "NodeSets"]
@@ -26,12 +27,14 @@ class NodeSets(NamedTuple):
     """Process sets of one rank.
 
     Args:
-        nodes: of all ranks.
+        nodes: of all ranks that take part, counted among themselves.
+        everyone: these ranks.
         within: the ranks of its node.
         across: one rank of each node, of the group that this rank is in.
     """
 
     nodes: Nodes
+    everyone: Any
     within: Any
     across: Any
 
@@ -54,7 +57,7 @@ class HorovodNodes:
         self._hvd = hvd
         self._known_sets = known_sets
         self._ranks_of = ranks_of
-        self._numbers = count()
+        self._numbers: Counter[str] = Counter()
 
     def process_sets(self, ranks_per_node: int | None = None, size: int | None = None) -> list[Any]:
         """The process sets of `DASO` for `hvd.init(process_sets=...)`, with what the launcher tells before that.
@@ -67,54 +70,73 @@ class HorovodNodes:
         ranks_per_node = _told(_LOCAL_SIZES, "ranks_per_node", size) if ranks_per_node is None else ranks_per_node
         return [self._hvd.ProcessSet(list(ranks)) for ranks in _needed(Nodes.of_equal(size, ranks_per_node))]
 
-    def sets(self, ranks_per_node: int | None) -> NodeSets:
+    def sets(self, ranks_per_node: int | None, process_set: Any = None, user: str = "DASO") -> NodeSets:
         """Find the process sets of this rank, or add them on all ranks; a collective call.
 
         Args:
-            ranks_per_node: counted from rank 0 on; None for those of the hosts that Horovod reports.
+            ranks_per_node: counted from the first rank on; None for those of the hosts that Horovod reports.
+            process_set: the ranks that take part; all by default.
+            user: who needs them, for errors.
 
         Raises:
             UnsupportedError: a set is missing, and Horovod was not started so that it can be added.
-            ValueError: the ranks are not so many times a number of nodes.
+            ValueError: the ranks are not so many times a number of nodes; or this rank is not among them.
             MismatchError: the ranks disagree.
         """
         hvd = self._hvd
-        is_dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
-        told = {"ranks_per_node": ranks_per_node, "process sets may be added": is_dynamic}
-        everyone = self._ranks_of(hvd.global_process_set)
+        whole = hvd.global_process_set if process_set is None else process_set
+        is_all = whole.size() == hvd.size()
+        # adding a set is up to all ranks there are
+        may_add = is_all and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+        of_whole = range(hvd.size()) if is_all else list(whole.ranks)
+        if hvd.rank() not in of_whole:
+            raise ValueError(
+                f"{user} on rank {hvd.rank()} with process_set of the ranks {list(of_whole)}: only these ranks call it"
+            )
+        told = {"ranks_per_node": ranks_per_node, "process sets may be added": may_add}
+        everyone = self._ranks_of(whole)
         everyone.agree(told)
         if ranks_per_node is not None:
-            nodes = Nodes.of_equal(hvd.size(), ranks_per_node)
+            nodes = Nodes.of_equal(len(of_whole), ranks_per_node)
         else:
             nodes = Nodes.of_numbers(everyone.host_numbers())
         by_ranks = {tuple(ranks): number for number, ranks in self._known_sets().items()}
-        found: dict[tuple[int, ...], Any] = {tuple(range(nodes.size)): hvd.global_process_set}
-        for ranks in _needed(nodes):
+        found: dict[tuple[int, ...], Any] = {tuple(range(nodes.size)): whole}
+        for positions in _needed(nodes):
+            ranks = tuple(of_whole[p] for p in positions)
             if ranks in by_ranks:
-                found[ranks] = hvd.ProcessSet(list(ranks))
-                found[ranks].process_set_id = by_ranks[ranks]
-            elif is_dynamic:
-                found[ranks] = hvd.add_process_set(list(ranks))
+                found[positions] = hvd.ProcessSet(list(ranks))
+                found[positions].process_set_id = by_ranks[ranks]
+            elif may_add:
+                found[positions] = hvd.add_process_set(list(ranks))
             else:
-                raise UnsupportedError(
-                    f"DASO needs a process set of the ranks {list(ranks)}: start Horovod with "
-                    "hvd.init(process_sets=hvd.daso_process_sets()), which takes ranks_per_node= where nodes are not "
-                    'those that the launcher tells of, or with hvd.init(process_sets="dynamic")'
-                )
-        rank = hvd.rank()
-        within = nodes.members[nodes.node_of(rank)]
-        across = next((group for group in nodes.groups if rank in group), ())
-        return NodeSets(nodes, found.get(within) or _alone(hvd), found.get(across) or _alone(hvd))
+                raise UnsupportedError(_missing(user, ranks, is_all))
+        position = of_whole.index(hvd.rank())
+        within = nodes.members[nodes.node_of(position)]
+        across = next((group for group in nodes.groups if position in group), ())
+        return NodeSets(nodes, whole, found.get(within) or _alone(hvd), found.get(across) or _alone(hvd))
 
-    def groups(self, sets: NodeSets) -> Groups:
-        """Where this rank stands, with collectives that are named for one more optimizer."""
+    def groups(self, sets: NodeSets, kind: str = "daso") -> Groups:
+        """Where this rank stands, with collectives that are named for one more optimizer of a kind."""
         everyone, within, across = (
-            self._ranks_of(s) if s.size() > 1 else None
-            for s in (self._hvd.global_process_set, sets.within, sets.across)
+            self._ranks_of(s) if s.size() > 1 else None for s in (sets.everyone, sets.within, sets.across)
         )
-        # all ranks wrap their optimizers in the same order, or are told so by `Member`
-        name = f"hvd_compress.daso.{next(self._numbers)}"
-        return Groups(sets.nodes, self._hvd.rank(), everyone, within, across, name)
+        is_all = sets.nodes.size == self._hvd.size()
+        # ranks of one set wrap their optimizers in the same order, or are told so by `Member`
+        name = f"hvd_compress.{kind}" if is_all else f"hvd_compress.{kind}.{scope_of(sets.everyone)}"
+        self._numbers[name] += 1
+        position = self._hvd.rank() if is_all else list(sets.everyone.ranks).index(self._hvd.rank())
+        return Groups(sets.nodes, position, everyone, within, across, f"{name}.{self._numbers[name] - 1}")
+
+
+def _missing(user: str, ranks: Sequence[int], is_all: bool) -> str:
+    needs = f"{user} needs a process set of the ranks {list(ranks)}: start Horovod with "
+    if not is_all:
+        return f"{needs}hvd.init(process_sets=[...]) that has it, beside the one that is given to {user}"
+    return (
+        f"{needs}hvd.init(process_sets=hvd.daso_process_sets()), which takes ranks_per_node= where nodes are not those "
+        'that the launcher tells of, or with hvd.init(process_sets="dynamic")'
+    )
 
 
 def _alone(hvd: Any) -> Any:

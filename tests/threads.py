@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress import ThreadRanks
-from hvd_compress.daso import Groups, Nodes
+from hvd_compress.averaging import Groups, Nodes
 
 SECONDS = 120.0
 

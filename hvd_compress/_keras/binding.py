@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvd_compress._keras import callbacks, compression_callbacks, daso, elastic, eventgrad
+from hvd_compress._keras import callbacks, compression_callbacks, daso, diloco, elastic, eventgrad
 from hvd_compress._keras.interface import Interface
 from hvd_compress._keras.link import Link
 
@@ -19,6 +19,7 @@ _MIXINS = [
     *(callbacks.__dict__[name] for name in callbacks.__all__ if name not in _NO_CALLBACKS),
     *(compression_callbacks.__dict__[name] for name in compression_callbacks.__all__),
     daso.DASOCallback,
+    diloco.DiLoCoCallback,
     eventgrad.EventGraDCallback,
 ]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from hvd_compress import saved
-from hvd_compress._keras.callbacks import LinkedCallback
-from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
+from hvd_compress._keras.averaging import AveragingCallback
+from hvd_compress._keras.weights import arrays_of, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoSettings, Member, number_of
 from hvd_compress.schedules import DasoSchedule, Moment
@@ -16,7 +15,7 @@ from hvd_compress.schedules import DasoSchedule, Moment
 __all__ = ["DASOCallback"]
 
 
-class DASOCallback(LinkedCallback):
+class DASOCallback(AveragingCallback):
     """Averages the weights between nodes after every B-th batch, S batches stale, and makes ranks equal at epoch ends.
 
     Compile the model with `hvd.DASO(optimizer)`, which averages gradients inside of a node, and start from equal
@@ -67,20 +66,15 @@ class DASOCallback(LinkedCallback):
         monitor: str = "loss",
         ranks_per_node: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(ranks_per_node, average_buffers, average_state)
         schedule = DasoSchedule(
             global_skips, batches_to_wait, total_epochs, warmup_epochs, cooldown_epochs, patience, stability
         )
         self._settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
-        self._averages_buffers = average_buffers
         self._monitor = monitor
-        self._ranks_per_node = ranks_per_node
         self._member: Member | None = None
-        self._keys: list[Any] = []
         self._saved: Any = None
         self._trains = False
-
-    wrapper = "hvd.DASO(optimizer)"
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Learn how many batches the epochs of this `fit` have."""
@@ -95,20 +89,20 @@ class DASOCallback(LinkedCallback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Make ranks equal before validation, if the last batch has not done it."""
         if self._trains and self._member is not None:
-            self._change(self._member.level)
+            self._change(self._weights(), self._member.level)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count a batch, and do what is due."""
         member = self._member_of()
         moment = member.batch()
         if moment != Moment():
-            self._change(lambda arrays: member.act(moment, arrays))
+            self._change(self._weights(), lambda arrays: member.act(moment, arrays))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Make ranks equal, and let the schedule look at the loss."""
         member = self._member_of()
         loss = (logs or {}).get(self._monitor)
-        self._change(lambda arrays: member.end_epoch(arrays, number_of(loss)))
+        self._change(self._weights(), lambda arrays: member.end_epoch(arrays, number_of(loss)))
         others = self._others()
         named = {f"{i}": x for i, x in enumerate(arrays_of(self.link, others))}
         member.average(named)
@@ -136,36 +130,17 @@ class DASOCallback(LinkedCallback):
         else:
             self._member.load_state_dict(state)
 
-    def _change(self, call: Callable[[list[Array]], bool]) -> None:
-        """Let a call work on the weights, which it may change."""
-        weights = self.model.trainable_variables
-        arrays = arrays_of(self.link, weights)
-        if call(arrays):
-            write(weights, arrays)
-
     def _member_of(self) -> Member:
-        weights = self.model.trainable_variables
-        keys = [self.link.key(v) for v in weights]
+        weights = self._weights()
         if self._member is None:
-            # of this rank's own choosing, a callback could be in another place than the optimizer
-            sets = self.link.nodes.sets(self._ranks_per_node)
-            if list(self.optimizer()._hvd.settings["process_set"].ranks) != list(sets.within.ranks):
-                raise ValueError(
-                    "DASOCallback needs a model compiled with hvd.DASO(optimizer), with the same ranks_per_node: its "
-                    f"node is the ranks {list(sets.within.ranks)}"
-                )
+            sets = self._sets("DASO")
             schedule = replace(self._settings.schedule, steps_per_epoch=self._steps())
             settings = replace(self._settings, schedule=schedule)
             tensors = tensors_of(weights, arrays_of(self.link, weights))
             member = Member(tensors, settings, self.link.nodes.groups(sets))
             if self._saved:
                 member.load_state_dict(self._saved)
-            self._member, self._keys = member, keys
-        if keys != self._keys:
-            raise ValueError(
-                "the trainable weights of the model are not those that this DASOCallback has begun with: after "
-                "freezing or unfreezing layers use a new one, on all ranks"
-            )
+            self._member = member
         return self._member
 
     def _steps(self) -> int | None:
@@ -175,11 +150,3 @@ class DASOCallback(LinkedCallback):
         each = int(each.numpy()) if hasattr(each, "numpy") else int(each or 1)
         steps = self.params.get("steps")
         return -(-int(steps) // each) if steps else None
-
-    def _others(self) -> list[Any]:
-        found = [v for v in self.model.non_trainable_variables if self._averages_buffers and is_floating(v)]
-        if self._settings.average_state:
-            of_optimizer = self.model.optimizer.variables
-            of_optimizer = of_optimizer if isinstance(of_optimizer, list) else of_optimizer()
-            found += [v for v in of_optimizer if is_floating(v) and len(v.shape)]
-        return found

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from hvd_compress import saved
+from hvd_compress.averaging import Array, Groups, Lane, Meeting, own_state
 from hvd_compress.compressors import NoCompression
-from hvd_compress.daso.groups import Groups, means
-from hvd_compress.daso.lane import Array, Lane
+from hvd_compress.daso.merging import Merging
 from hvd_compress.daso.settings import DasoSettings
-from hvd_compress.daso.sync import NodeSync
-from hvd_compress.errors import MismatchError, StateError
+from hvd_compress.errors import StateError
 from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import ParameterSpec
@@ -47,19 +45,17 @@ class Member:
             groups.everyone.agree(self._described)
         for compression in (settings.compression, settings.blocking_compression):
             check_patterns(compression, [t.name for t in tensors])
-        self._name = groups.name
+        self._meeting = Meeting(groups, "DASO's moment")
         self.clock = settings.schedule.clock()
         shares = len(groups.nodes.groups) if settings.form == "sharded" else 1
         dtypes = [dtype for dtype in ("float32", "float64") if any(t.dtype == dtype for t in tensors)]
         self._syncs = [
-            NodeSync(Lane(tensors, dtype, shares), settings, groups, f"{self._name}.{dtype}")
+            Merging(Lane(tensors, dtype, shares), settings, groups, f"{groups.name}.{dtype}")
             for dtype in dtypes
             if groups.nodes.count > 1
         ]
         self._bytes = sum(t.numel * np.dtype(t.dtype).itemsize for t in tensors)
         self._batches = self._blocking = self._sent = self._merged = 0
-        self._end_agreement: Callable[[], None] | None = None
-        """Of the step in which what is under way was sent."""
         self._epochs: list[dict[str, Any]] = []
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -67,7 +63,7 @@ class Member:
     def batch(self) -> Moment:
         """Count a batch; returns what is due, which `act` then does."""
         for sync in self._syncs:
-            sync.progress()
+            sync.nodes.progress()
         self._batches += 1
         # a batch may begin an epoch of which nobody has said that the one before has ended
         before = self.clock.epoch
@@ -86,7 +82,7 @@ class Member:
         """
         compression = self.settings.compression_in(self.clock.phase if phase is None else phase)
         if moment.arrives is not None:
-            self._settle()
+            self._meeting.settle()
             for sync in self._syncs:
                 arrived = sync.receive()
                 # of what blocks all nodes take the mean of their present parameters: this would only pull it back
@@ -97,7 +93,7 @@ class Member:
             self._tell(_STEP)
             for sync in self._syncs:
                 sync.send(arrays, compression, wait=0)
-            self._settle()
+            self._meeting.settle()
             for sync in self._syncs:
                 sync.take(arrays, sync.receive())
                 if sync.needs_values and compression != NoCompression():
@@ -126,9 +122,9 @@ class Member:
             MismatchError: some ranks give a loss, others None.
         """
         self._tell("epoch_end()", loss is not None)
-        self._settle()
+        self._meeting.settle()
         if loss is not None and self.groups.everyone is not None:
-            loss = float(means(self.groups.everyone, [np.array([loss])], f"{self._name}.loss")[0][0])
+            loss = float(self.groups.everyone.mean(f"{self.groups.name}.loss.float64", np.array([loss]))[0])
         told, phase = self._told(self.clock.epoch, loss), self.clock.phase
         moment = self.clock.end_epoch(loss)
         self._epochs.append(told)
@@ -155,27 +151,16 @@ class Member:
         """Let all ranks know where they meet next that this one cannot go on; the caller raises what it knows."""
         # on one node ranks meet in their gradients
         if self._syncs:
-            with suppress(MismatchError):
-                self._tell(problem)
-                self._settle()
+            self._meeting.refuse(*self._said(problem))
 
     def _tell(self, what: str, has_loss: bool = False) -> None:
-        """Begin to compare what all ranks do at this moment; ranks that made more steps than others are reported.
-
-        It comes before all else of that moment, and under the same name wherever a rank may be.
-        """
-        everyone = self.groups.everyone
+        """Begin to compare what all ranks do at this moment."""
         # on one node no step is a collective call
-        if everyone is None or (not self._syncs and what == _STEP):
-            return
-        self._settle()
-        told = {"DASO's moment": f"{what} after {self._batches} batches", "a loss for epoch_end()": has_loss}
-        self._end_agreement = everyone.begin_agreement(told)
+        if self._syncs or what != _STEP:
+            self._meeting.begin(*self._said(what, has_loss))
 
-    def _settle(self) -> None:
-        end, self._end_agreement = self._end_agreement, None
-        if end is not None:
-            end()
+    def _said(self, what: str, has_loss: bool = False) -> tuple[str, dict[str, Any]]:
+        return f"{what} after {self._batches} batches", {"a loss for epoch_end()": has_loss}
 
     def average(self, arrays: Mapping[str, Array]) -> None:
         """Make buffers or optimizer states their mean over all ranks, in place; a collective call.
@@ -183,13 +168,7 @@ class Member:
         Raises:
             MismatchError: the ranks have others.
         """
-        if self.groups.everyone is None:
-            return
-        described = [[name, list(x.shape), str(x.dtype)] for name, x in arrays.items()]
-        self.groups.everyone.agree({"averaged at the end of an epoch": described})
-        averaged = means(self.groups.everyone, list(arrays.values()), self._name)
-        for x, mean in zip(arrays.values(), averaged, strict=True):
-            x[...] = mean.reshape(x.shape)
+        self._meeting.average(arrays, "at the end of an epoch")
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -206,10 +185,10 @@ class Member:
             "batches": self._batches,
             "synchronizations": {"blocking": self._blocking, "sent": self._sent, "merged": self._merged},
             "parameter_bytes": self._bytes,
-            "bytes_between_nodes": sum(sync.bytes_between for sync in self._syncs),
-            "bytes_inside_nodes": sum(sync.bytes_inside for sync in self._syncs),
-            "seconds_between_nodes": sum(sync.seconds_between for sync in self._syncs),
-            "seconds_inside_nodes": sum(sync.seconds_inside for sync in self._syncs),
+            "bytes_between_nodes": sum(sync.nodes.bytes_between for sync in self._syncs),
+            "bytes_inside_nodes": sum(sync.nodes.bytes_inside for sync in self._syncs),
+            "seconds_between_nodes": sum(sync.nodes.seconds_between for sync in self._syncs),
+            "seconds_inside_nodes": sum(sync.nodes.seconds_inside for sync in self._syncs),
             "epochs": [*self._epochs],
         }
 
@@ -241,17 +220,8 @@ class Member:
         Raises:
             StateError: not such a state, or of another rank, network, nodes or settings.
         """
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        if isinstance(found, bool) or not isinstance(found, int) or found != FORMAT:
-            raise StateError(f"not a DASO state of format {FORMAT}: its format is {found!r}")
-        given = saved.record("DASO state", state, ["rank", "settings", "clock", "syncs", "epochs"])
-        if not saved.equal(given["rank"], self.groups.rank):
-            raise StateError(f"DASO state of rank {given['rank']}, given to rank {self.groups.rank}")
-        of_state = saved.record("settings of a DASO state", given["settings"])
-        if different := sorted(
-            key for key, value in self._described.items() if not saved.equal(of_state.get(key), value)
-        ):
-            raise StateError(f"DASO state of other settings: {', '.join(different)} differ")
+        keys = ["clock", "syncs", "epochs"]
+        given = own_state("DASO", state, FORMAT, self.groups.rank, self._described, keys)
         # all is checked before anything is changed
         clock = self.clock.check(given["clock"])
         of_syncs = saved.sequence("syncs of a DASO state", given["syncs"], len(self._syncs))
@@ -262,7 +232,7 @@ class Member:
             dict(saved.record("an epoch of a DASO state", told))
             for told in saved.sequence("epochs of a DASO state", given["epochs"])
         ]
-        self._settle()
+        self._meeting.settle()
         for sync, of_sync in zip(self._syncs, checked, strict=True):
             sync.load(of_sync)
         self.clock.load(clock)

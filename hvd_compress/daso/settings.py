@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_compress import wire
+from hvd_compress.averaging import FORMS
 from hvd_compress.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_compress.compressors.settings import check_choice, check_flag
 from hvd_compress.errors import UnsupportedError
@@ -15,9 +16,7 @@ from hvd_compress.policy import Policy, compressors_in, given_compression
 from hvd_compress.schedules import CYCLING, DasoSchedule
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["FORMS", "DasoSettings"]
-
-FORMS = ("sharded", "rotate")
+__all__ = ["DasoSettings"]
 
 
 @dataclass(frozen=True)

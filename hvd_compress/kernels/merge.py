@@ -24,3 +24,11 @@ def weighted_difference(x, reference, weight, out):
     """Compute out = weight * (x - reference)."""
     for i in range(x.size):
         out[i] = weight * (x[i] - reference[i])
+
+
+@kernel_in_order
+def mix(x, other, keep):
+    """Compute x = keep * x + (1 - keep) * other, in place."""
+    one = x.dtype.type(1)
+    for i in range(x.size):
+        x[i] = keep * x[i] + (one - keep) * other[i]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvd_compress.schedules.daso import COOLDOWN, CYCLING, WARMUP, DasoClock, DasoSchedule, Moment
+from hvd_compress.schedules.diloco import DiLoCoSchedule, Turn
 from hvd_compress.schedules.staleness import Arrival, BoundedStaleness, WorkerClocks
 from hvd_compress.schedules.trigger import ConstantThreshold, SlopeThreshold, Trigger, Watch
 
@@ -15,9 +16,11 @@ __all__ = [
     "ConstantThreshold",
     "DasoClock",
     "DasoSchedule",
+    "DiLoCoSchedule",
     "Moment",
     "SlopeThreshold",
     "Trigger",
+    "Turn",
     "Watch",
     "WorkerClocks",
 ]

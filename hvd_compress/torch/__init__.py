@@ -27,6 +27,7 @@ from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.submodules import offer
 from hvd_compress.torch._averaging.async_server import AsyncParameterServerOptimizer
 from hvd_compress.torch._averaging.daso import DASO, daso_process_sets
+from hvd_compress.torch._averaging.diloco import DiLoCo
 from hvd_compress.torch._averaging.eventgrad import DPSGDOptimizer, EventGraDOptimizer
 from hvd_compress.torch._collectives import *  # noqa: F403
 from hvd_compress.torch._differentiable import *  # noqa: F403
@@ -44,6 +45,7 @@ __all__ = [
     "DEFAULT_MIN_NUMEL",
     "Compression",
     "DPSGDOptimizer",
+    "DiLoCo",
     "DistributedOptimizer",
     "EventGraDOptimizer",
     "allreduce",

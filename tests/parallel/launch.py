@@ -53,6 +53,7 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
             **_TORCH,
             "async_gloo": "test_async_server",
             "cli": "test_cli",
+            "diloco": "test_diloco",
             "frameworks": "test_frameworks",
         },
         {

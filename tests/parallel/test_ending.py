@@ -29,6 +29,7 @@ ENDS = [
     ("async", "serving", "raises", ""),
     ("async", "closing", "exits", "1"),
     ("daso", "training", "raises", ""),
+    ("diloco", "training", "raises", ""),
 ]
 
 

@@ -28,12 +28,20 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
     return launcher.train(2, *SMALL, *options, limit_seconds=200, script=script, launch=launch)
 
 
+OPTIONS = {
+    # one host stands for two nodes
+    "daso_mnist.py": ["--ranks-per-node", "1"],
+    "diloco_mnist.py": ["--sync-every", "8", "--fragments", "2", "--delay", "2", "--epochs", "6"],
+}
+
+
 @pytest.mark.parametrize(
     ("script", "environment"),
     [
         ("pytorch_mnist.py", {}),
         thorough("eventgrad_mnist.py", {}),
         thorough("daso_mnist.py", {}),
+        thorough("diloco_mnist.py", {}),
         thorough("async_mnist.py", {}),
         thorough("tensorflow2_mnist.py", {}),
         thorough("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
@@ -41,9 +49,7 @@ def train(monkeypatch: pytest.MonkeyPatch, script: str, *options: str, **environ
     ],
 )
 def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environment: dict[str, str]) -> None:
-    # one host stands for two nodes
-    options = ["--ranks-per-node", "1"] if script == "daso_mnist.py" else []
-    result = train(monkeypatch, script, *options, **environment)
+    result = train(monkeypatch, script, *OPTIONS.get(script, []), **environment)
     assert result["replicas_identical"]
     assert result["ranks"] == 2
     # guessing gives 0.1
@@ -65,7 +71,16 @@ HEADINGS = [
 
 @pytest.mark.parametrize("heading", [HEADINGS[0], *map(thorough, HEADINGS[1:])])
 def test_the_readme_runs(tmp_path: Path, heading: str) -> None:
-    section = (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2]
+    run_first_block(tmp_path, (EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("guide", ["diloco"])
+def test_a_guide_runs(tmp_path: Path, guide: str) -> None:
+    run_first_block(tmp_path, (EXAMPLES.parent / "docs" / "guides" / f"{guide}.md").read_text())
+
+
+def run_first_block(tmp_path: Path, section: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(section.partition("```python\n")[2].partition("```")[0])
     command = [*LAUNCHERS["mpi"](2), sys.executable, str(script)]

@@ -43,10 +43,11 @@ def check_all(topic: str, ranks: int, launcher: str, flavour: str) -> None:
     ("ranks", "launcher", "flavour"),
     [start if start == (2, "gloo", "tensorflow") else thorough(*start) for start in FIT],
 )
-def test_fit_and_daso(ranks: int, launcher: str, flavour: str) -> None:
+def test_fit_and_averaging(ranks: int, launcher: str, flavour: str) -> None:
     # two nodes of two ranks; in the main environment Keras 2 has two of one
     with_daso = flavour == "tf_keras" or ranks == 4
-    check_all("keras_fit+keras_daso" if with_daso else "keras_fit", ranks, launcher, flavour)
+    topics = "keras_fit+keras_diloco+keras_daso" if with_daso else "keras_fit+keras_diloco"
+    check_all(topics, ranks, launcher, flavour)
 
 
 @pytest.mark.parametrize("flavour", [f if f == "torch" else thorough(f) for f in FLAVOURS])

@@ -18,8 +18,8 @@ from hvd_compress import (
     Threshold,
     TopK,
 )
-from hvd_compress.daso import DasoSettings, Member, Nodes, share_sync
-from hvd_compress.daso.lane import Lane
+from hvd_compress.averaging import Lane, Nodes, share_sync
+from hvd_compress.daso import DasoSettings, Member
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import ParameterSpec
@@ -191,7 +191,7 @@ def owed(member, tensors):
     """All that a rank owes, in units of the sum over nodes, of each element of its share."""
     found = {t.name: np.zeros(t.numel) for t in tensors}
     for sync in member._syncs:
-        out = sync._share_sync
+        out = sync.nodes._share_sync
         if out is None:
             continue
         for piece in out.share.pieces:
@@ -298,6 +298,34 @@ def test_a_change_that_is_not_finite_poisons_no_reference(bad, form):
     # at once, and on all ranks alike: they are to be equal after a blocking synchronization
     for _, told in results:
         assert np.flatnonzero(~np.isfinite(told)).tolist() == [5]
+
+
+def test_a_small_tensor_that_is_not_finite_poisons_no_reference():
+    """What is too small to be compressed goes beside the others, and says so as well."""
+
+    def program(groups):
+        member = Member(TENSORS, settings(compression=OneBit(), global_skips=1, batches_to_wait=0), groups)
+        arrays = start_of(TENSORS)
+        train(member, groups, TENSORS, arrays, 0, 2)
+        good = arrays[1].copy()
+        if groups.nodes.node_of(groups.rank) == 0:
+            arrays[1][3] = np.nan
+        member.act(member.batch(), arrays)
+        arrays[1][...] = good
+        member.act(member.batch(), arrays)
+        return arrays[1]
+
+    for x in World().run(NODES["2x2"], program):
+        assert np.isfinite(x).all()
+
+
+def test_float64_is_averaged_in_float64_among_three_nodes():
+    tensors = [ParameterSpec("w", (40, 20), "float64")]
+    traces = run(NODES["3x2"], settings(compression=OneBit(), global_skips=1, batches_to_wait=0), tensors, steps=3)
+    expected = start_of(tensors)[0]
+    for step in range(3):
+        expected = expected + np.mean([update(tensors, node, step)[0] for node in range(3)], axis=0)
+        np.testing.assert_allclose(traces[0][0][step][0], expected, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("merge", ["paper", "delta", 0.5])

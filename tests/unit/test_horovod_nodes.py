@@ -114,3 +114,28 @@ def test_one_rank_on_each_node_and_one_node_need_no_sets(per_node, within, acros
     for alone in (s for s in (sets.within, sets.across) if s.size() == 1):
         assert not alone.included()
         assert alone.rank() == 0
+
+
+def test_a_process_set_has_nodes_of_its_own():
+    horovod = Horovod(rank=3, size=6, started=[(1, 3, 4, 5), (1, 3), (4, 5), (1, 4), (3, 5)])
+    some = ProcessSet([1, 3, 4, 5])
+    nodes = nodes_of(horovod)
+    # nodes are counted among the ranks of the set
+    sets = nodes.sets(2, some, "DiLoCo")
+    assert sets.nodes.members == ((0, 1), (2, 3))
+    assert ranks_of([sets.everyone, sets.within, sets.across]) == [[1, 3, 4, 5], [1, 3], [3, 5]]
+    # each rank alone: the set itself is the group across them
+    sets = nodes.sets(1, some, "DiLoCo")
+    assert ranks_of([sets.within, sets.across]) == [[3], [1, 3, 4, 5]]
+    assert sets.within.size() == 1
+
+
+def test_what_a_process_set_needs_is_told(monkeypatch):
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    horovod = Horovod(rank=3, size=6, started=[(1, 3, 4, 5)])
+    # a set can be added by all ranks together only, and not all are here
+    with pytest.raises(UnsupportedError, match=r"DiLoCo needs a process set of the ranks \[1, 3\].*beside the one"):
+        nodes_of(horovod).sets(2, ProcessSet([1, 3, 4, 5]), "DiLoCo")
+    assert not horovod.added
+    with pytest.raises(ValueError, match=r"DiLoCo on rank 3 with process_set of the ranks \[0, 1\]: only these ranks"):
+        nodes_of(horovod).sets(1, ProcessSet([0, 1]), "DiLoCo")

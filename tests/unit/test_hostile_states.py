@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from hvd_compress import ConstantThreshold, OneBit, SlopeThreshold, TopK
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
 from hvd_compress.daso import Member
+from hvd_compress.diloco import DiLoCoSettings, OuterSGD
+from hvd_compress.diloco import Member as DiLoCoMember
 from hvd_compress.engine import Ledger, refuse_residuals
 from hvd_compress.engine import Tensor as EngineTensor
 from hvd_compress.errors import StateError
@@ -23,7 +26,7 @@ from hvd_compress.gossip.averager import Averager
 from hvd_compress.tensors import ParameterSpec
 from tests.hostile import damaged, same
 from tests.threads import World
-from tests.unit import test_accumulators, test_daso, test_ledger
+from tests.unit import test_accumulators, test_daso, test_diloco, test_ledger
 from tests.unit.test_feedback import states
 
 torch = pytest.importorskip("torch")
@@ -97,6 +100,37 @@ def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
         return groups.rank
 
     assert World().run(test_daso.NODES["2x2"], program) == [0, 1, 2, 3]
+
+
+def on_arrays(state: Any) -> Any:
+    """A state whose tensors are arrays."""
+    if isinstance(state, dict):
+        return {key: on_arrays(entry) for key, entry in state.items()}
+    if isinstance(state, list):
+        return [on_arrays(entry) for entry in state]
+    return state.numpy() if isinstance(state, torch.Tensor) else state
+
+
+@pytest.mark.parametrize("way", ["fragments", "topk", "alone"])
+def test_a_diloco_state_is_taken_wholly_or_not_at_all(way: str) -> None:
+    from hvd_compress._torch.outer import OuterOptimizer, nesterov
+
+    layout = "alone" if way == "alone" else "2x2"
+    tensors = test_diloco.TENSORS
+
+    def program(groups: Any) -> int:
+        settings = DiLoCoSettings(6, delay=2, **test_diloco.WAYS.get(way, {}))
+        make = OuterSGD() if way == "topk" else partial(OuterOptimizer, nesterov)
+        member = DiLoCoMember(tensors, settings, groups, make)
+        arrays = test_diloco.start_of(tensors)
+        test_diloco.train(member, tensors, arrays, 0, 11)
+        state = on_arrays(member.state_dict())
+        assert state["under_way"] is not None
+        if groups.rank in (0, 3):
+            check_refusals(state, member.load_state_dict, lambda: on_arrays(member.state_dict()), 400)
+        return groups.rank
+
+    assert World().run(test_diloco.NODES[layout], program) == [*range(test_diloco.NODES[layout].size)]
 
 
 def test_an_asynchronous_worker_takes_residuals_wholly_or_not_at_all() -> None:

@@ -9,11 +9,11 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_compress._torch.parameters import Parameters, as_tensors, trained
 from hvd_compress.async_server import AsyncServerSettings, Member
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi import communicator, join_server
-from hvd_compress.torch._averaging.parameters import Parameters, as_tensors, trained
 from hvd_compress.torch._gradients.owners import check_sole_step, refuse_retired, take_over
 from hvd_compress.torch._horovod import laid_over, step_below
 from hvd_compress.torch._ranks import TorchRanks

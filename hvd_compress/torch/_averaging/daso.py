@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
+from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors, by_name, trained
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoSettings, Member, number_of
-from hvd_compress.errors import UnsupportedError
 from hvd_compress.horovod_nodes import NodeSets
-from hvd_compress.policy import Policy
 from hvd_compress.schedules import DasoSchedule, Moment
-from hvd_compress.torch._averaging.parameters import Buffers, Parameters, as_tensors, by_name, trained
-from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
-from hvd_compress.torch._gradients.owners import check_owner, disown, take_over
-from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
-from hvd_compress.torch._horovod import relay
+from hvd_compress.torch._averaging.in_nodes import named_or_numbered, refuse_complex, update_in_node, wrapped_in_node
+from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
 
 __all__ = ["DASO", "daso_process_sets"]
@@ -31,27 +26,19 @@ class _Overrides:
     # of that class
     param_groups: list[dict[str, Any]]
     state: dict[torch.Tensor, Any]
-    _refuse_early_look: Callable[[dict[str, Any]], None]
-    _combine_for_step: Callable[[], None]
 
     _daso: _Daso
-    _below_step: Callable[..., Any]
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
+
+    def _owned(self) -> set[int]:
+        # also where a node is one rank, which exchanges no gradients
+        return self._daso.parameters.ids()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients in the node, update, and do what is due between nodes."""
         self._daso.check(self.param_groups)
-        loss = None
-        with told_by_scaler(self) as told:
-            self._refuse_early_look(told)
-            if told.get("grad_scale") is not None:
-                unscale(self.param_groups, told["grad_scale"])
-            if told.get("found_inf", False):
-                # of combined gradients, and so on all ranks of the node
-                self._combine_for_step()
-            else:
-                loss = self._below_step(closure)
+        loss = update_in_node(self, closure)
         self._daso.after_update()
         return loss
 
@@ -254,25 +241,17 @@ def DASO(
         steps_per_epoch,
     )
     settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    named = (
-        [(f"parameter.{i}", p) for i, p in enumerate(params)] if named_parameters is None else list(named_parameters)
-    )
+    named = named_or_numbered(optimizer, named_parameters)
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
-    _refuse_complex(parameters)
+    refuse_complex("DASO", parameters)
     sets = NODES.sets(ranks_per_node)
     daso = _Daso(parameters, buffers, settings, sets)
-    # the one inside is of a kind of its own
-    disown(optimizer)
-    wrapped = DistributedOptimizer(
-        optimizer, named, _inside(parameters), backward_passes_per_step, sparse_as_dense=sparse_as_dense,
-        process_set=sets.within, min_numel=0,
+    wrapped = wrapped_in_node(
+        "DASO", optimizer, named, parameters, _Overrides, sets.within, daso.member.refuse,
+        backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
     )  # fmt: skip
-    relay(wrapped, _Overrides)
     wrapped._daso = daso
-    wrapped._combiner.wrapping.on_refusal = daso.member.refuse
-    take_over(wrapped, parameters.values(), "DASO", optimizer)
     return wrapped
 
 
@@ -289,18 +268,3 @@ def daso_process_sets(ranks_per_node: int | None = None, size: int | None = None
             `hvd.init(process_sets="dynamic")`.
     """
     return NODES.process_sets(ranks_per_node, size)
-
-
-def _refuse_complex(parameters: dict[str, torch.Tensor]) -> None:
-    if found := next((name for name, p in parameters.items() if p.is_complex()), None):
-        raise UnsupportedError(
-            f"DASO with parameter {found!r} of {parameters[found].dtype}: gradients in a node go through Horovod's "
-            "allreduce, which has no complex numbers. Keep it as a real parameter with a last dimension of 2, and "
-            "compute with torch.view_as_complex(p)"
-        )
-
-
-def _inside(parameters: dict[str, torch.Tensor]) -> Any:
-    """How gradients go inside of a node: Horovod's allreduce knows no bfloat16."""
-    halves = [name for name, p in parameters.items() if p.dtype == torch.bfloat16]
-    return Policy([(glob.escape(name), BF16()) for name in halves]) if halves else NoCompression()

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors
 from hvd_compress.errors import MismatchError
 from hvd_compress.fingerprint import Place
 from hvd_compress.gossip import GossipSettings, Member
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.torch._agreement import require_agreement_through
-from hvd_compress.torch._averaging.parameters import Buffers, Parameters, as_tensors
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["Gossip"]

@@ -39,6 +39,9 @@ def wrapped(what: str, model: torch.nn.Module) -> Any:
         return hvd.EventGraDOptimizer(sgd, named, transport=what)
     if what == "daso":
         return hvd.DASO(sgd, named, ranks_per_node=1)
+    if what == "diloco":
+        # under way when the other rank ends
+        return hvd.DiLoCo(sgd, named, sync_every=4, delay=3)
     if what == "async":
         return hvd.AsyncParameterServerOptimizer(sgd, named)
     return hvd.DistributedOptimizer(sgd, named, OneBit(), exchange=ParameterServer(transport="mpi"), min_numel=0)
@@ -75,7 +78,7 @@ def main(report: Any, what: str, when: str, how: str) -> None:
                 # others may finish with the server, and fail in what they do together with the rank that has ended
                 break
     at("closing")
-    if what in ("one_sided", "alltoall"):
+    if what in ("one_sided", "alltoall", "diloco"):
         optimizer.average_parameters()
     elif what == "daso":
         optimizer.epoch_end(torch.tensor(1.0))

@@ -213,16 +213,28 @@ def lightning_fabric_sets_up_what_is_wrapped() -> None:
         check_equal_on_all_ranks(model)
 
 
-@cases.add
-def lightning_ends_epochs_of_daso() -> None:
+def daso(module: Any) -> Any:
+    sgd = torch.optim.SGD(module.parameters(), lr=0.01)
+    return hvd.DASO(sgd, module.named_parameters(), ranks_per_node=1)
+
+
+def diloco(module: Any) -> Any:
+    sgd = torch.optim.SGD(module.parameters(), lr=0.01)
+    return hvd.DiLoCo(sgd, module.named_parameters(), sync_every=2, delay=1)
+
+
+ENDS_OF_EPOCHS = {
+    "daso": (daso, lambda optimizer: optimizer.epoch_end(1.0)),
+    "diloco": (diloco, lambda optimizer: optimizer.average_parameters()),
+}
+
+
+@cases.each(ENDS_OF_EPOCHS)
+def lightning_ends_epochs(ways: Any) -> None:
+    wrap_optimizer, end = ways
     with lightning() as pl:
-
-        def daso(module: Any) -> Any:
-            sgd = torch.optim.SGD(module.parameters(), lr=0.01)
-            return hvd.DASO(sgd, module.named_parameters(), ranks_per_node=1)
-
-        module = lightning_module(pl, daso)
-        module.on_train_epoch_end = lambda: module.optimizers().epoch_end(1.0)
+        module = lightning_module(pl, wrap_optimizer)
+        module.on_train_epoch_end = lambda: end(module.optimizers())
         fit(pl, module, 2)
         assert any(module.moves.lengths)
         check_equal_on_all_ranks(module)

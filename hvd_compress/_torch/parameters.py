@@ -77,6 +77,18 @@ class Parameters:
         """Flat arrays of all of them."""
         return [_flat(p) for p in self._parameters]
 
+    def arrays_of(self, numbers: Sequence[int]) -> list[Array]:
+        """Flat arrays of some of them, by number."""
+        return [_flat(self._parameters[n]) for n in numbers]
+
+    def ids(self) -> set[int]:
+        """Which they are, by `id`."""
+        return set(self._known)
+
+    def frozen(self) -> list[str]:
+        """Names of those that take no gradients any more."""
+        return [t.name for t, p in zip(self.tensors, self._parameters, strict=True) if not p.requires_grad]
+
     def trained_arrays(self) -> list[Array | None]:
         """The same, with None for what is frozen by now."""
         return [x if p.requires_grad else None for x, p in zip(self.arrays(), self._parameters, strict=True)]
@@ -86,6 +98,14 @@ class Parameters:
         for p, array in zip(self._parameters, arrays, strict=True):
             if array is not None and not _is_shared(p):
                 p.copy_(_shaped(array, p))
+
+    def write_at(self, arrays: Mapping[int, Array]) -> None:
+        """Take over arrays by number, as `write` does."""
+        self.write([arrays.get(n) for n in range(len(self._parameters))])
+
+    def at(self, numbers: Iterable[int]) -> list[torch.Tensor]:
+        """Some of them, by number."""
+        return [self._parameters[n] for n in numbers]
 
     def gradients(self) -> list[Array | None]:
         """Flat arrays of their gradients; None where there is none, or the parameter is frozen by now.

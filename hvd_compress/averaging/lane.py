@@ -72,7 +72,7 @@ class Lane:
         shares: into how many parts of about equal size to cut it.
 
     Example:
-        >>> from hvd_compress.daso.lane import Lane
+        >>> from hvd_compress.averaging.lane import Lane
         >>> from hvd_compress.tensors import ParameterSpec
         >>> lane = Lane([ParameterSpec("w", (10, 16)), ParameterSpec("b", (10,))], "float32", shares=2)
         >>> [[(p.name, p.shape) for p in share.pieces] for share in lane.shares]
@@ -91,6 +91,10 @@ class Lane:
         """Copy the values of all tensors into one array."""
         for (i, _), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True):
             out[a:b] = arrays[i]
+
+    def views(self, array: Array) -> dict[int, Array]:
+        """Return the parts of an array of the lane that its tensors have, by their numbers among all."""
+        return {i: array[a:b] for (i, _), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True)}
 
     def _cut(self, wanted: float) -> int:
         """Find an offset near the wanted one that divides no row of a tensor."""

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hvd_compress import saved
+from hvd_compress.averaging.lane import Array, Piece, Share
 from hvd_compress.compressors import Compressor, NoCompression
-from hvd_compress.daso.lane import Array, Piece, Share
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import (
     Account,
@@ -22,6 +21,8 @@ from hvd_compress.exchange import (
     Parcel,
     TwoPhase,
     aligned_empty,
+    checked,
+    fitted,
     plan_together,
     ring_bytes,
 )
@@ -37,6 +38,8 @@ _MIN_NUMEL = 1024
 # a collective of fewer bytes takes as long
 _PART_BYTES = 2**18
 _NOTHING = np.zeros(1, np.float32)
+_OWED = ("residual", "owner_residual")
+_OWED_BEFORE = ("residual_before", "owner_residual_before")
 
 
 class ShareSync:
@@ -50,22 +53,42 @@ class ShareSync:
 
     Args:
         share: of this rank.
+        dtype: of its values.
         largest: bytes of the largest share of the node.
         across: the same share of the other nodes.
         weight: of this node.
         name: of its collectives.
+        owner: whose states these are, for errors.
+        restorable: whether a change that has arrived may be taken back, as another share's is not finite.
     """
 
-    def __init__(self, share: Share, largest: int, across: Ranks, weight: float, name: str) -> None:
+    def __init__(
+        self,
+        share: Share,
+        dtype: np.dtype[Any],
+        largest: int,
+        across: Ranks,
+        weight: float,
+        name: str,
+        owner: str,
+        restorable: bool,
+    ) -> None:
         self.share = share
         self._pieces = {f"{p.name}:{p.within.start}": p for p in share.pieces}
         self.seconds = 0.0
         """Waited for other nodes."""
         self.bytes_sent = 0
+        self._dtype = dtype
         self._largest = largest
         self._across = across
         self._weight = weight
         self._name = name
+        self._owner = owner
+        self._restorable = restorable
+        self._before: dict[str, tuple[Array | None, Array | None]] = {}
+        """What was owed of each tensor before the last change was added, if it is restorable: as sender, as owner."""
+        self.is_decayed = False
+        """Whether residuals have been decayed for a change that could not be taken."""
         self._debt: Array | None = None
         self._bucket: Bucket | None = None
         self._compression: Compressor | Policy = NoCompression()
@@ -90,16 +113,16 @@ class ShareSync:
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def send_values(self, arrays: Sequence[Array], dtype: np.dtype[Any], wait: int) -> None:
+    def send_values(self, arrays: Sequence[Array], wait: int) -> None:
         """Start to sum the values, weighted by node, which may arrive `wait` batches later."""
         self._owe_residuals()
         share = self.share
         if self._sent.size != share.size:
-            self._sent = aligned_empty(share.size, dtype)
+            self._sent = aligned_empty(share.size, self._dtype)
         for piece in share.pieces:
             self._sent[share.place(piece)] = piece.of(arrays)
         if self._weight != 1.0:
-            self._sent *= dtype.type(self._weight)
+            self._sent *= self._dtype.type(self._weight)
         if self._debt is not None:
             self._sent += self._debt
         count = self._parts_of_values(wait)
@@ -126,10 +149,15 @@ class ShareSync:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def send_changes(
-        self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int
+        self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int, decay: float
     ) -> None:
         """Start to average the change since the reference, flat, of the lane; it may arrive `wait` batches later."""
         bucket = self._bucket_of(compression)
+        if decay != 1.0 and not self.is_decayed:
+            self._decay(bucket, decay)
+        if self._restorable:
+            accounts = bucket.accounts.items()
+            self._before = {k: (_copied(a.residual), _copied(a.owner_residual)) for k, a in accounts}
         for key, piece in self._pieces.items():
             x = piece.of(arrays)
             change = self._spare.pop(key, None)
@@ -148,13 +176,32 @@ class ShareSync:
         assert bucket is not None
         self._start_the_rest()
         finite = bucket.arrive(self._wait_for_change())
-        for key, change in bucket.finish(keep=finite, scale=1 / self._across.size).items():
+        # kernels take factors as float32
+        is_narrow = self._dtype == np.float32
+        for key, change in bucket.finish(keep=finite, scale=1 / self._across.size if is_narrow else 1.0).items():
             assert change is not None
-            out[self.share.place(self._pieces[key])] = change
+            out[self.share.place(self._pieces[key])] = change if is_narrow else change / self._across.size
             self._spare[key] = change
         if finite:
             self._debt = None
+            self.is_decayed = False
         return finite
+
+    def take_back(self) -> None:
+        """Owe what was owed before the last change, which has arrived and is not taken over; it must be restorable."""
+        for key, (residual, owner_residual) in self._before.items():
+            assert self._bucket is not None
+            account = self._bucket.accounts[key]
+            _restore(account.residual, residual)
+            _restore(account.owner_residual, owner_residual)
+
+    def _decay(self, bucket: Bucket, decay: float) -> None:
+        """Let what is owed fade, on both hops; once for all attempts at one change."""
+        for account in bucket.accounts.values():
+            for owed in (account.residual, account.owner_residual):
+                if owed is not None:
+                    owed *= owed.dtype.type(decay)
+        self.is_decayed = True
 
     # -- in the place of a share that is not sent ----------------------------------------------------------------------
 
@@ -179,52 +226,65 @@ class ShareSync:
         return {
             "debt": None if self._debt is None else self._debt.copy(),
             "transfers": {
-                key: {"residual": _copied(t.residual), "owner_residual": _copied(t.owner_residual), "step": t.step}
+                key: {
+                    "residual": _copied(t.residual),
+                    "owner_residual": _copied(t.owner_residual),
+                    "step": t.step,
+                    **self._state_before(key),
+                }
                 for key, t in transfers.items()
             },
             "compression": None if self._bucket is None else self._compression.get_config(),
         }
 
-    def check(self, state: Any, known: Sequence[Compressor | Policy], dtype: npt.DTypeLike) -> dict[str, Any]:
+    def _state_before(self, key: str) -> dict[str, Array | None]:
+        before = self._before.get(key, (None, None))
+        return dict(zip(_OWED_BEFORE, map(_copied, before), strict=True)) if self._restorable else {}
+
+    def check(self, state: Any, known: Sequence[Compressor | Policy]) -> dict[str, Any]:
         """Check a state and return what `load` takes over of it.
 
         Args:
             state: of this rank.
             known: the compressions that may have made it.
-            dtype: of the values.
 
         Raises:
             StateError: of other tensors or compression, or damaged.
         """
-        given = saved.record("outgoing of a DASO state", state, ["debt", "transfers", "compression"])
+        kind = self._owner
+        given = saved.record(f"outgoing of a {kind} state", state, ["debt", "transfers", "compression"])
         debt = given["debt"]
         if debt is not None:
-            debt = saved.floats("debt of a DASO state", debt, (self.share.size,), dtype)
+            debt = saved.floats(f"debt of a {kind} state", debt, (self.share.size,), self._dtype)
         if given["compression"] is None:
             return {"debt": debt, "compression": None, "transfers": {}}
         compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
         if compression is None:
-            raise StateError(f"DASO state of the compression {given['compression']}, which is not used here")
+            raise StateError(f"{kind} state of the compression {given['compression']}, which is not used here")
         transfers = self._accounts_of(compression)
-        of_state = saved.record("transfers of a DASO state", given["transfers"])
+        of_state = saved.record(f"transfers of a {kind} state", given["transfers"])
         if transfers.keys() != of_state.keys():
-            raise StateError(f"DASO state of the tensors {sorted(of_state)}, here are others")
-        checked = {}
+            raise StateError(f"{kind} state of the tensors {sorted(of_state)}, here are others")
+        taken = {}
         for key, transfer in transfers.items():
-            what = f"{key!r} of a DASO state"
-            entry = saved.record(what, of_state[key], ["residual", "owner_residual", "step"])
+            what = f"{key!r} of a {kind} state"
+            parts = dict(zip(_OWED, (transfer.shard, transfer.owned), strict=True))
+            if self._restorable:
+                parts |= dict(zip(_OWED_BEFORE, (transfer.shard, transfer.owned), strict=True))
+            entry = saved.record(what, of_state[key], [*parts, "step"])
             owed = {}
-            for kind, part in (("residual", transfer.shard), ("owner_residual", transfer.owned)):
-                owed[kind] = entry[kind]
-                if entry[kind] is not None:
+            for which, part in parts.items():
+                owed[which] = entry[which]
+                if entry[which] is not None:
                     size = 0 if part is None else part.stop - part.start
-                    owed[kind] = saved.floats(f"{kind} of {what}", entry[kind], (size,), dtype)
-            checked[key] = {**owed, "step": saved.integer(f"step of {what}", entry["step"])}
-        return {"debt": debt, "compression": compression, "transfers": checked}
+                    owed[which] = saved.floats(f"{which} of {what}", entry[which], (size,), self._dtype)
+            taken[key] = {**owed, "step": saved.integer(f"step of {what}", entry["step"])}
+        return {"debt": debt, "compression": compression, "transfers": taken}
 
     def load(self, checked: Mapping[str, Any]) -> None:
         """Take over what `check` returned."""
         self._bucket = None
+        self._before = {}
         if checked["compression"] is not None:
             bucket = self._bucket_of(checked["compression"])
             for key, of_tensor in checked["transfers"].items():
@@ -232,6 +292,9 @@ class ShareSync:
                 transfer.residual = _copied(of_tensor["residual"])
                 transfer.owner_residual = _copied(of_tensor["owner_residual"])
                 transfer.step = of_tensor["step"]
+                if self._restorable:
+                    residual, owner_residual = (_copied(of_tensor[which]) for which in _OWED_BEFORE)
+                    self._before[key] = residual, owner_residual
         self._debt = _copied(checked["debt"])
 
     # -- parts -------------------------------------------------------------------------------------------------------
@@ -244,7 +307,11 @@ class ShareSync:
         return self._bucket
 
     def _accounts_of(self, compression: Compressor | Policy) -> dict[str, Account]:
-        chosen = {key: (p.shape, _compressor_of(compression, p)) for key, p in self._pieces.items()}
+        name = self._dtype.name
+        # what is not finite must be told by payloads that are sent as they are, too
+        chosen = {
+            key: (p.shape, fitted(checked(_compressor_of(compression, p)), name)) for key, p in self._pieces.items()
+        }
         plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
         position = self._across.position
         return {key: Account(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
@@ -322,6 +389,12 @@ def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor
     # neither where it does not pay, nor where it would send more than there is
     pays = numel >= _MIN_NUMEL and chosen.capacity(numel, chosen.group_numel(piece.shape)) < 4 * numel
     return chosen if pays else NoCompression()
+
+
+def _restore(owed: Array | None, before: Array | None) -> None:
+    """Make what is owed what it was before, where it lies; None is nothing."""
+    if owed is not None:
+        owed[...] = 0 if before is None else before
 
 
 def _copied(values: Any) -> Array | None:

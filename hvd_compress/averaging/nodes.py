@@ -18,7 +18,7 @@ class Nodes:
         members: ranks of each node, ascending; nodes in the order of their first rank.
 
     Example:
-        >>> from hvd_compress.daso import Nodes
+        >>> from hvd_compress.averaging import Nodes
         >>> Nodes.of_numbers([7, 7, 9, 9, 9]).groups
         ((0, 2), (1, 3))
     """

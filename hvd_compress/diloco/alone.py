@@ -1,0 +1,87 @@
+"""The place of a `NodeSync` where there is one node: what it has moved is the average, and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_compress import saved
+from hvd_compress.averaging import CHANGES, Array, Arrived, Lane
+from hvd_compress.compressors import Compressor
+from hvd_compress.exchange import aligned_empty
+from hvd_compress.policy import Policy
+
+__all__ = ["AloneSync"]
+
+
+class AloneSync:
+    """Holds the change of one node until it is due; see `NodeSync`.
+
+    Args:
+        lane: the tensors.
+    """
+
+    seconds_between = seconds_inside = 0.0
+    bytes_between = bytes_inside = 0
+    is_decayed = False
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.reference: Array = aligned_empty(lane.size, lane.dtype)
+        self._change: Array | None = None
+
+    def fit(self) -> Array:
+        """Return the reference."""
+        return self.reference
+
+    def send(
+        self, kind: str, arrays: Sequence[Array], compression: Compressor | Policy, wait: int, decay: float = 1.0
+    ) -> None:
+        """Keep the change since the reference, exactly: compression is for what is sent."""
+        change = np.empty(self.lane.size, self.lane.dtype)
+        self.lane.gather(arrays, change)
+        with np.errstate(invalid="ignore"):
+            change -= self.reference
+        self._change = change
+
+    def progress(self) -> None:
+        """Start nothing."""
+
+    def receive(self) -> Arrived:
+        """Return what was kept."""
+        change, self._change = self._change, None
+        assert change is not None
+        is_finite = bool(np.isfinite(change).all())
+        parts = [(share, change[share.at]) for share in self.lane.shares]
+        return Arrived(CHANGES, parts if is_finite else [], is_finite, None)
+
+    def take_back(self) -> None:
+        """Owe nothing, as ever."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that later steps depend on."""
+        return {
+            "reference": self.reference.copy(),
+            "change": None if self._change is None else self._change.copy(),
+        }
+
+    def check(self, state: Any, *, finite: bool) -> dict[str, Any]:
+        """Check a state and return what `load` takes over of it.
+
+        Raises:
+            StateError: of another network, or damaged.
+        """
+        given = saved.record("DiLoCo state of a dtype", state, ["reference", "change"])
+        size, dtype = (self.lane.size,), self.lane.dtype
+        change = given["change"]
+        if change is not None:
+            change = saved.floats("change under way in a DiLoCo state", change, size, dtype, finite=False)
+        reference = saved.floats("reference of a DiLoCo state", given["reference"], size, dtype, finite=finite)
+        return {"reference": reference, "flight": change}
+
+    def load(self, checked: Mapping[str, Any]) -> None:
+        """Take over what `check` returned."""
+        self.reference[...] = checked["reference"]
+        self._change = None if checked["flight"] is None else checked["flight"].copy()

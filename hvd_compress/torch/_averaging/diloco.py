@@ -1,0 +1,187 @@
+"""`DiLoCo`: each rank trains on its own, and now and then an outer optimizer steps with what all have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress._torch.local_steps import LocalSteps
+from hvd_compress._torch.outer import nesterov
+from hvd_compress._torch.parameters import as_tensors, by_name, trained
+from hvd_compress.diloco import DiLoCoSettings
+from hvd_compress.torch._averaging.in_nodes import named_or_numbered, refuse_complex, update_in_node, wrapped_in_node
+from hvd_compress.torch._gradients.owners import check_owner
+from hvd_compress.torch._ranks import NODES
+
+__all__ = ["DiLoCo"]
+
+
+class _Overrides:
+    """Methods laid over those of `DistributedOptimizer` of one node."""
+
+    # of that class
+    param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, Any]
+
+    _local_steps: LocalSteps
+    _gradient_bytes_of_step: int
+    _steps_taken: int
+    # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
+    _step_supports_amp_scaling = True
+
+    def _owned(self) -> set[int]:
+        # also where a node is one rank, which exchanges no gradients
+        return self._local_steps.parameters.ids()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with this rank's gradients, averaged in its node if that has several, and do what is due."""
+        self._local_steps.check(self.param_groups)
+        self._local_steps.before_update()
+        loss = update_in_node(self, closure)
+        self._steps_taken += 1
+        self._local_steps.after_update(self.state)
+        return loss
+
+    def average_parameters(self) -> None:
+        """Make the parameters and named buffers of all ranks their mean; a collective call, after the same step.
+
+        To be called at the end, and before ranks evaluate or save one model. What is under way arrives before. The
+        mean is what the ranks agree on then; the outer optimizer does not step, and keeps its momentum. What
+        compression owes stays owed. Training may go on, and the turns of fragments stay as they were.
+
+        Raises:
+            MismatchError: ranks have made other numbers of steps, or have other buffers; raised on all of them.
+        """
+        self._local_steps.check(self.param_groups)
+        self._local_steps.average_parameters(self.state)
+
+    def diloco_stats(self) -> dict[str, Any]:
+        """What this rank has done so far.
+
+        Returns:
+            nodes, ranks_of_node; sync_every, fragments (how many), delay, alpha; steps; under_way, the fragment that
+            was sent and has not arrived, or None; synchronizations: sent, merged, not_finite (left out);
+            fragment_elements, a list; parameter_bytes; bytes_between_nodes and bytes_inside_nodes that this rank has
+            sent for synchronizations; seconds_between_nodes and seconds_inside_nodes that it has waited for them;
+            gradient_bytes, sent inside of the node for gradients.
+        """
+        gradient_bytes = self._gradient_bytes_of_step * self._steps_taken
+        return {**self._local_steps.member.stats(), "gradient_bytes": gradient_bytes}
+
+    def diloco_state_dict(self) -> dict[str, Any]:
+        """What the ranks agreed on last, the outer optimizer's state, what is owed and under way, of this rank.
+
+        To be saved per rank, by all ranks after the same step. What is under way is waited for, and merged when it is
+        due.
+
+        Returns:
+            A dict of tensors and plain values that `torch.save` takes.
+        """
+        return as_tensors(self._local_steps.member.state_dict())
+
+    def load_diloco_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `diloco_state_dict` returned on this rank; training goes on as if it had not stopped.
+
+        Raises:
+            StateError: not such a state, or of another rank, network, nodes or settings.
+        """
+        self._local_steps.member.load_state_dict(state)
+
+
+def DiLoCo(
+    inner: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    outer: Callable[[Any], torch.optim.Optimizer] = nesterov,
+    sync_every: int = 30,
+    fragments: int | Sequence[Sequence[str]] = 1,
+    delay: int = 0,
+    alpha: float = 0.0,
+    compression: Any = None,
+    feedback_decay: float = 1.0,
+    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ranks_per_node: int | None = 1,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    backward_passes_per_step: int = 1,
+    sparse_as_dense: bool = False,
+) -> Any:
+    """Wrap an optimizer for DiLoCo: many steps on each rank alone, then one outer step with what all have moved.
+
+    Every `sync_every` steps the ranks average reference - parameters, where the reference is what they agreed on last.
+    The outer optimizer takes that average as its gradient and moves the reference, on all ranks alike; parameters
+    become the reference. With `fragments` this happens in turns to parts of the parameters, and with `delay` training
+    goes on while the average is under way. Source: Douillard et al., DiLoCo (arXiv 2311.08105, 2023), algorithm 1;
+    Douillard et al., Streaming DiLoCo (arXiv 2501.18512, 2025), section 2. Differences: a fragment arrives at
+    fixed steps and is sent `delay` steps before, as in torchft; a number of fragments cuts the list of parameters where
+    they become about equally large, and knows no layers; what compression leaves out goes with the next average, unless
+    the compressor has no error feedback.
+
+    Start all ranks from equal parameters (`hvd.broadcast_parameters`, before or after this); the first synchronization
+    compares that. End with `average_parameters()`. A step that a GradScaler skips counts. All ranks of the process set
+    must call this, and make equally many steps.
+
+    If what the ranks have moved is not finite, that synchronization is left out on all ranks with a warning: neither
+    the outer optimizer nor the reference changes. A rank whose own parameters are not finite gets the reference back,
+    and its inner optimizer forgets state that is not finite.
+
+    Args:
+        inner: the optimizer to wrap; its state stays on its rank.
+        named_parameters: such as `model.named_parameters()`.
+        outer: makes the outer optimizer of a list of parameters, float32 (float64 for float64 and complex128) on the
+            host; called once for each fragment, when these have no values yet. Without momentum:
+            `lambda params: torch.optim.SGD(params, lr=1.0)`. To change its rate later, keep what it returns, and do it
+            on all ranks.
+        sync_every: H, steps from one synchronization of a fragment to its next one, a multiple of the number of
+            fragments.
+        fragments: how many there are, or lists of parameter names, each name in one list. Fragment i arrives after step
+            (i + 1) · sync_every / fragments, and again every `sync_every` steps.
+        delay: steps between sending and arrival, in which training goes on; less than sync_every / fragments. 0 waits.
+        alpha: weight of a rank's own parameters when the average arrives, from 0 to 1: they become
+            alpha · own + (1 - alpha) · reference.
+        compression: of what parameters have moved; a compressor of hvd_compress or a `Policy`; None sends it as it is.
+            One without error feedback loses what it leaves out.
+        feedback_decay: factor from 0 to 1 on what compression left out, each time before the next difference is added:
+            as in Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025). It holds for both hops of the exchange.
+        named_buffers: such as `model.named_buffers()`, averaged by `average_parameters()`.
+        ranks_per_node: 1, each rank trains on its own; more, ranks of a node average gradients in each step and train
+            together; None, those of a host. Nodes count by their ranks, as in `DASO`, whose process sets are needed.
+        process_set: the ranks that take part.
+        backward_passes_per_step: backward passes that are summed up before a step.
+        sparse_as_dense: make sparse gradients dense before they are averaged in a node.
+
+    Raises:
+        ValueError: a setting out of its range; fragments that do not fit; parameters without or with equal names.
+        TypeError: an argument of another type than stated; `outer` makes no torch optimizer.
+        UnsupportedError: a process set is missing; an elastic run; an optimizer that is distributed already.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        opt = hvd.DiLoCo(torch.optim.AdamW(model.parameters()), model.named_parameters(), sync_every=30)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        ...  # train as always
+        opt.average_parameters()
+    """
+    check_owner("DiLoCo", inner)
+    settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
+    named = named_or_numbered(inner, named_parameters)
+    buffers = by_name("named_buffers", named_buffers or ())
+    parameters = trained(inner, named)
+    others = {name for name, _ in named} - parameters.keys()
+    sets = NODES.sets(ranks_per_node, process_set, "DiLoCo")
+    if sets.within.size() > 1:
+        refuse_complex("DiLoCo", parameters)
+    groups = NODES.groups(sets, "diloco")
+    local_steps = LocalSteps(parameters, buffers, settings, groups, outer, others)
+    wrapped = wrapped_in_node(
+        "DiLoCo", inner, named, parameters, _Overrides, sets.within, local_steps.member.refuse,
+        backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
+    )  # fmt: skip
+    wrapped._local_steps = local_steps
+    ranks = sets.within.size()
+    nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
+    wrapped._gradient_bytes_of_step, wrapped._steps_taken = round(2 * (ranks - 1) / ranks * nbytes), 0
+    return wrapped

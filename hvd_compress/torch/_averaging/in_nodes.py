@@ -1,0 +1,98 @@
+"""What optimizers share that average gradients inside of a node, and parameters between nodes."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvd_compress.compressors import BF16, NoCompression
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.policy import Policy
+from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
+from hvd_compress.torch._gradients.owners import disown, refuse_retired, take_over
+from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
+from hvd_compress.torch._horovod import relay
+
+__all__ = ["named_or_numbered", "refuse_complex", "update_in_node", "wrapped_in_node"]
+
+
+def update_in_node(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+    """Average gradients in the node, and update unless a GradScaler has found one that is not finite; the loss.
+
+    Args:
+        optimizer: made by `wrapped_in_node`.
+        closure: as `step` takes it.
+
+    Raises:
+        GradientError: another wrapper has taken over the parameters.
+    """
+    # where a node is one rank, nothing is exchanged that would tell
+    if optimizer._retired:
+        refuse_retired()
+    with told_by_scaler(optimizer) as told:
+        optimizer._refuse_early_look(told)
+        if told.get("grad_scale") is not None:
+            unscale(optimizer.param_groups, told["grad_scale"])
+        if not told.get("found_inf", False):
+            return optimizer._below_step(closure)
+        # of combined gradients, and so on all ranks of the node
+        optimizer._combine_for_step()
+    return None
+
+
+def wrapped_in_node(
+    kind: str,
+    optimizer: torch.optim.Optimizer,
+    named: Sequence[tuple[str, torch.Tensor]],
+    parameters: Mapping[str, torch.Tensor],
+    overrides: type,
+    process_set: Any,
+    on_refusal: Callable[[str], None],
+    **settings: Any,
+) -> Any:
+    """Wrap an optimizer with Horovod inside of a node, and with methods laid over that.
+
+    Args:
+        kind: of wrapper, for errors.
+        optimizer: to wrap.
+        named: all of its parameters.
+        parameters: those that take gradients.
+        overrides: the methods.
+        process_set: the ranks of the node.
+        on_refusal: lets other nodes know that this rank cannot go on.
+        settings: of `DistributedOptimizer`.
+    """
+    # the one inside is of a kind of its own
+    disown(optimizer)
+    inside = _inside(parameters)
+    wrapped = DistributedOptimizer(optimizer, named, inside, process_set=process_set, min_numel=0, **settings)
+    relay(wrapped, overrides)
+    wrapped._combiner.wrapping.on_refusal = on_refusal
+    take_over(wrapped, parameters.values(), kind, optimizer)
+    return wrapped
+
+
+def named_or_numbered(optimizer: torch.optim.Optimizer, named: Any) -> list[tuple[str, torch.Tensor]]:
+    """Named parameters as a list; by their numbers if no names are given."""
+    if named is not None:
+        return list(named)
+    return [(f"parameter.{i}", p) for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])]
+
+
+def refuse_complex(kind: str, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError if gradients in a node could not be averaged."""
+    if found := next((name for name, p in parameters.items() if p.is_complex()), None):
+        raise UnsupportedError(
+            f"{kind} with parameter {found!r} of {parameters[found].dtype}: gradients in a node go through Horovod's "
+            "allreduce, which has no complex numbers. Keep it as a real parameter with a last dimension of 2, and "
+            "compute with torch.view_as_complex(p)"
+        )
+
+
+def _inside(parameters: Mapping[str, torch.Tensor]) -> Any:
+    """How gradients go inside of a node: Horovod's allreduce knows no bfloat16."""
+    halves = [name for name, p in parameters.items() if p.dtype == torch.bfloat16]
+    return Policy([(glob.escape(name), BF16()) for name in halves]) if halves else NoCompression()
