@@ -1,0 +1,1 @@
+"""What the edges of PyTorch share, with Horovod and without: torch and the core, nothing else."""

@@ -1,0 +1,69 @@
+"""Check what hooks are given, and let ranks compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hvd_compress._torch.device import told_places
+from hvd_compress.compressors import Compressor
+from hvd_compress.ddp._hook import ByBucket
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, check_settings, description, exchanged, resolved
+from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import Exchange, checked_exchange
+from hvd_compress.policy import Auto, Policy, horovods_own, refuse_class
+
+__all__ = ["named_parameters", "routing_of", "told"]
+
+
+def routing_of(call: str, compression: Any, exchange: str | Exchange, min_numel: int) -> ByBucket:
+    """Return which way tensors go, by what the user gave.
+
+    Args:
+        call: for errors.
+        compression: a compressor, a name of one, or a `Policy`.
+        exchange: an exchange or a name of one.
+        min_numel: tensors with fewer elements are not compressed.
+
+    Raises:
+        TypeError: no compressor.
+        ValueError: a setting out of its range.
+        UnsupportedError: `Auto`; messages of MPI.
+    """
+    refuse_class("compression", compression)
+    ours = resolved(horovods_own(compression), exchange)
+    if isinstance(ours, Auto):
+        raise UnsupportedError(
+            f"{call} with {ours!r}: it tries ways of exchanging by what Horovod's steps take. Give a compressor, such as "
+            "Adaptive(pi=64), or a Policy; exchange='auto' takes the exchange that sends fewer bytes"
+        )
+    if not isinstance(ours, Compressor | Policy):
+        raise TypeError(f"compression={ours!r}: give a compressor of hvd_compress, its name, or a Policy")
+    check_settings(ours, exchange, min_numel, DEFAULT_BUCKET_BYTES, True, 1.0, 1, None, False)
+    way = checked_exchange(exchange)
+    if way.sends_by_mpi:
+        raise UnsupportedError(
+            f"{call} with {way!r}: its messages go over the MPI of Horovod. Leave transport='mpi' out"
+        )
+    chosen = exchanged(ours)
+    return ByBucket(ours if chosen is None else chosen, way, min_numel)  # type: ignore[arg-type]
+
+
+def named_parameters(module: torch.nn.Module, ignored: Any = ()) -> dict[str, torch.Tensor]:
+    """Return the parameters that take gradients by their names, which `torch.compile` does not change."""
+    return {
+        name.replace("_orig_mod.", ""): p
+        for name, p in module.named_parameters()
+        if p.requires_grad and name not in ignored
+    }
+
+
+def told(routing: ByBucket, ranks: int, tensors: Mapping[str, torch.Tensor], **settings: Any) -> dict[str, Any]:
+    """Return what ranks compare."""
+    parameters = [[name, list(p.shape), str(p.dtype)] for name, p in tensors.items()]
+    return description(
+        routing.compressor, "average", parameters, exchange=routing.exchange.told_among(ranks),
+        min_numel=routing.min_numel, devices=told_places(tensors.values()), **settings,
+    )  # fmt: skip
