@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from hvd_compress.compressors import FP16, Compressor
 from hvd_compress.ddp._given import Given
 
-__all__ = ["DensePart", "dense_parts"]
+__all__ = ["DensePart", "dense_parts", "pay_debts"]
 
 
 class DensePart:
@@ -66,3 +67,11 @@ def dense_parts(given: Given, names: Sequence[str], compressor_of: Callable[[str
             kind = torch.float16
         alike.setdefault(kind, []).append(name)
     return [DensePart(given, of_kind, kind) for kind, of_kind in alike.items()]
+
+
+def pay_debts(debts: Mapping[str, npt.NDArray[Any]], given: Given, names: Sequence[str]) -> None:
+    """Add what is owed of gradients that go uncompressed now."""
+    for name in names:
+        if name in debts:
+            owed = torch.from_numpy(debts[name]).view(given.gradients[name].shape)
+            given.gradients[name].add_(owed.to(given.buffer.device, given.buffer.dtype))

@@ -1,4 +1,4 @@
-"""Hooks of FSDP2 with replicas: dense among the ranks that share a model, compressed between those that hold one shard."""
+"""Hooks of FSDP2 with replicas: dense among the ranks that share a model, compressed between those with one shard."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ import torch.distributed as dist
 
 from hvd_compress.compressors import Adaptive
 from hvd_compress.ddp._books import Books, keep_books
-from hvd_compress.ddp._dense import dense_parts
+from hvd_compress.ddp._dense import dense_parts, pay_debts
 from hvd_compress.ddp._given import Given, Side
-from hvd_compress.ddp._groups import groups_like
 from hvd_compress.ddp._hook import new_ledger
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
-from hvd_compress.ddp._settings import routing_of, told
+from hvd_compress.ddp._settings import meet, routing_of
 from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger
 from hvd_compress.errors import GradientError, UnsupportedError
-from hvd_compress.exchange import Exchange, Hosts
+from hvd_compress.exchange import Exchange
 from hvd_compress.policy import check_patterns
 
 __all__ = ["fsdp_all_reduce_hook"]
 
-_STAGES_OF_AUTO = 2
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -91,25 +89,15 @@ def fsdp_all_reduce_hook(
         check_patterns(routing.compressor, tensors)
         keep_books(model, Books(compression))
         return
-    make = groups_like(group, timeout)
-    ranks = [make(0)]
-    try:
-        ranks[0].agree(told(routing, size, tensors, scales=scaler is not None))
-        check_patterns(routing.compressor, tensors)
-        ranks += [make(number) for number in range(1, len(routing.exchange.collectives) or _STAGES_OF_AUTO)]
-        hosts = Hosts.of_names(ranks[0].host_numbers()) if routing.exchange.uses_hosts else None
-    except BaseException:
-        for each in ranks:
-            each.close()
-        raise
+    ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None)
     of_modules = {name: {n: shape for n, (shape, _) in of_module.items()} for name, of_module in shapes.items()}
     kept = {n: p for of_module in shapes.values() for n, (_, p) in of_module.items()}
     like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
     ledger = new_ledger(routing, ranks[0], like, [tuple(names) for names in of_modules.values()], hosts)
     del like
     replicas = _Replicas(ledger, Pipeline(ranks, 1.0 / size), group, scaler)
-    for name, of_module in of_modules.items():
-        modules[name].set_all_reduce_hook(partial(replicas.exchange, name, of_module))
+    for name, parts in of_modules.items():
+        modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
     keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))
     weakref.finalize(model, replicas.pipeline.close).atexit = False
 
@@ -149,6 +137,8 @@ class _Replicas:
         dense = [name for name in shapes if not self._ledger.exchanges(name)]
         if len(dense) < len(shapes):
             job.staged = self._ledger.bucket_of(next(name for name in shapes if name not in dense))
+        if self._ledger.debts:
+            pay_debts(self._ledger.debts, job.given, dense)
         job.dense = dense_parts(job.given, dense, self._ledger.routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)

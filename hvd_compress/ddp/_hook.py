@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import memories, places
-from hvd_compress.ddp._dense import DensePart, dense_parts
+from hvd_compress.ddp._dense import DensePart, dense_parts, pay_debts
 from hvd_compress.ddp._given import Given, Side, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._ranks import GlooRanks
@@ -24,6 +25,9 @@ __all__ = ["ByBucket", "CommHook", "described"]
 
 FutureTensor = torch.futures.Future[torch.Tensor]
 _Plan = list[tuple[str, ...]]
+
+# with a static graph, the third one is the first with new buckets
+_STEPS_TO_SETTLE = 3
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ def new_ledger(
 class CommHook:
     """What DDP calls with each bucket whose gradients have been computed; it never waits for other ranks.
 
-    DDP divides parameters anew after its first step, in the order in which gradients came. So a step's exchanges begin
-    with its last bucket until two steps have had the same buckets, and only then with each of them.
+    DDP divides parameters anew after its first step, with a static graph after its second, in the order in which
+    gradients came. So a step's exchanges begin with its last bucket until that is over, and then with each of them.
 
     Args:
         model: that is trained.
@@ -102,10 +106,10 @@ class CommHook:
         self._scaler = scaler
         self.pipeline = Pipeline(ranks, 1.0 / ranks[0].size)
         self._plan: _Plan = [tuple(reversed(self._tensors))]
-        self._was_seen = False
-        """Whether a step had the buckets of `_plan`, which were guessed at first."""
+        self._seen = 0
+        """How many steps have shown their buckets; `_plan` was guessed at first."""
         self._is_settled = False
-        """Whether two steps had them."""
+        """Whether DDP has divided parameters for good."""
         self.ledger = self._new_ledger(self._plan)
         self._loaded: dict[str, Any] | None = None
         """A state that was loaded since the last step."""
@@ -124,7 +128,7 @@ class CommHook:
             "rank, ddp.state_dict(model)"
         )
 
-    def __call__(self, bucket: dist.GradBucket) -> FutureTensor:
+    def __call__(self, bucket: GradBucket) -> FutureTensor:
         """Take a bucket; returns what DDP waits for."""
         given = self._given(bucket)
         if given.number == 0:
@@ -159,6 +163,8 @@ class CommHook:
     def _proceed(self, job: Job) -> None:
         """Hand over this bucket, or all of the step with its last one."""
         number, names = job.given.number, job.given.names
+        if self._is_settled and number == 0 and self._plan[0] != names:
+            self._is_settled = False
         if self._is_settled:
             if number >= len(self._plan) or self._plan[number] != names:
                 raise GradientError(
@@ -174,8 +180,9 @@ class CommHook:
 
     def _adopt(self, plan: _Plan) -> None:
         """Make exchanges of these buckets, which inherit what is owed."""
-        is_known, was_seen, self._was_seen = plan == self._plan, self._was_seen, True
-        self._is_settled = is_known and was_seen
+        self._seen += 1
+        is_known = plan == self._plan
+        self._is_settled = is_known and self._seen >= _STEPS_TO_SETTLE
         if is_known:
             return
         before, self._plan = self.ledger, plan
@@ -214,15 +221,13 @@ class CommHook:
         self.ledger.set_loss_scale(float(self._scaler.get_scale()))
 
     def _dense(self, given: Given, names: Sequence[str]) -> list[DensePart]:
-        for name in names if self.ledger.debts and self.ledger.steps >= self._start_step else ():
-            if name in self.ledger.debts:
-                owed = torch.from_numpy(self.ledger.debts[name]).view(given.gradients[name].shape)
-                given.gradients[name].add_(owed.to(given.buffer.device, given.buffer.dtype))
+        if self.ledger.debts and self.ledger.steps >= self._start_step:
+            pay_debts(self.ledger.debts, given, names)
         return dense_parts(given, names, self._routing.compressor_of)
 
     # -- what DDP says -----------------------------------------------------------------------------------------------
 
-    def _given(self, bucket: dist.GradBucket) -> Given:
+    def _given(self, bucket: GradBucket) -> Given:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         names = [self._name_of(p) for p in parameters]
         views = [buffer] if buffer.is_sparse else views_of(buffer, parameters)
@@ -284,7 +289,7 @@ def _raise_at_end(step: Step) -> None:
             raise step.failure
 
     try:
-        torch.autograd.Variable._execution_engine.queue_callback(wait)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(wait)
     except RuntimeError:
         # a rank that has joined: it answers others' backward passes, and makes none
         return

@@ -91,8 +91,8 @@ class GlooRanks(Ranks):
             return self._moved(group, collective, np.ascontiguousarray(array), sizes, root, expected)
         except RuntimeError as error:
             raise LostRankError(
-                f"rank {self.position} of {self.size}, {collective} of {name!r}: {str(error).strip()}. Another rank has "
-                "ended, or has not answered within the timeout of the process group; what it has written last says why"
+                f"rank {self.position} of {self.size}, {collective} of {name!r}: {str(error).strip()}. Another rank "
+                "has ended, or has not answered within the timeout of the process group; what it has written says why"
             ) from error
 
     def _moved(

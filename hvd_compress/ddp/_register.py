@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.compressors import Adaptive
 from hvd_compress.ddp._books import Books, keep_books, unwrapped
-from hvd_compress.ddp._groups import groups_like
 from hvd_compress.ddp._hook import CommHook
-from hvd_compress.ddp._ranks import GlooRanks
-from hvd_compress.ddp._settings import named_parameters, routing_of, told
+from hvd_compress.ddp._settings import meet, named_parameters, routing_of
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Exchange, Hosts
+from hvd_compress.exchange import Exchange
 from hvd_compress.policy import check_patterns
 
 __all__ = ["register_comm_hook"]
-
-_STAGES_OF_AUTO = 2  # those of the longer one of the two exchanges that it takes
 
 
 def register_comm_hook(
@@ -81,18 +78,9 @@ def register_comm_hook(
         check_patterns(routing.compressor, tensors)
         keep_books(model, Books(compression))
         return
-    make = groups_like(group, timeout)
-    ranks = [make(0)]
-    try:
-        ranks[0].agree(told(routing, size, tensors, start_step=start_step, scales=scaler is not None))
-        check_patterns(routing.compressor, tensors)
-        ranks += [make(number) for number in range(1, len(routing.exchange.collectives) or _STAGES_OF_AUTO)]
-        hosts = Hosts.of_names(ranks[0].host_numbers()) if routing.exchange.uses_hosts else None
-        hook = CommHook(model, tensors, routing, group, ranks, hosts, start_step, scaler)
-        model.register_comm_hook(hook, _call)
-    except BaseException:
-        _close(ranks)
-        raise
+    ranks, hosts = meet(group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None)
+    hook = CommHook(model, tensors, routing, group, ranks, hosts, start_step, scaler)
+    model.register_comm_hook(hook, _call)
     keep_books(model, Books(compression, lambda: hook.ledger, hook.load_state_dict))
     # at the end of the process threads end with it
     weakref.finalize(model, hook.pipeline.close).atexit = False
@@ -103,12 +91,7 @@ def _call(state: Any, bucket: Any) -> Any:
 
 
 # DDP looks at what a hook says of its types, which it does not evaluate
-_call.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-
-
-def _close(ranks: list[GlooRanks]) -> None:
-    for each in ranks:
-        each.close()
+_call.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
 def _checked(model: Any) -> Any:

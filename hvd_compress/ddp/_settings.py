@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hvd_compress._torch.device import told_places
 from hvd_compress.compressors import Compressor
+from hvd_compress.ddp._groups import groups_like
 from hvd_compress.ddp._hook import ByBucket
+from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, check_settings, description, exchanged, resolved
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Exchange, checked_exchange
-from hvd_compress.policy import Auto, Policy, horovods_own, refuse_class
+from hvd_compress.exchange import Exchange, Hosts, checked_exchange
+from hvd_compress.policy import Auto, Policy, check_patterns, horovods_own, refuse_class
 
-__all__ = ["named_parameters", "routing_of", "told"]
+__all__ = ["meet", "named_parameters", "routing_of"]
+
+_STAGES_OF_AUTO = 2  # those of the longer one of the two exchanges that it takes
 
 
 def routing_of(call: str, compression: Any, exchange: str | Exchange, min_numel: int) -> ByBucket:
@@ -36,8 +42,8 @@ def routing_of(call: str, compression: Any, exchange: str | Exchange, min_numel:
     ours = resolved(horovods_own(compression), exchange)
     if isinstance(ours, Auto):
         raise UnsupportedError(
-            f"{call} with {ours!r}: it tries ways of exchanging by what Horovod's steps take. Give a compressor, such as "
-            "Adaptive(pi=64), or a Policy; exchange='auto' takes the exchange that sends fewer bytes"
+            f"{call} with {ours!r}: it tries ways of exchanging by what Horovod's steps take. Give a compressor, such "
+            "as Adaptive(pi=64), or a Policy; exchange='auto' takes the exchange that sends fewer bytes"
         )
     if not isinstance(ours, Compressor | Policy):
         raise TypeError(f"compression={ours!r}: give a compressor of hvd_compress, its name, or a Policy")
@@ -60,8 +66,41 @@ def named_parameters(module: torch.nn.Module, ignored: Any = ()) -> dict[str, to
     }
 
 
-def told(routing: ByBucket, ranks: int, tensors: Mapping[str, torch.Tensor], **settings: Any) -> dict[str, Any]:
-    """Return what ranks compare."""
+def meet(
+    group: dist.ProcessGroup,
+    timeout: timedelta | None,
+    routing: ByBucket,
+    tensors: Mapping[str, torch.Tensor],
+    **settings: Any,
+) -> tuple[list[GlooRanks], Hosts | None]:
+    """Make the groups of an exchange's stages, and compare what the ranks were given; a collective call.
+
+    Returns:
+        One group for each stage; and the hosts of the ranks, where it matters.
+
+    Raises:
+        MismatchError: on all ranks, where settings or tensors differ.
+        ValueError: a pattern of a `Policy` matches no tensor.
+        UnsupportedError: no Gloo.
+        LostRankError: a rank does not come.
+    """
+    make = groups_like(group, timeout)
+    ranks = [make(0)]
+    try:
+        ranks[0].agree(_told(routing, ranks[0].size, tensors, settings))
+        check_patterns(routing.compressor, tensors)
+        ranks += [make(number) for number in range(1, len(routing.exchange.collectives) or _STAGES_OF_AUTO)]
+        hosts = Hosts.of_names(ranks[0].host_numbers()) if routing.exchange.uses_hosts else None
+    except BaseException:
+        for each in ranks:
+            each.close()
+        raise
+    return ranks, hosts
+
+
+def _told(
+    routing: ByBucket, ranks: int, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     parameters = [[name, list(p.shape), str(p.dtype)] for name, p in tensors.items()]
     return description(
         routing.compressor, "average", parameters, exchange=routing.exchange.told_among(ranks),

@@ -90,6 +90,7 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "gloo": lambda ranks: ["horovodrun", "-np", str(ranks), "--gloo"],
     "mpi": _mpirun,
     "horovodrun-mpi": _horovodrun_mpi,
+    "torchrun": lambda ranks: ["torchrun", "--standalone", "--no-python", "--nproc-per-node", str(ranks)],
 }
 
 

@@ -1,0 +1,51 @@
+"""Hooks of DistributedDataParallel and FSDP2, on ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.launch import launched, run, thorough
+from tests.parallel.workers import ddp
+
+STARTS = [2, thorough(4)]
+
+
+@pytest.mark.parametrize("case", ddp.cases)
+@pytest.mark.parametrize("size", STARTS)
+def test_ddp(case: str, size: int) -> None:
+    launched("ddp", size, "torchrun").check(case)
+
+
+@pytest.mark.parametrize("size", STARTS)
+def test_every_rank_took_part(size: int) -> None:
+    outcome = launched("ddp", size, "torchrun")
+    outcome.check_ended_well()
+    assert outcome.value("size") == dict.fromkeys(range(size), size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("dies", "LostRankError"),
+        thorough("raises_in_its_loss", "LostRankError"),
+        ("does_not_answer", "LostRankError"),
+        thorough("gets_damaged_bytes", "LostRankError"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(kind: str, told: str) -> None:
+    outcome = run("ddp_failures", 3, "torchrun", kind, limit_seconds=60.0)
+    assert outcome.returncode == 0, outcome.describe("the start failed")
+    errors = outcome.value("error")
+    assert {0, 1} <= set(errors), outcome.describe("not all ranks were told")
+    assert all(errors[rank].startswith(told) for rank in (0, 1)), errors
+    # at once where a connection ends, else at the timeout of 4 s
+    assert all(outcome.value("after")[rank] < 12.0 for rank in (0, 1))
+    # the step that failed counts for nothing
+    assert {outcome.value("steps")[rank] for rank in (0, 1)} == {3}
+    assert all(outcome.value("finite").values())
+    # and nothing goes on as if it had not been
+    assert {0, 1} <= set(outcome.value("again"))
+    assert not outcome.left
+    of_itself = {"raises_in_its_loss": "ArithmeticError", "gets_damaged_bytes": "WireError"}
+    if kind in of_itself:
+        assert errors[2].startswith(of_itself[kind])
