@@ -195,5 +195,5 @@ class Staged:
         return copy
 
     def _small(self, gradient: torch.Tensor) -> Any:
-        flat = gradient.reshape(-1)
+        flat = gradient.reshape(-1).to(torch.float32)
         return flat.cpu().numpy() if self._device is None else flat

@@ -52,6 +52,7 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
             "async_gloo": "test_async_server",
             "cli": "test_cli",
             "frameworks": "test_frameworks",
+            "ddp_and_horovod": "test_ddp_and_horovod",
         },
         {
             **_TENSORFLOW,

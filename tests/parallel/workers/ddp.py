@@ -170,9 +170,7 @@ for title, program in PROGRAMS.items():
 # -- bits ------------------------------------------------------------------------------------------------------------
 
 
-def bits_of(
-    compressor: Any, exchange: str, dtype: torch.dtype = torch.float32, steps: int = 3, **settings: Any
-) -> None:
+def bits_of(compressor: Any, exchange: str, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
     # nothing is divided anew where parameters may be unused
     model = wrapped(Known(dtype), compressor, exchange=exchange, _find_unused_parameters=True, **settings)
     loopback = Loopback(dist.get_world_size(), compressor, exchange)
