@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.launch import launched, run, thorough
-from tests.parallel.workers import ddp
+from tests.parallel.workers import ddp, fsdp
 
 STARTS = [2, thorough(4)]
 
@@ -49,3 +49,10 @@ def test_a_rank_that_fails_ends_the_others(kind: str, told: str) -> None:
     of_itself = {"raises_in_its_loss": "ArithmeticError", "gets_damaged_bytes": "WireError"}
     if kind in of_itself:
         assert errors[2].startswith(of_itself[kind])
+
+
+@pytest.mark.parametrize("case", fsdp.cases)
+def test_fsdp(case: str) -> None:
+    outcome = launched("fsdp", 4, "torchrun")
+    outcome.check_ended_well()
+    outcome.check(case)

@@ -235,7 +235,7 @@ def hosts_and_a_root_too() -> None:
 
 @cases.each(TRAINED)
 def replicas_stay_identical_where_ddp_divides_anew(compressor: Any) -> None:
-    model = wrapped(Branches(), compressor, _bucket_cap_mb=0.02)
+    model = wrapped(Branches(), compressor, exchange=exchange_of_long_trainings(), _bucket_cap_mb=0.02)
     plans = long_training(model, compressor, lambda step: "left right")
     assert len(plans[-1]) > 2
     assert plans[0] != plans[-1], "DDP has not divided anew"
@@ -243,13 +243,19 @@ def replicas_stay_identical_where_ddp_divides_anew(compressor: Any) -> None:
 
 @cases.each(TRAINED)
 def replicas_stay_identical_where_parameters_are_unused(compressor: Any) -> None:
-    model = wrapped(Branches(), compressor, _bucket_cap_mb=0.02, _find_unused_parameters=True)
+    exchange = exchange_of_long_trainings()
+    model = wrapped(Branches(), compressor, exchange=exchange, _bucket_cap_mb=0.02, _find_unused_parameters=True)
 
     def ways(step: int) -> str:
         # on no rank, on some, on all
         return ("left", "right" if dist.get_rank() else "left", "left right")[step % 3]
 
     long_training(model, compressor, ways)
+
+
+def exchange_of_long_trainings() -> str:
+    # "auto" takes one collective for buckets as small as these, which sends more among more ranks
+    return "auto" if dist.get_world_size() == 2 else "two_phase"
 
 
 def long_training(model: Any, compressor: Any, ways: Callable[[int], str]) -> list[Any]:
@@ -467,7 +473,7 @@ def rules_by_name() -> None:
         model.zero_grad()
     tensors = ddp.stats(model)["tensors"]
     assert tensors["c"]["dense_bytes"] == 2 * tensors["c"]["bytes_sent"]
-    assert tensors["a"]["ratio"] > 20
+    assert tensors["a"]["ratio"] > 10
     raises(ValueError, lambda: wrapped(Known(), Policy({"nothing.*": OneBit()})), "nothing.*")
 
 
