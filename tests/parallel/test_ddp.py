@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.parallel.launch import launched, run, thorough
+from tests.parallel.launch import BIN, LAUNCHERS, ROOT, launched, run, thorough
 from tests.parallel.workers import ddp, fsdp
 
 STARTS = [2, thorough(4)]
@@ -56,3 +62,25 @@ def test_fsdp(case: str) -> None:
     outcome = launched("fsdp", 4, "torchrun")
     outcome.check_ended_well()
     outcome.check(case)
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    report = tmp_path / "result.json"
+    command = [
+        *LAUNCHERS["torchrun"](2),
+        sys.executable,
+        str(ROOT / "examples" / "ddp_mnist.py"),
+        "--json",
+        str(report),
+    ]
+    command += ["--limit-train", "1280", "--width", "256", "--batch-size", "16", "--epochs", "3"]
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    result = json.loads(report.read_text())
+    assert result["replicas_identical"]
+    assert result["ranks"] == 2
+    # guessing gives 0.1
+    assert result["test_accuracy"] > 0.7
+    assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
