@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import mnist_data
@@ -82,7 +83,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     data = mnist_data.load_on_all_ranks(rank, dist.barrier, options.data_dir, options.limit_train)
     sizes = [data.train_x.shape[1], *[options.width] * 3]
-    hidden = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
+    hidden = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     # each rank starts with the values of rank 0, as DDP does it
     model = DistributedDataParallel(nn.Sequential(*hidden, nn.Linear(options.width, 10)))
     ddp.register_comm_hook(model, options.compression)

@@ -89,13 +89,13 @@ def fsdp_all_reduce_hook(
         check_patterns(routing.compressor, tensors)
         keep_books(model, Books(compression))
         return
-    ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None)
+    talk, ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None)
     of_modules = {name: {n: shape for n, (shape, _) in of_module.items()} for name, of_module in shapes.items()}
     kept = {n: p for of_module in shapes.values() for n, (_, p) in of_module.items()}
     like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
-    ledger = new_ledger(routing, ranks[0], like, [tuple(names) for names in of_modules.values()], hosts)
+    ledger = new_ledger(routing, talk, like, [tuple(names) for names in of_modules.values()], hosts)
     del like
-    replicas = _Replicas(ledger, Pipeline(ranks, 1.0 / size), group, scaler)
+    replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler)
     for name, parts in of_modules.items():
         modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
     keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))

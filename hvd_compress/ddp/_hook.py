@@ -77,7 +77,8 @@ class CommHook:
         tensors: its parameters by name.
         routing: which way they go.
         group: of the model.
-        ranks: for each stage of the exchanges.
+        talk: the ranks.
+        ranks: the same for each stage of the exchanges.
         hosts: of the ranks, where it matters.
         start_step: steps of the training that go uncompressed.
         scaler: by whose scale losses are multiplied, or None.
@@ -89,6 +90,7 @@ class CommHook:
         tensors: Mapping[str, torch.Tensor],
         routing: ByBucket,
         group: dist.ProcessGroup,
+        talk: GlooRanks,
         ranks: Sequence[GlooRanks],
         hosts: Hosts | None,
         start_step: int,
@@ -100,11 +102,11 @@ class CommHook:
         self._names = {p: name for name, p in tensors.items()}
         self._routing = routing
         self._group = group
-        self._ranks = ranks[0]
+        self._talk = talk
         self._hosts = hosts
         self._start_step = start_step
         self._scaler = scaler
-        self.pipeline = Pipeline(ranks, 1.0 / ranks[0].size)
+        self.pipeline = Pipeline(talk, ranks)
         self._plan: _Plan = [tuple(reversed(self._tensors))]
         self._seen = 0
         """How many steps have shown their buckets; `_plan` was guessed at first."""
@@ -194,7 +196,7 @@ class CommHook:
             self.ledger.inherit(before)
 
     def _new_ledger(self, plan: _Plan) -> Ledger[Staged]:
-        return new_ledger(self._routing, self._ranks, self._tensors, plan, self._hosts)
+        return new_ledger(self._routing, self._talk, self._tensors, plan, self._hosts)
 
     def _submit(self, job: Job) -> None:
         """Start what goes uncompressed, and hand over the rest."""
@@ -211,7 +213,7 @@ class CommHook:
             if len(dense) < len(job.given.names):
                 first = next(name for name in job.given.names if self.ledger.exchanges(name))
                 job.staged = self.ledger.bucket_of(first)
-                job.finds_unused = self._finds_unused()
+        job.finds_unused = is_warm and self._finds_unused()
         job.dense = self._dense(job.given, dense) if dense else []
         for part in job.dense:
             part.start(self._group)

@@ -1,11 +1,13 @@
-"""Takes the buckets of a step through the stages of their exchanges, each stage on a thread and a group of its own.
+"""Takes the buckets of a step through the stages of their exchanges, beside the backward pass.
 
-    hook ─▶ lane 0: encode, first collective ─▶ lane 1: sum, encode, second collective ─▶ ... ─▶ last lane: decode
+    hook ─▶ encode ─▶ first collective ─▶ sum, encode ─▶ second collective ─▶ decode
+            kernels   its own thread      kernels        its own thread       kernels
 
-Every lane takes the buckets in the order in which hooks give them, which is that of DDP's buckets on all ranks: so the
-collectives of a lane come in one order on all ranks, whatever takes how long where. Results are decoded when the last
-bucket of the step has arrived: then ranks know, and all of them the same, whether every value is finite. DDP looks at
-the first of them no earlier, since it waits for its buckets at the end of the backward pass.
+Kernels run on one thread, and each collective of a stage on the thread and in the group of that stage. Every thread
+takes the buckets in the order in which hooks give them, which is that of DDP's buckets on all ranks: so the collectives
+of a group come in one order on all ranks, whatever takes how long where. Results are decoded when all buckets of the
+step have arrived: then ranks know, and all of them the same, whether every value is finite. DDP looks at the first of
+them no earlier, since it waits for its buckets at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from hvd_compress.ddp._given import Given, Staged
 from hvd_compress.ddp._lane import Lane
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import Ledger
+from hvd_compress.exchange import Bucket
 
 __all__ = ["Job", "Pipeline", "Step"]
 
@@ -39,6 +42,9 @@ class Step:
     def __init__(self, counts: bool = True) -> None:
         self.counts = counts
         self.jobs: list[Job] = []
+        """Those that have arrived."""
+        self.count = 0
+        """How many there are; 0 as long as that is not known."""
         self.failure: BaseException | None = None
         """What has ended it: whoever waits for a future gets that."""
         self.is_whole = False
@@ -63,94 +69,124 @@ class Job:
         self.dense: list[DensePart] = []
         self.finds_unused = False
         """Whether a gradient that is zero on all ranks is left out: it may be none."""
+        self.unused: list[str] = []
+        """Those that are left out."""
         self.before: Callable[[], None] | None = None
         """What is to be done first."""
         self.is_sent = False
-        self.received: Any = None
         self.is_finite = True
+
+    @property
+    def bucket(self) -> Bucket:
+        """The stages of its exchange."""
+        if self.staged is None:
+            raise RuntimeError("nothing of this bucket of DDP is exchanged")
+        return self.staged.bucket
 
 
 class Pipeline:
     """Runs the jobs of one model.
 
     Args:
+        talk: the ranks, for what they ask each other before a bucket is encoded.
         ranks: of each stage, with a group and a lane of its own.
-        scale: factor on the sums.
     """
 
-    def __init__(self, ranks: Sequence[GlooRanks], scale: float) -> None:
+    def __init__(self, talk: GlooRanks, ranks: Sequence[GlooRanks]) -> None:
+        self._talk = talk
         self._ranks = list(ranks)
-        self._scale = scale
-        self._last = Lane(f"hvd_compress.{self._ranks[0].name}.last")
+        self._scale = 1.0 / talk.size
+        self._kernels = Lane(f"hvd_compress.{talk.name}.kernels")
         self.failure: BaseException | None = None
         """What has ended it."""
 
     def submit(self, job: Job, ledger: Ledger[Staged]) -> None:
-        """Begin a job; never waits. The last one of its step ends all of them."""
-        self._ranks[0].lane.submit(self._stage, 0, job, ledger)
+        """Begin a job; never waits. The last one of its step to arrive ends all of them.
+
+        All jobs of a step ask for what is unused, or none does.
+        """
+        lane, call = (self._talk.lane, self._ask) if job.finds_unused else (self._kernels, self._begin)
+        lane.submit(self._guarded, call, job, ledger)
 
     def close(self) -> None:
         """Leave the groups, and let the threads end."""
-        for ranks in self._ranks:
+        for ranks in (self._talk, *self._ranks):
             ranks.close()
-        self._last.close()
+        self._kernels.close()
 
-    def _stage(self, number: int, job: Job, ledger: Ledger[Staged]) -> None:
-        if job.step.failure is None:
+    def _guarded(self, call: Callable[..., None], job: Job, ledger: Ledger[Staged], *arguments: Any) -> None:
+        """Run a part of a job, after which another one follows; a failure ends the job, and all others of its step."""
+        step = job.step
+        if step.failure is None:
             try:
-                if number == 0 and job.before is not None:
-                    job.before()
-                if job.staged is not None:
-                    self._move(number, job, job.staged)
+                call(job, ledger, *arguments)
+                return
             except BaseException as error:
-                self._fail(job.step, error)
-        if number + 1 < len(self._ranks):
-            self._ranks[number + 1].lane.submit(self._stage, number + 1, job, ledger)
-        else:
-            self._last.submit(self._end, job, ledger)
+                self._fail(step, error)
+        self._kernels.submit(self._end, job, ledger)
 
-    def _move(self, number: int, job: Job, staged: Staged) -> None:
-        """Run one stage, and the collective after it."""
-        bucket, ranks = staged.bucket, self._ranks[number]
-        if number == 0:
-            unused = self._unused(job, staged, ranks) if job.finds_unused else []
-            job.is_sent = staged.give(job.given, unused)
-        if not job.is_sent or number >= len(bucket.collectives):
-            return
-        if number:
-            bucket.proceed(bucket.collectives[number - 1], job.received)
-            bucket.wait()
-        collective, parcel = bucket.collectives[number], bucket.parcel()
-        begin = time.perf_counter()
-        job.received = ranks.move(
-            collective, bucket.name, parcel.buffer, parcel.sizes, bucket.root or 0, bucket.expected(collective)
-        )
-        bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - begin
+    # -- on the thread of `talk` -------------------------------------------------------------------------------------
 
-    def _unused(self, job: Job, staged: Staged, ranks: GlooRanks) -> list[str]:
-        """Return the compressed tensors whose gradients are zero on all ranks, the same on all of them.
+    def _ask(self, job: Job, ledger: Ledger[Staged]) -> None:
+        """Find the compressed tensors whose gradients are zero on all ranks, the same on all of them.
 
         DDP gives zeros where no rank has used a parameter, and leaves its `.grad` alone afterwards: what is owed must
         not be paid there.
         """
-        names = list(staged.bucket.accounts)
-        with job.given.beside():
-            mine = [bool(job.given.gradients[name].any()) for name in names]
-        used = ranks.move("allreduce", f"{staged.bucket.name}, which of it is used", np.array(mine, np.int32))
-        return [name for name, count in zip(names, used.tolist(), strict=True) if not count]
+        if job.staged is not None:
+            names = list(job.staged.bucket.accounts)
+            with job.given.beside():
+                mine = [bool(job.given.gradients[name].any()) for name in names]
+            label = f"{job.staged.bucket.name}, which of it is used"
+            used = self._talk.move("allreduce", label, np.array(mine, np.int32))
+            job.unused = [name for name, count in zip(names, used.tolist(), strict=True) if not count]
+        self._kernels.submit(self._guarded, self._begin, job, ledger)
+
+    # -- on the threads of the stages --------------------------------------------------------------------------------
+
+    def _carry(self, job: Job, ledger: Ledger[Staged], number: int) -> None:
+        """Run the collective of a stage."""
+        bucket, ranks = job.bucket, self._ranks[number]
+        bucket.wait()
+        collective, parcel = bucket.collectives[number], bucket.parcel()
+        begin = time.perf_counter()
+        received = ranks.move(
+            collective, bucket.name, parcel.buffer, parcel.sizes, bucket.root or 0, bucket.expected(collective)
+        )
+        bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - begin
+        self._kernels.submit(self._guarded, self._proceed, job, ledger, number, received)
+
+    # -- on the thread of the kernels --------------------------------------------------------------------------------
+
+    def _begin(self, job: Job, ledger: Ledger[Staged]) -> None:
+        if job.before is not None:
+            job.before()
+        if job.staged is not None:
+            job.is_sent = job.staged.give(job.given, job.unused)
+        if job.is_sent:
+            self._ranks[0].lane.submit(self._guarded, self._carry, job, ledger, 0)
+        else:
+            self._end(job, ledger)
+
+    def _proceed(self, job: Job, ledger: Ledger[Staged], number: int, received: Any) -> None:
+        """Take what a collective has brought."""
+        bucket = job.bucket
+        if number + 1 == len(bucket.collectives):
+            job.is_finite = bucket.arrive(received)
+            self._end(job, ledger)
+            return
+        bucket.proceed(bucket.collectives[number], received)
+        self._ranks[number + 1].lane.submit(self._guarded, self._carry, job, ledger, number + 1)
 
     def _end(self, job: Job, ledger: Ledger[Staged]) -> None:
-        """Check what has arrived; with the last job, end the step."""
+        """Count a job that has arrived, or failed; with the last one, end the step."""
         step = job.step
         step.jobs.append(job)
-        if job.is_sent and job.staged is not None and step.failure is None:
-            try:
-                job.is_finite = job.staged.bucket.arrive(job.received)
-            except BaseException as error:
-                self._fail(step, error)
-        job.received = None
-        if not job.given.is_last:
+        if job.given.is_last:
+            step.count = job.given.number + 1
+        if len(step.jobs) != step.count:
             return
+        step.jobs.sort(key=lambda each: each.given.number)
         if step.failure is None:
             try:
                 self._combine(step, ledger)
@@ -198,7 +234,7 @@ class Pipeline:
         """End the training: ranks that wait for this one get an error, too."""
         step.failure = step.failure or error
         self.failure = self.failure or error
-        for ranks in self._ranks:
+        for ranks in (self._talk, *self._ranks):
             ranks.leave()
 
 

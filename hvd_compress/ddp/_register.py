@@ -78,8 +78,8 @@ def register_comm_hook(
         check_patterns(routing.compressor, tensors)
         keep_books(model, Books(compression))
         return
-    ranks, hosts = meet(group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None)
-    hook = CommHook(model, tensors, routing, group, ranks, hosts, start_step, scaler)
+    talk, ranks, hosts = meet(group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None)
+    hook = CommHook(model, tensors, routing, group, talk, ranks, hosts, start_step, scaler)
     model.register_comm_hook(hook, _call)
     keep_books(model, Books(compression, lambda: hook.ledger, hook.load_state_dict))
     # at the end of the process threads end with it

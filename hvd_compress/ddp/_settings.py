@@ -72,11 +72,11 @@ def meet(
     routing: ByBucket,
     tensors: Mapping[str, torch.Tensor],
     **settings: Any,
-) -> tuple[list[GlooRanks], Hosts | None]:
-    """Make the groups of an exchange's stages, and compare what the ranks were given; a collective call.
+) -> tuple[GlooRanks, list[GlooRanks], Hosts | None]:
+    """Make the groups of an exchange, and compare what the ranks were given; a collective call.
 
     Returns:
-        One group for each stage; and the hosts of the ranks, where it matters.
+        A group in which ranks ask each other; one for each stage; and the hosts of the ranks, where it matters.
 
     Raises:
         MismatchError: on all ranks, where settings or tensors differ.
@@ -85,17 +85,20 @@ def meet(
         LostRankError: a rank does not come.
     """
     make = groups_like(group, timeout)
-    ranks = [make(0)]
+    talk = make(0)
+    ranks: list[GlooRanks] = []
     try:
-        ranks[0].agree(_told(routing, ranks[0].size, tensors, settings))
+        talk.agree(_told(routing, talk.size, tensors, settings))
         check_patterns(routing.compressor, tensors)
-        ranks += [make(number) for number in range(1, len(routing.exchange.collectives) or _STAGES_OF_AUTO)]
-        hosts = Hosts.of_names(ranks[0].host_numbers()) if routing.exchange.uses_hosts else None
+        stages = len(routing.exchange.collectives) or _STAGES_OF_AUTO
+        # one by one: those that are made are closed where one cannot be
+        ranks.extend(make(1 + number) for number in range(stages))
+        hosts = Hosts.of_names(talk.host_numbers()) if routing.exchange.uses_hosts else None
     except BaseException:
-        for each in ranks:
+        for each in (talk, *ranks):
             each.close()
         raise
-    return ranks, hosts
+    return talk, ranks, hosts
 
 
 def _told(
