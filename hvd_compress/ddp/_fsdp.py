@@ -27,6 +27,8 @@ from hvd_compress.policy import check_patterns
 
 __all__ = ["fsdp_all_reduce_hook"]
 
+# bytes of a bucket: a module's exchange does not wait for those of others, which FSDP reduces later
+_APART = 1
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -77,7 +79,7 @@ def fsdp_all_reduce_hook(
     group = group.get_group() if hasattr(group, "get_group") else group
     modules = _sharded(model)
     compression = Adaptive(pi=64) if compression is None else compression
-    routing = routing_of("ddp.fsdp_all_reduce_hook", compression, exchange, min_numel)
+    routing = routing_of("ddp.fsdp_all_reduce_hook", compression, exchange, min_numel, _APART)
     shapes = {name: of_module for name, module in modules.items() if (of_module := _shards(name, module))}
     tensors = {
         parameter: torch.empty(shape, dtype=p.dtype, device="meta")

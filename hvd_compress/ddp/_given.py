@@ -110,7 +110,7 @@ class Given:
 
 
 class Staged:
-    """Takes the gradients of one bucket through its exchange, from step to step.
+    """Takes the gradients of one exchange, which one or more buckets of DDP bring, through it, from step to step.
 
     Args:
         bucket: the stages.
@@ -129,10 +129,12 @@ class Staged:
             self._in_place.add(torch.float64)
         self._copies: dict[str, torch.Tensor] = {}
         """Memory for gradients that kernels do not read where they are, kept for the next step."""
-        self._copied: list[str] = []
+        self._came: list[tuple[Given, list[str]]] = []
+        """The buckets of this step, and which of their gradients are copies."""
 
     def abandon(self) -> None:
         """Forget a step in flight and make residuals what they were before it."""
+        self._came = []
         self.bucket.abandon()
 
     def settle_counts(self) -> None:
@@ -140,45 +142,54 @@ class Staged:
         self.bucket.settle_counts()
 
     def give(self, given: Given, unused: Sequence[str] = ()) -> bool:
-        """Encode the gradients, but for those of `unused`, which are left out; returns whether there is one to send."""
+        """Encode gradients, but for those of `unused`, which are left out; returns whether the last one has come."""
+        pack = self.bucket.pack
+        members = [] if pack is None else [name for name in given.gradients if name in pack.shapes]
         with given.beside():
             places, kinds = self._placed(given, unused)
-            pack = self.bucket.pack
-            small = {} if pack is None else {name: self._small(given.gradients[name]) for name in pack.members}
+            small = {name: self._small(given.gradients[name]) for name in members}
         if self._device is not None:
             self._device.streams.meet(given.side.stream)
         left_out = [self.bucket.give(name, None) for name in unused if name in self.bucket.accounts]
         packed = self.bucket.give_small(small) if small else False
         at_places = self.bucket.give_at(places, kinds) if places else False
-        is_complete = any(left_out) or packed or at_places
-        if is_complete:
-            self.bucket.wait()
-        return is_complete
+        return any(left_out) or packed or at_places
 
-    def combine(self, given: Given, keep: bool, scale: float) -> None:
+    def combine(self, keep: bool, scale: float) -> None:
         """Decode the sums, times `scale`, into the gradients; see `Bucket.finish` for `keep`."""
+        came, self._came = self._came, []
+        if not self.bucket.busy:
+            # all of them were left out
+            return
         self.bucket.finish(keep, scale)
-        with given.beside():
-            if self._device is not None:
-                self._device.streams.part()
-            for name in self._copied:
-                given.gradients[name].copy_(self._copies[name])
-            pack = self.bucket.pack
-            for name in [] if pack is None else pack.members:
-                gradient = given.gradients[name]
-                gradient.copy_(as_tensor(pack.part(name)).view(gradient.shape))  # type: ignore[union-attr]
+        for given, copied in came:
+            with given.beside():
+                self._restore(given, copied)
+
+    def _restore(self, given: Given, copied: Sequence[str]) -> None:
+        """Write results that are elsewhere into the gradients."""
+        if self._device is not None:
+            self._device.streams.part()
+        for name in copied:
+            given.gradients[name].copy_(self._copies[name])
+        pack = self.bucket.pack
+        if pack is not None:
+            for name, gradient in given.gradients.items():
+                if name in pack.shapes:
+                    gradient.copy_(as_tensor(pack.part(name)).view(gradient.shape))
 
     def _placed(self, given: Given, unused: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
         """Return where kernels read each compressed gradient, and the types of those that are not float32."""
         places, kinds = {}, {}
-        self._copied = []
-        for name in self.bucket.accounts:
-            if name in unused:
+        copied: list[str] = []
+        self._came.append((given, copied))
+        for name, gradient in given.gradients.items():
+            if name in unused or name not in self.bucket.accounts:
                 continue
-            gradient = given.gradients[name]
             is_here = self._device is not None or not gradient.is_cuda
             if not (is_here and gradient.dtype in self._in_place and gradient.is_contiguous()):
                 gradient = self._copy(name, gradient)
+                copied.append(name)
             places[name] = gradient.data_ptr()
             if gradient.dtype != torch.float32:
                 kinds[name] = _KINDS[gradient.dtype]
@@ -191,7 +202,6 @@ class Staged:
             device = torch.device("cpu") if self._device is None else self._device.device
             copy = self._copies[name] = torch.empty(gradient.shape, dtype=dtype, device=device)
         copy.copy_(gradient)
-        self._copied.append(name)
         return copy
 
     def _small(self, gradient: torch.Tensor) -> Any:

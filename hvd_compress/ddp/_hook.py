@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,16 +33,32 @@ _STEPS_TO_SETTLE = 3
 
 @dataclass(frozen=True)
 class ByBucket(Routing):
-    """Divides tensors into the buckets that DDP has, which `groups` are."""
+    """Divides tensors into the buckets that DDP has, which `groups` are; small ones that follow each other join."""
 
     def divided(self, tensors: Iterable[Tensor], ranks: int, groups: list[list[str]] | None = None) -> list[list[str]]:
         by_name = {tensor.name: tensor for tensor in tensors}
-        of_groups = [{name: by_name[name] for name in group if name in by_name} for group in groups or []]
+        known = [[name for name in group if name in by_name] for group in groups or []]
+        of_groups = [{name: by_name[name] for name in group} for group in self._joined_groups(known, by_name)]
         return [
             bucket
             for group in of_groups
             for bucket in super(ByBucket, self).divided(group.values(), ranks, [list(group)])
         ]
+
+    def _joined_groups(self, groups: list[list[str]], tensors: Mapping[str, Tensor]) -> list[list[str]]:
+        """Join groups up to `bucket_bytes`, counted as float32, of one type and place."""
+        joined: list[list[str]] = []
+        filled = 0
+        for group in groups:
+            nbytes = sum(4 * math.prod(tensors[name].shape) for name in group)
+            kinds = {(tensors[name].dtype, tensors[name].place) for name in (*group, *(joined[-1] if joined else []))}
+            if joined and filled + nbytes <= self.bucket_bytes and len(kinds) == 1:
+                joined[-1] += group
+                filled += nbytes
+            else:
+                joined.append(list(group))
+                filled = nbytes
+        return joined
 
 
 def described(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
@@ -112,6 +129,8 @@ class CommHook:
         """How many steps have shown their buckets; `_plan` was guessed at first."""
         self._is_settled = False
         """Whether DDP has divided parameters for good."""
+        self._sparse: set[str] = set()
+        """The tensors whose gradients are sparse."""
         self.ledger = self._new_ledger(self._plan)
         self._loaded: dict[str, Any] | None = None
         """A state that was loaded since the last step."""
@@ -176,6 +195,8 @@ class CommHook:
             self._submit(job)
             return
         if job.given.is_last:
+            # DDP sends sparse gradients, too, in buckets of their own
+            self._sparse = {name for job in self._jobs if job.given.buffer.is_sparse for name in job.given.names}
             self._adopt([job.given.names for job in self._jobs])
             for each in self._jobs:
                 self._submit(each)
@@ -196,7 +217,8 @@ class CommHook:
             self.ledger.inherit(before)
 
     def _new_ledger(self, plan: _Plan) -> Ledger[Staged]:
-        return new_ledger(self._routing, self._talk, self._tensors, plan, self._hosts)
+        dense = [names for names in plan if not self._sparse.intersection(names)]
+        return new_ledger(self._routing, self._talk, self._tensors, dense, self._hosts)
 
     def _submit(self, job: Job) -> None:
         """Start what goes uncompressed, and hand over the rest."""
@@ -208,7 +230,7 @@ class CommHook:
                 self._rescale()
         is_warm = self.ledger.steps >= self._start_step
         dense = list(job.given.names)
-        if is_warm and not job.given.buffer.is_sparse:
+        if is_warm:
             dense = [name for name in dense if not self.ledger.exchanges(name)]
             if len(dense) < len(job.given.names):
                 first = next(name for name in job.given.names if self.ledger.exchanges(name))

@@ -65,7 +65,8 @@ class Job:
     def __init__(self, step: Step, given: Given, future: FutureTensor) -> None:
         self.step, self.given, self.future = step, given, future
         self.staged: Staged | None = None
-        """The exchange of what is compressed and of what travels beside it; None if nothing is."""
+        """The exchange of what is compressed and of what travels beside it; None if nothing is. Small buckets share
+        one, and the last of them takes it through."""
         self.dense: list[DensePart] = []
         self.finds_unused = False
         """Whether a gradient that is zero on all ranks is left out: it may be none."""
@@ -73,7 +74,6 @@ class Job:
         """Those that are left out."""
         self.before: Callable[[], None] | None = None
         """What is to be done first."""
-        self.is_sent = False
         self.is_finite = True
 
     @property
@@ -134,7 +134,7 @@ class Pipeline:
         not be paid there.
         """
         if job.staged is not None:
-            names = list(job.staged.bucket.accounts)
+            names = [name for name in job.given.gradients if name in job.bucket.accounts]
             with job.given.beside():
                 mine = [bool(job.given.gradients[name].any()) for name in names]
             label = f"{job.staged.bucket.name}, which of it is used"
@@ -161,9 +161,7 @@ class Pipeline:
     def _begin(self, job: Job, ledger: Ledger[Staged]) -> None:
         if job.before is not None:
             job.before()
-        if job.staged is not None:
-            job.is_sent = job.staged.give(job.given, job.unused)
-        if job.is_sent:
+        if job.staged is not None and job.staged.give(job.given, job.unused):
             self._ranks[0].lane.submit(self._guarded, self._carry, job, ledger, 0)
         else:
             self._end(job, ledger)
@@ -204,9 +202,10 @@ class Pipeline:
                 means = [part.wait() for part in job.dense]
                 if ledger.owes:
                     keep = keep and all(map(_is_finite, means))
+        for staged in {id(job.staged): job.staged for job in step.jobs}.values():
+            if staged is not None:
+                staged.combine(keep, self._scale)
         for job in step.jobs:
-            if job.is_sent and job.staged is not None:
-                job.staged.combine(job.given, keep, self._scale)
             with job.given.beside():
                 for part in job.dense:
                     part.combine()

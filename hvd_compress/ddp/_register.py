@@ -15,7 +15,7 @@ from hvd_compress.compressors import Adaptive
 from hvd_compress.ddp._books import Books, keep_books, unwrapped
 from hvd_compress.ddp._hook import CommHook
 from hvd_compress.ddp._settings import meet, named_parameters, routing_of
-from hvd_compress.engine import DEFAULT_MIN_NUMEL
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Exchange
 from hvd_compress.policy import check_patterns
@@ -29,6 +29,7 @@ def register_comm_hook(
     *,
     exchange: str | Exchange = "auto",
     min_numel: int = DEFAULT_MIN_NUMEL,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     start_step: int = 0,
     scaler: Any = None,
     timeout: timedelta | None = None,
@@ -36,7 +37,7 @@ def register_comm_hook(
     """Let a model under DistributedDataParallel exchange compressed gradients; a collective call.
 
     Gradients become the mean over all ranks, as without a hook. What compression leaves out of a step is kept, and sent
-    with the next one. Tensors of a bucket of DDP share its collectives.
+    with the next one.
 
     Args:
         model: DistributedDataParallel, which has no hook yet.
@@ -44,6 +45,8 @@ def register_comm_hook(
         exchange: "auto" for the one of "two_phase" and "allgather" that sends fewer bytes, or another one by its name
             or as an object.
         min_numel: tensors with fewer elements go uncompressed.
+        bucket_bytes: buckets of DDP that follow each other share an exchange up to so many bytes of float32; with 0
+            each goes alone, and small tensors are not sent beside compressed ones.
         start_step: so many steps of the training go uncompressed before.
         scaler: the GradScaler of mixed precision, so that what is owed changes with its scale.
         timeout: for which a rank waits for others; that of the model's process group if left out.
@@ -70,7 +73,7 @@ def register_comm_hook(
     if type(start_step) is not int or start_step < 0:
         raise ValueError(f"start_step={start_step!r}: must be a number of steps, 0 or more")
     compression = Adaptive(pi=64) if compression is None else compression
-    routing = routing_of("ddp.register_comm_hook", compression, exchange, min_numel)
+    routing = routing_of("ddp.register_comm_hook", compression, exchange, min_numel, bucket_bytes)
     tensors = named_parameters(model.module, model.parameters_to_ignore)
     group: Any = model.process_group
     size = dist.get_world_size(group)

@@ -24,7 +24,13 @@ __all__ = ["meet", "named_parameters", "routing_of"]
 _STAGES_OF_AUTO = 2  # those of the longer one of the two exchanges that it takes
 
 
-def routing_of(call: str, compression: Any, exchange: str | Exchange, min_numel: int) -> ByBucket:
+def routing_of(
+    call: str,
+    compression: Any,
+    exchange: str | Exchange,
+    min_numel: int,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> ByBucket:
     """Return which way tensors go, by what the user gave.
 
     Args:
@@ -32,6 +38,7 @@ def routing_of(call: str, compression: Any, exchange: str | Exchange, min_numel:
         compression: a compressor, a name of one, or a `Policy`.
         exchange: an exchange or a name of one.
         min_numel: tensors with fewer elements are not compressed.
+        bucket_bytes: up to which buckets are joined.
 
     Raises:
         TypeError: no compressor.
@@ -47,14 +54,14 @@ def routing_of(call: str, compression: Any, exchange: str | Exchange, min_numel:
         )
     if not isinstance(ours, Compressor | Policy):
         raise TypeError(f"compression={ours!r}: give a compressor of hvd_compress, its name, or a Policy")
-    check_settings(ours, exchange, min_numel, DEFAULT_BUCKET_BYTES, True, 1.0, 1, None, False)
+    check_settings(ours, exchange, min_numel, bucket_bytes, True, 1.0, 1, None, False)
     way = checked_exchange(exchange)
     if way.sends_by_mpi:
         raise UnsupportedError(
             f"{call} with {way!r}: its messages go over the MPI of Horovod. Leave transport='mpi' out"
         )
     chosen = exchanged(ours)
-    return ByBucket(ours if chosen is None else chosen, way, min_numel)  # type: ignore[arg-type]
+    return ByBucket(ours if chosen is None else chosen, way, min_numel, bucket_bytes)  # type: ignore[arg-type]
 
 
 def named_parameters(module: torch.nn.Module, ignored: Any = ()) -> dict[str, torch.Tensor]:
@@ -107,5 +114,6 @@ def _told(
     parameters = [[name, list(p.shape), str(p.dtype)] for name, p in tensors.items()]
     return description(
         routing.compressor, "average", parameters, exchange=routing.exchange.told_among(ranks),
-        min_numel=routing.min_numel, devices=told_places(tensors.values()), **settings,
+        min_numel=routing.min_numel, bucket_bytes=routing.bucket_bytes, devices=told_places(tensors.values()),
+        **settings,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,12 @@ def test_tensors_share_the_buckets_that_ddp_has() -> None:
     routing = routing_of("test", OneBit(), "two_phase", 1000)
     of_ddp = [["d"], ["c", "b"], ["a"]]
     # a bucket of small ones alone goes uncompressed, and not with those of another one
-    assert routing.divided(described(tensors), 2, of_ddp) == [["c", "b"], ["a"]]
+    assert replace(routing, bucket_bytes=1).divided(described(tensors), 2, of_ddp) == [["c", "b"], ["a"]]
+    # those that follow each other share an exchange
+    assert routing.divided(described(tensors), 2, of_ddp) == [["d", "c", "b", "a"]]
+    assert replace(routing, bucket_bytes=4 * 30_020).divided(described(tensors), 2, of_ddp) == [["d", "c", "b"], ["a"]]
+    halves = {**tensors, "c": tensors["c"].half(), "b": tensors["b"].half()}
+    assert routing.divided(described(halves), 2, of_ddp) == [["c"], ["a"]]
     assert routing_of("test", NoCompression(), "auto", 0).divided(described(tensors), 2, of_ddp) == []
 
 
@@ -180,8 +186,8 @@ def exchanged(made: list[Staged], buckets: list[Given]) -> None:
             one.bucket.wait()
     received = allgather([one.bucket.parcel() for one in made])
     assert all(one.bucket.arrive(received.copy()) for one in made)
-    for one, bucket in zip(made, buckets, strict=True):
-        one.combine(bucket, True, 0.5)
+    for one in made:
+        one.combine(True, 0.5)
 
 
 @pytest.mark.parametrize("exchange", ["two_phase", "allgather"])

@@ -58,7 +58,9 @@ KINDS: dict[str, Callable[[Any, int], None]] = {
 
 def main(report: Callable[..., None], kind: str) -> None:
     model = DistributedDataParallel(Known(), bucket_cap_mb=0.02)
-    ddp.register_comm_hook(model, OneBit(), exchange="two_phase", min_numel=1000, timeout=timedelta(seconds=SECONDS))
+    ddp.register_comm_hook(
+        model, OneBit(), exchange="two_phase", min_numel=1000, bucket_bytes=1, timeout=timedelta(seconds=SECONDS)
+    )
     fails = dist.get_rank() == dist.get_world_size() - 1
     begin = time.monotonic()
     try:
