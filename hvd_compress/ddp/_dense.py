@@ -50,6 +50,9 @@ class DensePart:
         """Write the mean over the gradients."""
         if self._is_whole:
             return
+        if self._sent.is_cuda:
+            # made on the stream of the hook: not to be used anew there before it has been read here
+            self._sent.record_stream(torch.cuda.current_stream(self._sent.device))
         at = 0
         for name in self.names:
             gradient = self._given.gradients[name]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hvd_compress.compressors import Adaptive
 from hvd_compress.ddp._books import Books, keep_books
 from hvd_compress.ddp._dense import dense_parts, pay_debts
-from hvd_compress.ddp._given import Given, Side
+from hvd_compress.ddp._given import Given, Sides
 from hvd_compress.ddp._hook import new_ledger
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._settings import meet, routing_of
@@ -121,7 +121,7 @@ class _Replicas:
         self._scaler = scaler
         self._came: set[str] = set()
         """The modules of this step."""
-        self._sides: dict[torch.device, Side] = {}
+        self._sides = Sides()
 
     def exchange(self, module: str, shapes: Shapes, reduced: torch.Tensor) -> None:
         """Make the sums that FSDP has reduced means over the replicas, in place."""
@@ -129,7 +129,7 @@ class _Replicas:
             raise self.pipeline.failure
         step = Step(counts=not self._came or module in self._came)
         self._came = {module} if step.counts else self._came | {module}
-        side = self._sides.setdefault(reduced.device, Side(reduced.device))
+        side = self._sides.of(reduced.device)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[reduced.device] if reduced.is_cuda else None
         )

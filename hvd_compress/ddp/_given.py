@@ -12,7 +12,7 @@ from hvd_compress._torch.device import DeviceMemory
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Bucket
 
-__all__ = ["Given", "Side", "Staged", "as_tensor", "views_of"]
+__all__ = ["Given", "Side", "Sides", "Staged", "as_tensor", "views_of"]
 
 _KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 """The types, but for float32, that kernels of some memory read where they are."""
@@ -76,6 +76,19 @@ class Side:
         self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
             yield
+
+
+class Sides:
+    """One `Side` for each device."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.device, Side] = {}
+
+    def of(self, device: torch.device) -> Side:
+        """Return that of a device."""
+        if device not in self._known:
+            self._known[device] = Side(device)
+        return self._known[device]
 
 
 class Given:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import memories, places
 from hvd_compress.ddp._dense import DensePart, dense_parts, pay_debts
-from hvd_compress.ddp._given import Given, Side, Staged, views_of
+from hvd_compress.ddp._given import Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import Ledger, Routing, Tensor
@@ -137,7 +137,7 @@ class CommHook:
         self._step: Step | None = None
         self._jobs: list[Job] = []
         """Those of the step that has begun."""
-        self._sides: dict[torch.device, Side] = {}
+        self._sides = Sides()
 
     def __deepcopy__(self, memo: Any) -> CommHook:
         # a copy of a model, as for averages of weights, exchanges nothing
@@ -255,7 +255,7 @@ class CommHook:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         names = [self._name_of(p) for p in parameters]
         views = [buffer] if buffer.is_sparse else views_of(buffer, parameters)
-        side = self._sides.setdefault(buffer.device, Side(buffer.device)) if buffer.is_cuda else _HOST
+        side = self._sides.of(buffer.device)
         return Given(bucket.index(), buffer, dict(zip(names, views, strict=True)), bucket.is_last(), side)
 
     def _name_of(self, p: torch.Tensor) -> str:
@@ -287,9 +287,6 @@ class CommHook:
         """Take over a state, now and in the buckets that DDP will show."""
         self.ledger.load_state_dict(state)
         self._loaded = state
-
-
-_HOST = Side(torch.device("cpu"))
 
 
 def _result(step: Step, future: FutureTensor) -> torch.Tensor:

@@ -84,3 +84,16 @@ def test_the_example_learns(tmp_path: Path) -> None:
     # guessing gives 0.1
     assert result["test_accuracy"] > 0.7
     assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
+
+
+@pytest.mark.parametrize("page", ["README.md", thorough("docs/guides/ddp.md")])
+def test_the_first_program_of_a_page_runs(tmp_path: Path, page: str) -> None:
+    text = (ROOT / page).read_text()
+    section = text.partition("\n## Without Horovod\n")[2] if page == "README.md" else text
+    script = tmp_path / "train.py"
+    script.write_text(section.partition("```python\n")[2].partition("```")[0])
+    path = os.pathsep.join([str(BIN), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*LAUNCHERS["torchrun"](2), sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -218,6 +218,12 @@ def views_of_a_bucket_too() -> None:
 
 
 @cases.add
+def several_buckets_that_share_an_exchange_too() -> None:
+    for compressor in (OneBit(), TopK(ratio=0.05)):
+        bits_of(compressor, "two_phase", _bucket_cap_mb=0.02)
+
+
+@cases.add
 def hosts_and_a_root_too() -> None:
     for exchange in ("parameter_server", "hierarchical"):
         model = wrapped(Known(), OneBit(), exchange=exchange, _find_unused_parameters=True)
