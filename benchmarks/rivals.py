@@ -4,7 +4,8 @@
 
 All candidates take turns in the same ranks, each with a network of its own: DDP as it is, with its fp16, bf16 and
 PowerSGD hooks, Horovod's fp32 and fp16, and our compressors on DDP and on Horovod. PowerSGD's hook has one bucket: with
-several it fails on Gloo. Networks and data are those of scaling.py. DDP talks over Gloo, Horovod over Open MPI.
+several it fails on Gloo. All under DDP have gradient_as_bucket_view, which saves a copy. Networks and data are those of
+scaling.py. DDP talks over Gloo, Horovod over Open MPI.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def ranks(task: dict[str, Any]) -> None:
                     step(number)
             sets.append(r.rounds(steps, task["seconds"], task["least"]))
             del steps
-            r.done(f"{task['label']}, {kind} {width}: {', '.join(names)}")
+        r.done(f"{task['label']}, {kind} {width}")
         cells.append(
             {"network": kind, "width": width, "batch": batch_size, "features": features, "tensors": len(parameters),
              "parameters": numel, "sets": sets}
@@ -136,11 +137,12 @@ def _under_ddp(name: str, network: Any) -> Any:
 
     if name in POWER_SGD:
         nbytes = sum(p.numel() * p.element_size() for p in network.parameters())
-        model = DistributedDataParallel(network, bucket_cap_mb=math.ceil(nbytes / 2**20) + 1)
+        cap = math.ceil(nbytes / 2**20) + 1
+        model = DistributedDataParallel(network, bucket_cap_mb=cap, gradient_as_bucket_view=True)
         state = PowerSGDState(None, matrix_approximation_rank=POWER_SGD[name], start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
         return model
-    model = DistributedDataParallel(network)
+    model = DistributedDataParallel(network, gradient_as_bucket_view=True)
     if name in HOOKS:
         hook = default_hooks.fp16_compress_hook if "fp16" in name else default_hooks.bf16_compress_hook
         # DDP takes that of bf16 with NCCL only, which it knows by its name; Gloo sums bfloat16, too

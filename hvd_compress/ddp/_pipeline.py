@@ -50,7 +50,7 @@ class Step:
         self.is_whole = False
         """Whether its last bucket has come."""
         self.has_ended = threading.Event()
-        """Set when all futures are complete."""
+        """Set when all results are there, or will never be."""
 
 
 class Job:
@@ -223,11 +223,12 @@ class Pipeline:
 
     def _complete(self, step: Step) -> None:
         jobs, step.jobs = step.jobs, []
+        # before the futures: whoever waits for the last one may begin the next step at once
+        step.has_ended.set()
         for job in jobs:
             # on the stream on which the result is made: whoever waits for the future waits for that
             with job.given.beside():
                 job.future.set_result(job.given.buffer)
-        step.has_ended.set()
 
     def _fail(self, step: Step, error: BaseException) -> None:
         """End the training: ranks that wait for this one get an error, too."""
