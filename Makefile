@@ -34,7 +34,7 @@ coverage: setup      ## the tests of `make test` and `make test-rest`, and which
 
 test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the core, with TensorFlow 2.15 and Keras 2
 	@$(WITH_VENV_KERAS2) .venv-keras2/bin/python -m pytest tests/unit --ignore-glob "tests/unit/test_reproduce_*" \
-		--ignore-glob "tests/unit/test_cuda_*" --ignore tests/unit/test_device_memory.py \
+		--ignore-glob "tests/unit/test_cuda_*" --ignore tests/unit/test_device_memory.py --ignore tests/unit/test_ddp.py \
 		tests/parallel/test_tensorflow.py tests/parallel/test_keras.py $(ARGS)
 
 test-all: test test-rest test-keras2  ## all three

@@ -14,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-BENCHMARKS = ("kernels", "allreduce", "minibatch", "scaling", "auto", "overlap", "eventgrad", "daso", "memory", "links")
+BENCHMARKS = (
+    "kernels", "allreduce", "minibatch", "scaling", "auto", "overlap", "rivals", "eventgrad", "daso", "memory", "links",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -23,10 +23,22 @@ import links
 import memory
 import minibatch
 import overlap
+import rivals
 import scaling
 from measure import FEW, RESULTS, Aim, Spread, Verdict, read, table
 
-BENCHMARKS: tuple[ModuleType, ...] = (allreduce, minibatch, scaling, auto, overlap, eventgrad, daso, memory, links)
+BENCHMARKS: tuple[ModuleType, ...] = (
+    allreduce,
+    minibatch,
+    scaling,
+    auto,
+    overlap,
+    rivals,
+    eventgrad,
+    daso,
+    memory,
+    links,
+)
 MOST_OF_MEMCPY = {"one-bit": 2.2, "threshold": 2.5, "adaptive(64)": 2.5, "qsgd 4 bits": 4.0, "top-k 1 %": 4.0}
 MOST_OF_MEMCPY_ADDING, LEAST_OF_TORCH = 1.2, 10.0
 MACHINE = ("processor", "cores", "memory_gib", "system", "python", "mpi", "horovod", "torch", "numpy", "numba")

@@ -6,6 +6,7 @@ __all__ = [
     "ContractError",
     "GradientError",
     "HvdCompressError",
+    "LostRankError",
     "MismatchError",
     "MissingError",
     "StateError",
@@ -32,6 +33,10 @@ class MissingError(HvdCompressError, ImportError):
 
 class UnsupportedError(HvdCompressError, NotImplementedError):
     """A combination that cannot be honoured; the message names the remedy."""
+
+
+class LostRankError(HvdCompressError, RuntimeError):
+    """A rank has ended, or has not answered in time, while others waited for it in an exchange."""
 
 
 class ContractError(HvdCompressError, AssertionError):

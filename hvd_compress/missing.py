@@ -6,7 +6,7 @@ from importlib import import_module
 
 from hvd_compress.errors import MissingError
 
-__all__ = ["BUILD", "missing_horovod", "missing_keras", "missing_mpi"]
+__all__ = ["BUILD", "missing_horovod", "missing_keras", "missing_mpi", "missing_torch"]
 
 BUILD = "hvd-compress build-horovod"
 """The command that brings Horovod."""
@@ -50,6 +50,13 @@ def missing_keras(error: ImportError) -> MissingError:
             f"pip install {error.name}, or set KERAS_BACKEND to tensorflow or torch, whichever is there"
         )
     return _broken("keras", error)
+
+
+def missing_torch(error: Exception) -> MissingError:
+    """The error to raise from `error`, which importing PyTorch has ended with."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return MissingError('PyTorch is not installed in this Python: pip install "hvd_compress[torch]"')
+    return _broken("torch", error)
 
 
 def missing_mpi(asked: str, error: Exception) -> MissingError:

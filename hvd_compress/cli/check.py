@@ -64,7 +64,7 @@ import horovod.{0} as hvd
 built = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
 print(json.dumps(built), flush=True)
 if "{0}" == "torch":
-    from hvd_compress.torch._device import why_not
+    from hvd_compress._torch.device import why_not
     print(json.dumps({{"host_because": why_not() or ""}}), flush=True)
 def loaded():
     with open("/proc/self/maps") as maps:

@@ -167,6 +167,11 @@ class Ledger(Generic[AnyBucket]):
         return None if self.accumulators is None else self.accumulators.of_sums()
 
     @property
+    def steps(self) -> int:
+        """The steps of the training so far, with those of a loaded state."""
+        return self._steps
+
+    @property
     def is_used(self) -> bool:
         """Whether any tensor goes through one of our exchanges."""
         return bool(self.buckets)

@@ -155,6 +155,13 @@ class Bucket:
         """The most bytes that the last collective brings."""
         return self._last.nbytes
 
+    def expected(self, collective: str) -> list[int] | None:
+        """Return how many bytes each rank sends here in a collective; None where only the sender knows."""
+        message = {"alltoall": self._owned, "allgather": self._last}.get(collective)
+        if message is None or self._inside is not None or not message.fixed_size:
+            return None
+        return message.slots_of_runs
+
     @property
     def busy(self) -> bool:
         """Whether a step is under way."""

@@ -11,6 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress import wire
+from hvd_compress._torch.device import told_places
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import (
     Routing,
@@ -26,7 +27,6 @@ from hvd_compress.torch import _differentiable
 from hvd_compress.torch._agreement import Meeting, is_mismatch
 from hvd_compress.torch._carried import name_of
 from hvd_compress.torch._collectives import name_of_call
-from hvd_compress.torch._device import told_places
 from hvd_compress.torch._gradients.bucket import collective_name
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.staging import is_compressible

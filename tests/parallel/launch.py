@@ -55,6 +55,7 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
             "cli": "test_cli",
             "diloco": "test_diloco",
             "frameworks": "test_frameworks",
+            "ddp_and_horovod": "test_ddp_and_horovod",
         },
         {
             **_TENSORFLOW,
@@ -95,6 +96,7 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "gloo": lambda ranks: ["horovodrun", "-np", str(ranks), "--gloo"],
     "mpi": _mpirun,
     "horovodrun-mpi": _horovodrun_mpi,
+    "torchrun": lambda ranks: ["torchrun", "--standalone", "--no-python", "--nproc-per-node", str(ranks)],
 }
 
 

@@ -2,8 +2,8 @@
 
 Topics that are joined run one after the other in one start, the first one saying how that is made. A worker module has
 either `cases`, which are run one after the other and reported one by one, or, alone in its start,
-`main(report, *arguments)`. `PROCESS_SETS` of the workers are given to `hvd.init`; one whose `FRAMEWORK` is "mpi" runs
-without Horovod.
+`main(report, *arguments)`. `PROCESS_SETS` of the workers are given to `hvd.init`; one whose `FRAMEWORK` is "mpi" or
+"distributed" runs without Horovod.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def main() -> None:
     workers = {topic: importlib.import_module(f"tests.parallel.workers.{topic}") for topic in joined.split("+")}
     first = next(iter(workers.values()))
     framework = getattr(first, "FRAMEWORK", "torch")
-    hvd: Any = _Mpi() if framework == "mpi" else importlib.import_module(f"horovod.{framework}")
+    own = {"mpi": _Mpi, "distributed": _Distributed}.get(framework)
+    hvd: Any = importlib.import_module(f"horovod.{framework}") if own is None else own()
     hvd.init(process_sets=_process_sets(workers.values()))
     with contextlib.closing(Report(Path(folder), hvd.rank())) as report:
         report(size=hvd.size())
@@ -128,8 +129,25 @@ class _Mpi:
         self.rank, self.size, self.barrier = self._world.Get_rank, self._world.Get_size, self._world.Barrier
 
 
+class _Distributed:
+    """What is needed of Horovod here, by torch.distributed."""
+
+    def init(self, process_sets: None) -> None:
+        """Start Gloo."""
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        self.rank, self.size = dist.get_rank, dist.get_world_size
+        # by a collective that has no device
+        self.barrier = lambda: dist.all_reduce(torch.zeros(1))
+
+
 def _barrier(hvd: Any) -> Callable[[], Any]:
-    if isinstance(hvd, _Mpi):
+    if isinstance(hvd, _Mpi | _Distributed):
         return hvd.barrier
     if hvd.__name__ == "horovod.torch":
         import torch

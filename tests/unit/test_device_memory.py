@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hvd_compress import OneBit, Threshold
+from hvd_compress._torch.device import DeviceMemory, _joined
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import Account, Bucket, Pack, plan_together
 from hvd_compress.kernels.cuda import onebit
 from hvd_compress.memory import HOST, Memory
-from hvd_compress.torch._device import DeviceMemory, _joined
 from tests.device import DEVICE, ON_GPU, on_device
 from tests.stages import allgather, alltoall
 from tests.streams import LateStreams

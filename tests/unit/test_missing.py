@@ -104,6 +104,18 @@ def test_a_framework_that_cannot_be_loaded_is_not_horovods_fault(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("torch", "shown"),
+    [(NO_MODULE.format("torch"), 'pip install "hvd_compress[torch]"'),
+     ("raise OSError('libcudart.so.13: cannot open')", "--force-reinstall torch")],
+)  # fmt: skip
+def test_hooks_need_torch_alone(tmp_path: Path, torch: str, shown: str) -> None:
+    text = imported(tmp_path, {"torch.py": torch, "horovod.py": NO_MODULE.format("horovod")}, "import hvd_compress.ddp")
+    assert text.startswith("MissingError")
+    assert shown in text
+    assert BUILD not in text
+
+
+@pytest.mark.parametrize(
     ("files", "shown"),
     [({"keras.py": NO_MODULE.format("keras")}, ["pip install keras"]),
      ({"keras.py": "import tensorflow", "tensorflow.py": NO_MODULE.format("tensorflow")},

@@ -20,7 +20,7 @@ SNAPSHOT = Path(__file__).parent / "public_names.txt"
 # "core" stands for all modules directly below the package that are no edges
 PARTS = {
     "core": [],
-    "torch": ["hvd_compress.torch"],
+    "torch": ["hvd_compress.torch", "hvd_compress.ddp"],
     "tensorflow": [
         "hvd_compress.tensorflow",
         "hvd_compress.tensorflow.keras",
@@ -37,7 +37,7 @@ PROBE = """
 import importlib, json, pkgutil, sys, types
 import hvd_compress
 
-EDGES = ("keras", "tensorflow", "torch")
+EDGES = ("ddp", "keras", "tensorflow", "torch")
 
 def is_public(name, value):
     is_foreign = isinstance(value, types.ModuleType) and not value.__name__.startswith(("horovod", "hvd_compress"))
@@ -69,7 +69,10 @@ def found(part: str) -> list[str]:
 
 def is_of(part: str, name: str) -> bool:
     """Whether a line of the snapshot belongs to a part."""
-    edges = {"torch": ("hvd_compress.torch.",), "tensorflow": ("hvd_compress.tensorflow.", "hvd_compress.keras.")}
+    edges = {
+        "torch": ("hvd_compress.torch.", "hvd_compress.ddp."),
+        "tensorflow": ("hvd_compress.tensorflow.", "hvd_compress.keras."),
+    }
     if part in edges:
         return name.startswith(edges[part])
     return not name.startswith(sum(edges.values(), ()))

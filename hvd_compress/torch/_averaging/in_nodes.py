@@ -30,7 +30,7 @@ def update_in_node(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
         GradientError: another wrapper has taken over the parameters.
     """
     # where a node is one rank, nothing is exchanged that would tell
-    if optimizer._retired:
+    if optimizer._combiner.is_retired:
         refuse_retired()
     with told_by_scaler(optimizer) as told:
         optimizer._refuse_early_look(told)

@@ -72,7 +72,7 @@ class Combiner:
         """Parameters that take gradients since this step began."""
         self._stopped: str | None = None
         """Why it cannot go on: ranks have disagreed while steps were made, and some collectives stay under way."""
-        self._is_retired = False
+        self.is_retired = False
         """Whether another optimizer has taken over the parameters."""
 
     @property
@@ -91,7 +91,7 @@ class Combiner:
         if self.is_hooked:
             self.give_up()
             self.members.release()
-        self._is_retired = True
+        self.is_retired = True
 
     # -- while a backward pass runs ------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Combiner:
 
     def _open(self, name: str | None = None, p: torch.Tensor | None = None) -> None:
         """Begin a step, whose first gradient is that of parameter `p`; now and then a collective."""
-        if self._is_retired:
+        if self.is_retired:
             refuse_retired()
         if self._stopped is not None:
             raise MismatchError(f"{self._stopped} Ranks cannot go on after that: start the run again")

@@ -9,10 +9,10 @@ import horovod.torch as hvd
 import numpy.typing as npt
 import torch
 
+from hvd_compress._torch.device import memories, places
 from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
-from hvd_compress.torch._device import memories, places
 from hvd_compress.torch._gradients.bucket import Shipment
 from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from hvd_compress._torch.device import DeviceMemory
 from hvd_compress.memory import HOST, Memory
-from hvd_compress.torch._device import DeviceMemory
 
 __all__ = [
     "Held",

@@ -16,9 +16,9 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import QSGD, AdaGrad, Adaptive, OneBit, Percentile, Policy, Threshold, TopK
+from hvd_compress._torch.device import DeviceMemory
 from hvd_compress.compressors import BF16, Compressor
 from hvd_compress.memory import HOST
-from hvd_compress.torch._device import DeviceMemory
 from hvd_compress.torch._gradients import engine
 from tests.parallel.cases import Cases
 from tests.streams import LateStreams

@@ -1,0 +1,128 @@
+"""What is kept of each model that has a hook: counters, residuals, saved state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hvd_compress.ddp._given import Staged
+from hvd_compress.engine import Ledger, empty_state, refuse_residuals
+from hvd_compress.errors import StateError
+from hvd_compress.exchange import Counters
+
+__all__ = ["Books", "keep_books", "load_state_dict", "state_dict", "stats", "unwrapped"]
+
+
+class Books:
+    """What is kept of one model.
+
+    Args:
+        compression: what the user gave.
+        ledger: returns the ledger of now; None where one rank exchanges nothing.
+        load: takes over a state.
+    """
+
+    def __init__(
+        self,
+        compression: Any,
+        ledger: Callable[[], Ledger[Staged]] | None = None,
+        load: Callable[[dict[str, Any]], None] = refuse_residuals,
+    ) -> None:
+        self.name = repr(compression)
+        self.ledger = ledger
+        self.load = load
+
+
+_books: WeakKeyDictionary[torch.nn.Module, Books] = WeakKeyDictionary()
+
+
+def keep_books(model: torch.nn.Module, books: Books) -> None:
+    """Keep them as long as the model lives."""
+    _books[model] = books
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model that `torch.compile` was given."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _books_of(model: Any, call: str) -> Books:
+    books = _books.get(unwrapped(model)) if isinstance(model, torch.nn.Module) else None
+    if books is None:
+        raise StateError(
+            f"ddp.{call} of a {type(model).__name__} without a hook: give the model that ddp.register_comm_hook or "
+            "ddp.fsdp_all_reduce_hook was given, not what is inside of it"
+        )
+    return books
+
+
+def stats(model: torch.nn.Module) -> dict[str, Any]:
+    """Return bytes, seconds and residual norms of all steps so far on this rank.
+
+    Args:
+        model: that has a hook.
+
+    Returns:
+        {"compressor": repr, "total": counters, "tensors": {name: counters}} as `compression_stats()` of the optimizers
+        of `hvd_compress.torch`: steps, bytes_sent, bytes_received, dense_bytes (what an uncompressed ring allreduce
+        would have sent), ratio, encode_seconds, exchange_seconds (in collectives, beside the backward pass),
+        decode_seconds, residual_norm (Euclidean, in units of the sum over ranks); and the exchange of each tensor.
+
+    Raises:
+        StateError: the model has no hook.
+
+    Example::
+
+        print(ddp.stats(model)["total"]["ratio"])
+    """
+    books = _books_of(model, "stats")
+    if books.ledger is None:
+        return {"compressor": books.name, "total": Counters().report(0.0), "tensors": {}}
+    return {"compressor": books.name, **books.ledger().stats()}
+
+
+def state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """Return what this rank owes, to be saved on each rank: it is not the same on all of them.
+
+    Args:
+        model: that has a hook; between two steps.
+
+    Returns:
+        A dict of tensors, on the host, and plain values that `torch.save` takes; see `hvd_compress.feedback`.
+
+    Raises:
+        StateError: the model has no hook.
+
+    Example::
+
+        torch.save(ddp.state_dict(model), f"residuals-{dist.get_rank()}.pt")
+    """
+    books = _books_of(model, "state_dict")
+    state = empty_state() if books.ledger is None else books.ledger().state_dict()
+    for kind in ("residuals", "owner_residuals"):
+        for entry in state[kind].values():
+            entry["values"] = torch.from_numpy(entry["values"])
+    return state
+
+
+def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Take over what `state_dict` has returned on this rank; call it before the first step, after registering.
+
+    Among another number of ranks, collect the states of all ranks and divide them with
+    `hvd_compress.feedback.redistribute(states, ranks)`.
+
+    Args:
+        model: that has a hook.
+        state: of this rank.
+
+    Raises:
+        StateError: not such a state, of another rank or number of ranks, or of other tensors; or the model has no hook.
+
+    Example::
+
+        ddp.load_state_dict(model, torch.load(f"residuals-{dist.get_rank()}.pt"))
+    """
+    _books_of(model, "load_state_dict").load(state)

@@ -1,0 +1,224 @@
+"""Hooks of FSDP2 with replicas: dense among the ranks that share a model, compressed between those with one shard."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_compress.compressors import Adaptive
+from hvd_compress.ddp._books import Books, keep_books
+from hvd_compress.ddp._dense import dense_parts, pay_debts
+from hvd_compress.ddp._given import Given, Sides
+from hvd_compress.ddp._hook import new_ledger
+from hvd_compress.ddp._pipeline import Job, Pipeline, Step
+from hvd_compress.ddp._settings import meet, routing_of
+from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger
+from hvd_compress.errors import GradientError, UnsupportedError
+from hvd_compress.exchange import Exchange
+from hvd_compress.policy import check_patterns
+
+__all__ = ["fsdp_all_reduce_hook"]
+
+# bytes of a bucket: a module's exchange does not wait for those of others, which FSDP reduces later
+_APART = 1
+Shapes = dict[str, tuple[int, ...]]
+
+
+def fsdp_all_reduce_hook(
+    model: torch.nn.Module,
+    group: Any,
+    compression: Any = None,
+    *,
+    exchange: str | Exchange = "auto",
+    min_numel: int = DEFAULT_MIN_NUMEL,
+    scaler: Any = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Let the replicas of a model under `fully_shard` exchange compressed gradients; a collective call.
+
+    Inside of a replica FSDP sums gradients with its own reduce-scatter. Each rank then exchanges the shard that it
+    keeps, compressed, with those ranks of other replicas that keep the same one. Shard the model over the dimension of
+    its mesh that is inside of a replica alone; this hook takes the place of the allreduce between replicas.
+
+    FSDP wants the result when a hook returns, so that the hook waits. Each module that `fully_shard` was called with is
+    an exchange of its own: a value that is not finite takes back what is owed of this module alone.
+
+    Args:
+        model: under `fully_shard`; all modules inside that are, too, get the hook.
+        group: the process group of the ranks that keep the same shard, or a mesh of one dimension.
+        compression: a compressor, its name, or a `Policy`; `Adaptive(pi=64)` if left out.
+        exchange: "auto" or another one, by its name or as an object.
+        min_numel: shards with fewer elements go uncompressed.
+        scaler: the GradScaler of mixed precision.
+        timeout: for which a rank waits for others; that of `group` if left out.
+
+    Raises:
+        TypeError: the model is not under `fully_shard`, or there is no compressor.
+        ValueError: a setting out of its range, or a pattern of a `Policy` that matches no parameter.
+        MismatchError: on all ranks of `group`, where settings or parameters differ.
+        UnsupportedError: a mesh of two dimensions, between whose replicas FSDP sums itself; a torch without
+            `set_all_reduce_hook`.
+        LostRankError: a rank does not come.
+
+    Source: the method `set_all_reduce_hook` of PyTorch's FSDP2.
+
+    Example::
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        ddp.fsdp_all_reduce_hook(model, mesh["replicate"], compression=Adaptive(pi=64))
+    """
+    group = group.get_group() if hasattr(group, "get_group") else group
+    modules = _sharded(model)
+    compression = Adaptive(pi=64) if compression is None else compression
+    routing = routing_of("ddp.fsdp_all_reduce_hook", compression, exchange, min_numel, _APART)
+    shapes = {name: of_module for name, module in modules.items() if (of_module := _shards(name, module))}
+    tensors = {
+        parameter: torch.empty(shape, dtype=p.dtype, device="meta")
+        for of_module in shapes.values()
+        for parameter, (shape, p) in of_module.items()
+    }
+    size = dist.get_world_size(group)
+    if size == 1:
+        check_patterns(routing.compressor, tensors)
+        keep_books(model, Books(compression))
+        return
+    talk, ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None)
+    of_modules = {name: {n: shape for n, (shape, _) in of_module.items()} for name, of_module in shapes.items()}
+    kept = {n: p for of_module in shapes.values() for n, (_, p) in of_module.items()}
+    like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
+    ledger = new_ledger(routing, talk, like, [tuple(names) for names in of_modules.values()], hosts)
+    del like
+    replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler)
+    for name, parts in of_modules.items():
+        modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
+    keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))
+    weakref.finalize(model, replicas.pipeline.close).atexit = False
+
+
+class _Replicas:
+    """Exchanges shards with the other replicas.
+
+    Args:
+        ledger: of all shards.
+        pipeline: that runs the exchanges.
+        group: of the replicas, for what goes uncompressed.
+        scaler: see `fsdp_all_reduce_hook`.
+    """
+
+    def __init__(self, ledger: Ledger[Any], pipeline: Pipeline, group: Any, scaler: Any) -> None:
+        self._ledger = ledger
+        self.pipeline = pipeline
+        self._group = group
+        self._scaler = scaler
+        self._came: set[str] = set()
+        """The modules of this step."""
+        self._sides = Sides()
+
+    def exchange(self, module: str, shapes: Shapes, reduced: torch.Tensor) -> None:
+        """Make the sums that FSDP has reduced means over the replicas, in place."""
+        if self.pipeline.failure is not None:
+            raise self.pipeline.failure
+        step = Step(counts=not self._came or module in self._came)
+        self._came = {module} if step.counts else self._came | {module}
+        side = self._sides.of(reduced.device)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[reduced.device] if reduced.is_cuda else None
+        )
+        job = Job(step, Given(0, reduced, _cut(module, shapes, reduced), True, side), future)
+        if self._scaler is not None and step.counts:
+            self._ledger.set_loss_scale(float(self._scaler.get_scale()))
+        dense = [name for name in shapes if not self._ledger.exchanges(name)]
+        if len(dense) < len(shapes):
+            job.staged = self._ledger.bucket_of(next(name for name in shapes if name not in dense))
+        if self._ledger.debts:
+            pay_debts(self._ledger.debts, job.given, dense)
+        job.dense = dense_parts(job.given, dense, self._ledger.routing.compressor_of) if dense else []
+        for part in job.dense:
+            part.start(self._group)
+        self.pipeline.submit(job, self._ledger)
+        future.wait()
+        if step.failure is not None:
+            raise step.failure
+
+
+def _sharded(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the modules under `fully_shard`, by their names.
+
+    Raises:
+        TypeError: there is none.
+        UnsupportedError: this torch has no hooks of theirs.
+    """
+    modules: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    }
+    if not modules:
+        raise TypeError(f"ddp.fsdp_all_reduce_hook of a {type(model).__name__}: give a model under fully_shard")
+    if not all(hasattr(module, "set_all_reduce_hook") for module in modules.values()):
+        raise UnsupportedError(
+            f"ddp.fsdp_all_reduce_hook with torch {torch.__version__}, whose FSDPModule has no set_all_reduce_hook: "
+            "install a newer torch"
+        )
+    return modules
+
+
+def _shards(prefix: str, module: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shard of each parameter of a module that no module inside shards itself: its shape as FSDP reduces it.
+
+    Raises:
+        UnsupportedError: FSDP sums between replicas itself, or there are more dimensions than one.
+    """
+    found = {}
+    for name, p in _own_parameters(prefix, module):
+        mesh: Any = p.device_mesh
+        if mesh.ndim != 1:
+            raise UnsupportedError(
+                f"ddp.fsdp_all_reduce_hook: {name!r} lies on a mesh of {mesh.ndim} dimensions {mesh.mesh_dim_names}. "
+                "With one for replicas FSDP sums between them, uncompressed, before a hook is called: shard over the "
+                'other one alone, fully_shard(model, mesh=mesh["shard"]). Tensor parallelism is not supported'
+            )
+        dim, shards = p.placements[0].dim, mesh.size()
+        shape = list(p.shape)
+        # FSDP fills the last shard up
+        shape[dim] = math.ceil(shape[dim] / shards)
+        found[name] = (tuple(shape), p)
+    return found
+
+
+def _own_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, p in module.named_parameters(prefix, recurse=False):
+        if p.requires_grad and hasattr(p, "device_mesh"):
+            yield name.replace("_orig_mod.", ""), p
+    for name, child in module.named_children():
+        if not any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
+            yield from _own_parameters(f"{prefix}.{name}" if prefix else name, child)
+
+
+def _cut(module: str, shapes: Mapping[str, tuple[int, ...]], reduced: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Cut what FSDP has reduced into shards, by the names of their parameters.
+
+    Raises:
+        GradientError: it has another size.
+    """
+    numels = [math.prod(shape) for shape in shapes.values()]
+    if sum(numels) != reduced.numel():
+        raise GradientError(
+            f"FSDP has reduced {reduced.numel()} elements of {module or 'the model'!r}, whose shards have "
+            f"{sum(numels)}: a parameter has no gradient in this step, was frozen since ddp.fsdp_all_reduce_hook was "
+            "called, or shares its group with another module. Use each parameter in each step, on all ranks"
+        )
+    starts = accumulate(numels, initial=0)
+    return {
+        name: reduced[start : start + numel].view(shape)
+        for (name, shape), numel, start in zip(shapes.items(), numels, starts, strict=False)
+    }

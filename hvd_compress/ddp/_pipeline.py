@@ -1,0 +1,242 @@
+"""Takes the buckets of a step through the stages of their exchanges, beside the backward pass.
+
+    hook ─▶ encode ─▶ first collective ─▶ sum, encode ─▶ second collective ─▶ decode
+            kernels   its own thread      kernels        its own thread       kernels
+
+Kernels run on one thread, and each collective of a stage on the thread and in the group of that stage. Every thread
+takes the buckets in the order in which hooks give them, which is that of DDP's buckets on all ranks: so the collectives
+of a group come in one order on all ranks, whatever takes how long where. Results are decoded when all buckets of the
+step have arrived: then ranks know, and all of them the same, whether every value is finite. DDP looks at the first of
+them no earlier, since it waits for its buckets at the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_compress.ddp._dense import DensePart
+from hvd_compress.ddp._given import Given, Staged
+from hvd_compress.ddp._lane import Lane
+from hvd_compress.ddp._ranks import GlooRanks
+from hvd_compress.engine import Ledger
+from hvd_compress.exchange import Bucket
+
+__all__ = ["Job", "Pipeline", "Step"]
+
+FutureTensor = torch.futures.Future[torch.Tensor]
+
+
+class Step:
+    """What the buckets of one backward pass share.
+
+    Args:
+        counts: whether it is a step of the training, and no part of one.
+    """
+
+    def __init__(self, counts: bool = True) -> None:
+        self.counts = counts
+        self.jobs: list[Job] = []
+        """Those that have arrived."""
+        self.count = 0
+        """How many there are; 0 as long as that is not known."""
+        self.failure: BaseException | None = None
+        """What has ended it: whoever waits for a future gets that."""
+        self.is_whole = False
+        """Whether its last bucket has come."""
+        self.has_ended = threading.Event()
+        """Set when all results are there, or will never be."""
+
+
+class Job:
+    """One bucket of a step.
+
+    Args:
+        step: that it belongs to.
+        given: its gradients.
+        future: that DDP waits for.
+    """
+
+    def __init__(self, step: Step, given: Given, future: FutureTensor) -> None:
+        self.step, self.given, self.future = step, given, future
+        self.staged: Staged | None = None
+        """The exchange of what is compressed and of what travels beside it; None if nothing is. Small buckets share
+        one, and the last of them takes it through."""
+        self.dense: list[DensePart] = []
+        self.finds_unused = False
+        """Whether a gradient that is zero on all ranks is left out: it may be none."""
+        self.unused: list[str] = []
+        """Those that are left out."""
+        self.before: Callable[[], None] | None = None
+        """What is to be done first."""
+        self.is_finite = True
+
+    @property
+    def bucket(self) -> Bucket:
+        """The stages of its exchange."""
+        if self.staged is None:
+            raise RuntimeError("nothing of this bucket of DDP is exchanged")
+        return self.staged.bucket
+
+
+class Pipeline:
+    """Runs the jobs of one model.
+
+    Args:
+        talk: the ranks, for what they ask each other before a bucket is encoded.
+        ranks: of each stage, with a group and a lane of its own.
+    """
+
+    def __init__(self, talk: GlooRanks, ranks: Sequence[GlooRanks]) -> None:
+        self._talk = talk
+        self._ranks = list(ranks)
+        self._scale = 1.0 / talk.size
+        self._kernels = Lane(f"hvd_compress.{talk.name}.kernels")
+        self.failure: BaseException | None = None
+        """What has ended it."""
+
+    def submit(self, job: Job, ledger: Ledger[Staged]) -> None:
+        """Begin a job; never waits. The last one of its step to arrive ends all of them.
+
+        All jobs of a step ask for what is unused, or none does.
+        """
+        lane, call = (self._talk.lane, self._ask) if job.finds_unused else (self._kernels, self._begin)
+        lane.submit(self._guarded, call, job, ledger)
+
+    def close(self) -> None:
+        """Leave the groups, and let the threads end."""
+        for ranks in (self._talk, *self._ranks):
+            ranks.close()
+        self._kernels.close()
+
+    def _guarded(self, call: Callable[..., None], job: Job, ledger: Ledger[Staged], *arguments: Any) -> None:
+        """Run a part of a job, after which another one follows; a failure ends the job, and all others of its step."""
+        step = job.step
+        if step.failure is None:
+            try:
+                call(job, ledger, *arguments)
+                return
+            except BaseException as error:
+                self._fail(step, error)
+        self._kernels.submit(self._end, job, ledger)
+
+    # -- on the thread of `talk` -------------------------------------------------------------------------------------
+
+    def _ask(self, job: Job, ledger: Ledger[Staged]) -> None:
+        """Find the compressed tensors whose gradients are zero on all ranks, the same on all of them.
+
+        DDP gives zeros where no rank has used a parameter, and leaves its `.grad` alone afterwards: what is owed must
+        not be paid there.
+        """
+        if job.staged is not None:
+            names = [name for name in job.given.gradients if name in job.bucket.accounts]
+            with job.given.beside():
+                mine = [bool(job.given.gradients[name].any()) for name in names]
+            label = f"{job.staged.bucket.name}, which of it is used"
+            used = self._talk.move("allreduce", label, np.array(mine, np.int32))
+            job.unused = [name for name, count in zip(names, used.tolist(), strict=True) if not count]
+        self._kernels.submit(self._guarded, self._begin, job, ledger)
+
+    # -- on the threads of the stages --------------------------------------------------------------------------------
+
+    def _carry(self, job: Job, ledger: Ledger[Staged], number: int) -> None:
+        """Run the collective of a stage."""
+        bucket, ranks = job.bucket, self._ranks[number]
+        bucket.wait()
+        collective, parcel = bucket.collectives[number], bucket.parcel()
+        begin = time.perf_counter()
+        received = ranks.move(
+            collective, bucket.name, parcel.buffer, parcel.sizes, bucket.root or 0, bucket.expected(collective)
+        )
+        bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - begin
+        self._kernels.submit(self._guarded, self._proceed, job, ledger, number, received)
+
+    # -- on the thread of the kernels --------------------------------------------------------------------------------
+
+    def _begin(self, job: Job, ledger: Ledger[Staged]) -> None:
+        if job.before is not None:
+            job.before()
+        if job.staged is not None and job.staged.give(job.given, job.unused):
+            self._ranks[0].lane.submit(self._guarded, self._carry, job, ledger, 0)
+        else:
+            self._end(job, ledger)
+
+    def _proceed(self, job: Job, ledger: Ledger[Staged], number: int, received: Any) -> None:
+        """Take what a collective has brought."""
+        bucket = job.bucket
+        if number + 1 == len(bucket.collectives):
+            job.is_finite = bucket.arrive(received)
+            self._end(job, ledger)
+            return
+        bucket.proceed(bucket.collectives[number], received)
+        self._ranks[number + 1].lane.submit(self._guarded, self._carry, job, ledger, number + 1)
+
+    def _end(self, job: Job, ledger: Ledger[Staged]) -> None:
+        """Count a job that has arrived, or failed; with the last one, end the step."""
+        step = job.step
+        step.jobs.append(job)
+        if job.given.is_last:
+            step.count = job.given.number + 1
+        if len(step.jobs) != step.count:
+            return
+        step.jobs.sort(key=lambda each: each.given.number)
+        if step.failure is None:
+            try:
+                self._combine(step, ledger)
+            except BaseException as error:
+                self._fail(step, error)
+        if step.failure is not None:
+            ledger.abandon()
+        self._complete(step)
+
+    def _combine(self, step: Step, ledger: Ledger[Staged]) -> None:
+        """Decide the whole step, now that all is here: one value that is not finite takes all residuals back."""
+        keep = all(job.is_finite for job in step.jobs)
+        for job in step.jobs:
+            with job.given.beside():
+                means = [part.wait() for part in job.dense]
+                if ledger.owes:
+                    keep = keep and all(map(_is_finite, means))
+        for staged in {id(job.staged): job.staged for job in step.jobs}.values():
+            if staged is not None:
+                staged.combine(keep, self._scale)
+        for job in step.jobs:
+            with job.given.beside():
+                for part in job.dense:
+                    part.combine()
+        if step.counts:
+            ledger.count_step()
+        for job in step.jobs:
+            for part in job.dense:
+                for name in part.names:
+                    gradient = job.given.gradients[name]
+                    nbytes = gradient.numel() * gradient.element_size()
+                    ledger.count_dense(name, gradient.numel() * part.itemsize, nbytes)
+                    if keep:
+                        # it has travelled with the gradient
+                        ledger.debts.pop(name, None)
+
+    def _complete(self, step: Step) -> None:
+        jobs, step.jobs = step.jobs, []
+        # before the futures: whoever waits for the last one may begin the next step at once
+        step.has_ended.set()
+        for job in jobs:
+            # on the stream on which the result is made: whoever waits for the future waits for that
+            with job.given.beside():
+                job.future.set_result(job.given.buffer)
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        """End the training: ranks that wait for this one get an error, too."""
+        step.failure = step.failure or error
+        self.failure = self.failure or error
+        for ranks in (self._talk, *self._ranks):
+            ranks.leave()
+
+
+def _is_finite(mean: torch.Tensor) -> bool:
+    return bool(torch.isfinite(mean.coalesce().values() if mean.is_sparse else mean).all())

@@ -1,0 +1,138 @@
+"""FSDP2 with two replicas of two shards: dense inside, compressed between."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from hvd_compress import FP16, QSGD, Adaptive, NoCompression, OneBit, Policy, TopK, ddp
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
+from hvd_compress.feedback import redistribute
+from hvd_compress.loopback import Loopback
+from tests.parallel.cases import Cases
+from tests.parallel.workers.ddp import check_equal
+from tests.parallel.workers.neutral import raises
+
+FRAMEWORK = "distributed"
+cases = Cases()
+MIN_NUMEL = 500
+
+
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(over: Any = None, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    # no size can be divided by the number of shards
+    model = nn.Sequential(nn.Linear(61, 81), nn.ReLU(), nn.Linear(81, 51), nn.ReLU(), nn.Linear(51, 10))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=over or mesh()["shard"], **settings)
+    return fully_shard(model, mesh=over or mesh()["shard"], **settings)
+
+
+def trained(model: Any, steps: int, first: int = 0) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x, y = torch.randn(8, 61, generator=generator), torch.randint(0, 10, (8,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+@cases.each({"onebit": OneBit(), "adaptive": Adaptive(pi=16), "topk": TopK(0.02), "qsgd": QSGD(bits=4), "fp16": FP16()})
+def replicas_stay_identical(compression: Any) -> None:
+    model = sharded()
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], compression, min_numel=MIN_NUMEL)
+    before = [p.full_tensor().detach() for p in model.parameters()]
+    after = trained(model, 50)
+    check_equal(after)
+    assert not torch.equal(before[0], after[0])
+    total = ddp.stats(model)["total"]
+    assert total["steps"] == 50
+    assert total["dense_bytes"] > 1.9 * total["bytes_sent"]
+
+
+@cases.add
+def uncompressed_it_is_what_fsdp_does() -> None:
+    model, native = sharded(), sharded(mesh())
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"].get_group(), NoCompression())
+    for one, other in zip(trained(model, 3), trained(native, 3), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@cases.add
+def the_shards_are_exchanged_as_in_the_loopback() -> None:
+    model, native = sharded(), sharded(mesh()["shard"])
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), exchange="two_phase", min_numel=MIN_NUMEL)
+    loopback = Loopback(2, OneBit(), "two_phase")
+    group = mesh()["replicate"].get_group()
+    for step in range(3):
+        for one in (model, native):
+            one.zero_grad()
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            one(torch.randn(8, 61, generator=generator)).square().sum().backward()
+        # what FSDP has summed in this replica, filled up as it is
+        name, shape = "0.weight", (41, 61)
+        local = dict(native.named_parameters())[name].grad.to_local()
+        full = torch.zeros(shape)
+        full[: len(local)] = local
+        both = [torch.empty(shape) for _ in range(2)]
+        dist.all_gather(both, full, group=group)
+        expected = loopback.allreduce([half.numpy() for half in both], name=name)[0]
+        found = dict(model.named_parameters())[name].grad.to_local()
+        np.testing.assert_array_equal(found.numpy(), expected[: len(local)])
+
+
+@cases.add
+def half_precision_and_rules() -> None:
+    model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
+    policy = Policy({"0.*": OneBit(), "2.weight": TopK(0.1)})
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], policy, min_numel=MIN_NUMEL)
+    check_equal(trained(model, 5))
+    exchanges = {name: tensor["exchange"] for name, tensor in ddp.stats(model)["tensors"].items()}
+    assert exchanges["4.weight"] == "dense"
+    assert exchanges["0.weight"] in ("allgather", "two_phase")
+
+
+@cases.add
+def a_state_goes_on() -> None:
+    replicas = mesh()["replicate"].get_group()
+    model = sharded()
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    trained(model, 3)
+    state = ddp.state_dict(model)
+    again = sharded()
+    ddp.fsdp_all_reduce_hook(again, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    again.load_state_dict(model.state_dict())
+    ddp.load_state_dict(again, state)
+    for one, other in zip(trained(model, 2, 3), trained(again, 2, 3), strict=True):
+        assert torch.equal(one, other)
+    states: list[Any] = [None, None]
+    dist.all_gather_object(states, state, group=replicas)
+    assert redistribute(states, 1)[0]["residuals"]["0.weight"]["shape"] == [41, 61]
+    raises(StateError, lambda: ddp.load_state_dict(again, {**state, "size": 3}), "3 ranks")
+
+
+@cases.add
+def what_cannot_be_is_refused() -> None:
+    hook = functools.partial(ddp.fsdp_all_reduce_hook, compression=OneBit())
+    raises(UnsupportedError, lambda: hook(sharded(mesh()), mesh()["replicate"]), 'mesh=mesh["shard"]')
+    raises(TypeError, lambda: hook(nn.Linear(3, 3), mesh()["replicate"]), "fully_shard")
+    number = 500 + dist.get_rank()
+    raises(MismatchError, lambda: hook(sharded(), mesh()["replicate"], min_numel=number), "min_numel")
+    model = sharded()
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    # frozen since
+    model[2].bias.requires_grad_(False)
+    raises(GradientError, lambda: trained(model, 1), "has no gradient in this step")
