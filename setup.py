@@ -1,7 +1,7 @@
 """The parts of the package's metadata that follow from where its source is kept; the others are in pyproject.toml.
 
-Links and pictures of the README lead to files beside it, which an index page does not have. Where pyproject.toml names a
-home, they lead there; else the page says which file is meant.
+Links and pictures of the README lead to files beside it, which an index page does not have. Where pyproject.toml names
+a home, they lead there; else the page says which file is meant.
 """
 
 from __future__ import annotations

@@ -408,7 +408,11 @@ def _figures(result: dict[str, Any], models: list[str]) -> str:
     for panel in panels.flat:
         thin(panel)
     for column, legend in ((1, 0.5), (2, 0.83)):
-        handles = {label: handle for row in panels for handle, label in zip(*row[column].get_legend_handles_labels())}
+        handles = {
+            label: handle
+            for row in panels
+            for handle, label in zip(*row[column].get_legend_handles_labels(), strict=True)
+        }
         figure.legend(
             handles.values(),
             handles,

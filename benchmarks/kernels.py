@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 

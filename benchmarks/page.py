@@ -62,8 +62,8 @@ def _answer(verdicts: list[Verdict]) -> list[str]:
     kinds = {kind: [v for v in verdicts if str(v) == kind] for kind in ("pays", "no clear difference", "does not pay")}
     pays, unclear, loses = (len(mine) for mine in kinds.values())
     lines = [
-        f"**Compression pays in {pays} of {len(verdicts)} cases.** It does not in {loses}, and makes no clear difference "
-        f"in {unclear}. A case is a network on a link, or one matrix."
+        f"**Compression pays in {pays} of {len(verdicts)} cases.** It does not in {loses}, and makes no clear "
+        f"difference in {unclear}. A case is a network on a link, or one matrix."
     ]
     if kinds["pays"]:
         lines.append(f"**It pays on slow links.** Most: {_said(kinds['pays'][0])}.")
@@ -103,8 +103,8 @@ def _how() -> list[str]:
         "encoding costs.",
         "",
         "Each figure is a ratio of candidates that took turns in the same processes: the median of the rounds, in "
-        f"brackets the quartiles, or the extremes of fewer than {FEW} rounds. `make bench` makes this page from the JSON "
-        "files beside it.",
+        f"brackets the quartiles, or the extremes of fewer than {FEW} rounds. `make bench` makes this page from the "
+        "JSON files beside it.",
     ]
 
 

@@ -14,11 +14,12 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS)]
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from docutils import nodes
-from links import page_text, source_of
-from sphinx.util.docutils import SphinxDirective
+# after the paths and settings above
+from docutils import nodes  # noqa: E402
+from links import page_text, source_of  # noqa: E402
+from sphinx.util.docutils import SphinxDirective  # noqa: E402
 
-from hvd_compress import __version__
+from hvd_compress import __version__  # noqa: E402
 
 if find_spec("tensorflow") is None:
     raise SystemExit("make docs needs TensorFlow, which has no wheel for this Python; take Python 3.11 to 3.13")
@@ -83,5 +84,6 @@ class Help(SphinxDirective):
 
 
 def setup(app: Any) -> None:
+    """Tell Sphinx of what is above."""
     app.connect("source-read", _read)
     app.add_directive("cli-help", Help)

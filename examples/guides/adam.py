@@ -19,7 +19,7 @@ def loss_after(compression: Any, steps: int = 60) -> float:
     opt: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
     opt = hvd.DistributedOptimizer(opt, model.named_parameters(), compression=compression)
     torch.manual_seed(1 + hvd.rank())
-    last = []
+    last: list[float] = []
     for _ in range(steps):
         opt.zero_grad()
         x = torch.randn(32, 64)

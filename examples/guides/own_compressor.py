@@ -55,7 +55,8 @@ class SignMean(hvd_compress.Compressor):
     def decode_body(self, header: Header, body: Sections, out: Array, scale: np.float32, add: bool) -> bool:
         """Write `scale` times what the body stands for to `out`, or add it; False if that is not finite."""
         (mean,) = body.take(1, np.float32)
-        bits = np.unpackbits(body.take((out.size + 7) // 8, np.uint8), count=out.size)
+        packed = np.asarray(body.take((out.size + 7) // 8, np.uint8), np.uint8)
+        bits = np.unpackbits(packed, count=out.size)
         values = np.where(bits, np.float32(mean) * scale, -np.float32(mean) * scale)
         out[:] = out + values if add else values
         return bool(np.isfinite(out).all())

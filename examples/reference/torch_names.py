@@ -108,7 +108,7 @@ def parts_for_each_rank() -> None:
 
 
 def sparse_tensors() -> None:
-    x = torch.sparse_coo_tensor([[hvd.rank()]], [1.0], (8,))
+    x = torch.sparse_coo_tensor(torch.tensor([[hvd.rank()]]), torch.ones(1), (8,))
     wait = hvd.sparse_allreduce_async(x, name="embedding", op=hvd.Sum)
     print(wait().to_dense())
 
@@ -152,6 +152,8 @@ def neighbours() -> None:
 
 
 def nodes() -> None:
+    # hvd.init(process_sets=hvd.daso_process_sets()) is the other way to make its process sets
+    print(len(hvd.daso_process_sets(ranks_per_node=1, size=hvd.size())), "process sets")
     net = model()
     opt: Any = torch.optim.SGD(net.parameters(), lr=0.05)
     opt = hvd.DASO(opt, net.named_parameters(), global_skips=2, ranks_per_node=1)

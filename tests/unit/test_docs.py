@@ -68,7 +68,7 @@ def test_every_name_of_the_core_has_a_page_and_an_example() -> None:
 
 
 def test_every_part_of_a_program_is_shown() -> None:
-    for page, program in {pair for pair in PAGES.values()}:
+    for page, program in set(PAGES.values()):
         tree = ast.parse((EXAMPLES / "reference" / program).read_text())
         parts = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         shown = set(re.findall(r":pyobject: (\w+)", (DOCS / "reference" / page).read_text()))
@@ -86,7 +86,7 @@ def included() -> dict[Path, list[Path]]:
 
 def test_every_guide_shows_a_program_and_every_program_is_shown() -> None:
     shown = included()
-    pages = [page for page in (*(DOCS / "guides").glob("*.md"), *(DOCS / "start").glob("*.md"))]
+    pages = [*(DOCS / "guides").glob("*.md"), *(DOCS / "start").glob("*.md")]
     without = {page.name for page in pages if not shown[page]} - {"index.md", "install.md"}
     assert not without, "these guides show no program"
     files = {file for of_page in shown.values() for file in of_page}
