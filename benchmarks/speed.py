@@ -29,7 +29,8 @@ def section(result: dict[str, Any]) -> str:
     said = (
         f"One training step of 784-{WIDTH}-{WIDTH}-{WIDTH}-10 ({parameters:.1f} million parameters) on 2 hosts with "
         "one rank each, real Horovod over Open MPI and TCP, on virtual links of one machine with "
-        f"{result['machine']['cores']} cores. Medians of {least} rounds or more in which all took turns; bands are the quartiles. Above the band of "
+        f"{result['machine']['cores']} cores. Medians of {least} rounds or more in which all took turns; bands are the "
+        "quartiles. Above the band of "
         "another line a difference is more than chance."
     )
     return f"{said}\n\n{_plot(cells)}"

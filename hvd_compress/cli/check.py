@@ -276,7 +276,7 @@ def _with_ranks(opened: OpenRanks) -> Iterator[Finding]:
 
 
 def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at Open MPI over TCP, where a request waits behind what is sent: see README, "Slow links"."""
+    """Look at Open MPI over TCP, where a request waits behind what is sent: see docs/guides/slow-links.md."""
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return
     given = environment.get(_TCP_FLAGS, _USUAL_TCP_FLAGS)

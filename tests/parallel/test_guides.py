@@ -53,6 +53,14 @@ APART = [
 ]
 
 
+# guides whose first program stands in the page, and not in a file
+WRITTEN_OUT = [
+    page.name
+    for page in sorted((ROOT / "docs" / "guides").glob("*.md"))
+    if "{literalinclude}" not in page.read_text() and "```python\nimport " in page.read_text()
+]
+
+
 def run(program: str, *launch: str, path: str = "", limit_seconds: float = 120.0) -> str:
     """Run a program of the examples to its end; returns what it prints."""
     file, *arguments = program.split()
@@ -84,6 +92,15 @@ def test_a_program_without_a_launcher(program: str) -> None:
 @pytest.mark.parametrize("program", [*CHEAP, *map(thorough, OTHERS)])
 def test_a_program_on_two_ranks(program: str) -> None:
     assert run(program, *LAUNCHERS["gloo"](2))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("page", WRITTEN_OUT)
+def test_a_program_in_a_page(tmp_path: Path, page: str) -> None:
+    text = (ROOT / "docs" / "guides" / page).read_text()
+    program = tmp_path / "train.py"
+    program.write_text("import " + text.partition("```python\nimport ")[2].partition("```")[0])
+    run(str(program), *LAUNCHERS["gloo"](2))
 
 
 def test_a_training_goes_on_with_its_ranks_and_with_others(tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def included() -> dict[Path, list[Path]]:
 def test_every_guide_shows_a_program_and_every_program_is_shown() -> None:
     shown = included()
     pages = [*(DOCS / "guides").glob("*.md"), *(DOCS / "start").glob("*.md")]
+    # a program may also stand in the page: test_guides.py runs it
+    pages = [page for page in pages if "```python\nimport " not in page.read_text()]
     without = {page.name for page in pages if not shown[page]} - {"index.md", "install.md"}
     assert not without, "these guides show no program"
     files = {file for of_page in shown.values() for file in of_page}
