@@ -40,7 +40,7 @@ def _plot(cells: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
     from drawing import label_ends, line, thin
 
-    figure, panel = plt.subplots(figsize=(8, 4.4))
+    figure, panel = plt.subplots(figsize=(6.8, 4.3))
     x = list(range(len(cells)))
     for name, label in NAMES.items():
         spreads = [Spread.of(cell["rows"][name]["seconds"]) for cell in cells.values()]
@@ -52,7 +52,7 @@ def _plot(cells: dict[str, Any]) -> str:
     panel.set_xticks(x, [RATES[rate] for rate in cells])
     panel.set_title("One training step, by the speed of the link between 2 hosts", loc="left", fontsize=11)
     thin(panel)
-    figure.subplots_adjust(left=0.08, right=0.78, top=0.92, bottom=0.13)
+    figure.subplots_adjust(left=0.08, right=0.75, top=0.92, bottom=0.13)
     label_ends(panel)
     return picture(figure, "steps")
 

@@ -17,6 +17,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # after the paths and settings above
 from docutils import nodes  # noqa: E402
 from links import page_text, source_of  # noqa: E402
+from messages import messages  # noqa: E402
 from sphinx.util.docutils import SphinxDirective  # noqa: E402
 
 from hvd_compress import __version__  # noqa: E402
@@ -83,7 +84,21 @@ class Help(SphinxDirective):
         return [nodes.literal_block(text, text, language="text")]
 
 
+class Messages(SphinxDirective):
+    """List all messages of the package."""
+
+    def run(self) -> list[nodes.Node]:
+        parts: list[nodes.Node] = []
+        for kind, texts in messages().items():
+            section = nodes.section(ids=[kind.lower()], names=[kind])
+            section += nodes.title(kind, kind)
+            section += nodes.bullet_list("", *(nodes.list_item("", nodes.paragraph(t, t)) for t in texts))
+            parts.append(section)
+        return parts
+
+
 def setup(app: Any) -> None:
     """Tell Sphinx of what is above."""
     app.connect("source-read", _read)
     app.add_directive("cli-help", Help)
+    app.add_directive("all-messages", Messages)

@@ -8,8 +8,8 @@ import inspect
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -97,21 +97,29 @@ def test_every_guide_shows_a_program_and_every_program_is_shown() -> None:
     assert programs <= files, "no page shows these programs"
 
 
-def strings(tree: ast.AST) -> Iterator[str]:
-    """All strings of a program; what an f-string fills in is `{…}`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
-        elif isinstance(node, ast.JoinedStr):
-            yield "".join(v.value if isinstance(v, ast.Constant) else "{…}" for v in node.values)
+def of_the_site(name: str) -> ModuleType:
+    """A module of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"{name}_of_the_site", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_every_message_of_the_troubleshooting_page_is_one_of_ours() -> None:
     text = (DOCS / "troubleshooting.md").read_text()
     messages = re.findall(r":class: message\n\n?(.*?)\n```", text, re.S)
     assert len(messages) > 30
-    known = "\n".join(s for file in (ROOT / "hvd_compress").rglob("*.py") for s in strings(ast.parse(file.read_text())))
+    known = "\n".join(of_the_site("messages").strings())
     assert not [message for message in messages if " ".join(message.split()) not in known]
+
+
+def test_all_messages_are_collected() -> None:
+    found = of_the_site("messages").messages()
+    assert {"GradientError", "MismatchError", "StateError", "UnsupportedError", "WireError"} <= found.keys()
+    assert sum(map(len, found.values())) > 300
+    assert any(text.startswith("min_numel={…}: must be a number of elements") for text in found["ValueError"])
 
 
 def test_every_kind_of_error_is_on_the_troubleshooting_page() -> None:
@@ -185,11 +193,7 @@ def test_files_for_slurm_and_kubernetes_are_well_formed() -> None:
 
 
 def test_links_to_files_become_links_of_the_site() -> None:
-    spec = importlib.util.spec_from_file_location("links_of_the_site", DOCS / "links.py")
-    assert spec is not None
-    assert spec.loader is not None
-    links = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(links)
+    links = of_the_site("links")
     page = links.page_text("guides/x", "[A](../../ARCHITECTURE.md#rooms) [c](../conf.py) ![p](../a.png)\n")
     assert page == "[A](../how/architecture.md#rooms) c (`docs/conf.py`) ![p](../a.png)\n"
     assert "](../decisions/README.md)" in links.page_text("how/architecture", "")
