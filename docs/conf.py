@@ -48,6 +48,8 @@ napoleon_use_ivar = True
 add_module_names = False
 python_display_short_literal_types = True
 
+smartquotes = False  # "--gpu" stays what one types
+
 nitpicky = True
 # other projects' names are no pages of this site
 nitpick_ignore_regex = [("py:.*", r"(?!hvd_compress).*")]

@@ -10,9 +10,9 @@ from hvd_compress import OneBit
 
 hvd.init()
 torch.manual_seed(hvd.rank())
-model = torch.nn.Sequential(torch.nn.Linear(784, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10))
+model = torch.nn.Sequential(torch.nn.Linear(784, 1024), torch.nn.Linear(1024, 10))
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters(), compression=OneBit())
+opt = hvd.DistributedOptimizer(opt, model.named_parameters(), compression=OneBit())
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(opt, root_rank=0)
 
