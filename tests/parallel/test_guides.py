@@ -27,6 +27,7 @@ OTHERS = [
     "guides/adagrad.py",
     "guides/adam.py",
     "guides/auto.py",
+    "guides/compiled.py",
     "guides/counters.py",
     "guides/daso.py",
     "guides/eventgrad.py",
