@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage lint format bench reproduce clean
+.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage lint format bench reproduce test-engines docs docs-links clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -67,6 +67,15 @@ bench: setup         ## what compression is worth, into benchmarks/results/ (a q
 
 reproduce: setup     ## the papers' experiments, into docs/reproductions.md (about two hours; root for slow links; ARGS=--full: days)
 	@$(WITH_VENV) $(PYTHON_VENV) -m benchmarks.reproduce $(ARGS)
+
+test-engines: setup  ## ranks on Ray and Spark, in .venv-engines: what .venv has, and ray, pyspark, pyarrow (a Java for Spark)
+	@bash ci/test_engines.sh
+
+docs: setup          ## the site, into build/docs (its packages come on the first call; a warning is an error)
+	@bash ci/docs.sh html
+
+docs-links: setup    ## whether the site's links to other sites lead somewhere (needs a network)
+	@bash ci/docs.sh linkcheck
 
 clean:               ## remove build and cache folders; .venv* and the Horovod wheels in the user's cache stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \

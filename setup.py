@@ -1,7 +1,7 @@
 """The parts of the package's metadata that follow from where its source is kept; the others are in pyproject.toml.
 
-Links of the README lead to files beside it, which an index page does not have. Where pyproject.toml names a home, they
-lead there; else the page says which file is meant.
+Links and pictures of the README lead to files beside it, which an index page does not have. Where pyproject.toml names
+a home, they lead there; else the page says which file is meant.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def index_page(readme: str, home: str) -> str:
     """The README without links that lead nowhere."""
 
     def absolute(link: re.Match[str]) -> str:
-        text, place = link.groups()
+        mark, text, place = link.groups()
         if re.match(r"[a-z]+:|#", place):
             return link.group()
         if home:
-            return f"[{text}]({home}/blob/main/{place})"
+            return f"{mark}[{text}]({home}/{'raw' if mark else 'blob'}/main/{place})"
         file = place.partition("#")[0]
         return f"`{file}`" if text == file else f"{text} (`{file}`)"
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", absolute, readme)
+    return re.sub(r"(!?)\[([^\]]+)\]\(([^)\s]+)\)", absolute, readme)
 
 
 if __name__ == "__main__":

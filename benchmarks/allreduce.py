@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from candidates import COMPRESSORS, compression_of, style
+from candidates import COMPRESSORS, compression_of
 from measure import DENSE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict
 from places import Progress, parsed, parser_of, place, rates_to_be_had, start
 
@@ -231,37 +231,38 @@ def _crossings(crossings: list[dict[str, Any]]) -> tuple[list[str], list[list[ob
     ]
 
 
+DRAWN = (FP16, "one-bit", "adaptive(64)", "top-k 1 %", "QSGD 4 bits, coded")  # the table has the others
+
+
 def _plot(result: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
+    from drawing import label_ends, line, thin
 
     runs = result["runs"]
     columns = min(len(runs), 3)
     lines = -(-len(runs) // columns)
-    figure, panels = plt.subplots(lines, columns, figsize=(5 * columns, 4 * lines), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.4 * lines), squeeze=False, sharey=True)
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.93, bottom=0.09, wspace=0.5, hspace=0.45)
     for panel, run in zip(panels.flat, runs, strict=False):
         sizes = [cell["size"] for cell in run["cells"]]
-        for name in run["cells"][0]["rows"]:
-            if name == FP32:
-                continue
-            spreads = [speedups(cell["rows"], name, FP32) for cell in run["cells"]]
-            (line,) = panel.plot(sizes, [s.median for s in spreads], marker=".", **style(name))
-            panel.fill_between(
-                sizes, [s.low for s in spreads], [s.high for s in spreads], color=line.get_color(), alpha=0.04
-            )
-        panel.axhline(1, color="black", linewidth=0.8)
+        for name in DRAWN:
+            line(panel, sizes, [speedups(cell["rows"], name, FP32) for cell in run["cells"]], name)
+        panel.axhline(1, color="black", linewidth=1)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
+        panel.minorticks_off()
         panel.set_xticks(sizes, sizes)
-        panel.set(
-            title=f"{run['hosts']} hosts, {run['rate']}",
-            xlabel="height and width",
-            ylabel="times as fast as Horovod fp32",
-        )
-        panel.grid(alpha=0.3)
+        panel.set_title(f"{run['hosts']} hosts, {run['rate']}", loc="left", fontsize=10)
+        panel.set(xlabel="height and width of the matrix")
+        panel.yaxis.set_tick_params(labelleft=True)
+        thin(panel)
+    for row in panels:
+        row[0].set_ylabel("times as fast as Horovod fp32")
     for panel in panels.flat[len(runs) :]:
         panel.set_axis_off()
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=4 if columns > 1 else 2, loc="outside lower center", fontsize=8)
+    for panel in panels.flat[: len(runs)]:
+        label_ends(panel, 7.5, height=0.075)
     return picture(figure, "allreduce")
 
 

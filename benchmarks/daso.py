@@ -382,9 +382,11 @@ def _trends(rows: list[dict[str, Any]], nodes: list[int]) -> list[str]:
 
 def _figure(result: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
+    from drawing import label_ends, thin
 
     rows = result["grid"]
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.2))
+    figure, panels = plt.subplots(1, 3, figsize=(16, 4.2))
+    figure.subplots_adjust(left=0.05, right=0.9, top=0.92, bottom=0.13, wspace=0.6)
     for row_nodes in sorted({row["nodes"] for row in rows}):
         for kind, style in (("S = 0", "o-"), ("S = B", "s--")):
             pairs = sorted(
@@ -403,10 +405,12 @@ def _figure(result: dict[str, Any]) -> str:
             panels[2].plot(run["seconds"], run["accuracies"], ".-", label=name)
         panels[2].set(xlabel="seconds", ylabel="test accuracy, percent", title=f"whole schedule, {case['rate']}")
         panels[2].set_ylim(bottom=85)
+    for panel in panels[:2]:
+        panel.set_xticks([1, 2, 4, 8, 16, 32], [1, 2, 4, 8, 16, 32])
+        panel.minorticks_off()
     for panel in panels:
-        panel.grid(alpha=0.3)
-        if panel.lines:
-            panel.legend(fontsize=7)
+        thin(panel)
+        label_ends(panel)
     return picture(figure, "daso")
 
 

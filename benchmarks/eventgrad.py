@@ -364,17 +364,23 @@ _MARKERS = {
 }  # fmt: skip
 
 
+_SHOWN = 88  # percent of accuracy, from which on the trade-off is drawn
+
+
 def _figures(result: dict[str, Any], models: list[str]) -> str:
     import matplotlib.pyplot as plt
+    from drawing import label_ends, thin
 
     figure, panels = plt.subplots(len(models), 3, figsize=(15, 4.2 * len(models)), squeeze=False)
+    figure.subplots_adjust(left=0.05, right=0.98, top=0.95, bottom=0.17, wspace=0.42, hspace=0.32)
     for (norms, sweep, trade), model in zip(panels, models, strict=True):
         rows = [row for row in result["learning"] if row["model"] == model]
         traced = next(row for row in rows if "norms" in row and row["label"] == ADAPTIVE)
-        for name, values in traced["norms"].items():
+        weights = {name: values for name, values in traced["norms"].items() if name.endswith("weight")}
+        for name, values in weights.items():
             norms.plot([traced["every"] * i for i in range(len(values))], values, label=name)
-        norms.set(xlabel="step", ylabel="Euclidean norm on one rank", title=f"{model}: norms (figure 7)")
-        norms.legend(fontsize=6)
+        norms.set(xlabel="step", ylabel="Euclidean norm on one rank", title=f"{model}: norms of weights (figure 7)")
+        label_ends(norms)
         for label, line in ((CONSTANT, "o-"), (CONSTANT_EARLIER, "o--")):
             constants = [(key[1], group) for key, group in _grouped(rows).items() if key[0] == label]
             if not constants:
@@ -386,20 +392,35 @@ def _figures(result: dict[str, Any], models: list[str]) -> str:
                 sweep.plot(deltas, means, line, color=colour, label=what + label.removeprefix(CONSTANT))
         number = {"CNN-1": 8, "CNN-2": 9}[model]
         sweep.set(xlabel="constant threshold", ylabel="percent", title=f"{model}: thresholds (figure {number})")
-        if sweep.lines:
-            sweep.legend(fontsize=7)
+        sweep.set_ylim(0, 101)
+        swept = sorted({key[1] for key in _grouped(rows) if key[0] == CONSTANT})
+        sweep.set_xticks(swept, [f"{delta:g}" for delta in swept], rotation=25)
+        sweep.minorticks_off()
         for label, marker in _MARKERS.items():
             mine = [row for row in rows if row["label"] == label]
             if mine:
                 trade.plot([r["messages_percent"] for r in mine], [r["accuracy"] for r in mine], marker, label=label)
         accuracy, messages = PAPER[model]
         trade.plot([messages], [accuracy], "kx", markersize=9, label="adaptive threshold, the paper's")
-        trade.set(
-            xlabel="messages, percent", ylabel="accuracy, percent", title=f"{model}: trade-off (figure {number + 2})"
-        )
-        trade.legend(fontsize=6)
+        below = sum(row["accuracy"] < _SHOWN for row in rows)
+        trade.set(xlabel="messages, percent", ylabel="accuracy, percent", ylim=(_SHOWN, 100))
+        trade.set_title(f"{model}: trade-off (figure {number + 2}), {below} below {_SHOWN} %")
     for panel in panels.flat:
-        panel.grid(alpha=0.3)
+        thin(panel)
+    for column, legend in ((1, 0.5), (2, 0.83)):
+        handles = {
+            label: handle
+            for row in panels
+            for handle, label in zip(*row[column].get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(),
+            handles,
+            loc="upper center",
+            bbox_to_anchor=(legend, 0.075),
+            fontsize=8,
+            ncols=1 + (column == 2),
+        )
     return picture(figure, "eventgrad")
 
 

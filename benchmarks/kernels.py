@@ -38,6 +38,7 @@ import baselines
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from measure import Spread
 
 import hvd_compress
 from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK
@@ -270,39 +271,39 @@ def machine() -> dict[str, object]:
     }
 
 
+DRAWN = ("one-bit", "threshold", "adaptive(64)", "top-k 1 %", "qsgd 4 bits")  # the table has the others
+
+
 def plot(rows: list[dict], path: Path) -> None:
     """Draw GB/s over the number of elements, a panel for each call and number of threads."""
+    from drawing import label_ends, line, thin
+
     threads = sorted({row["threads"] for row in rows})
-    shown = dict.fromkeys(row["case"] for row in rows)
-    figure, panels = plt.subplots(len(threads), 2, figsize=(12, 4.5 * len(threads)), squeeze=False, sharex=True)
-    for line, count in enumerate(threads):
-        for panel, call in zip(panels[line], SHOWN, strict=True):
-            panel.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-            for name in shown:
-                mine = [row for row in rows if row["threads"] == count and row["case"] == name]
-                values = [row[call]["gb_per_s"] for row in mine]
-                (curve,) = panel.plot(
-                    [row["numel"] for row in mine], [median(v) for v in values], "o-", ms=3, label=name
-                )
-                panel.fill_between(
-                    [row["numel"] for row in mine],
-                    [min(v) for v in values],
-                    [max(v) for v in values],
-                    color=curve.get_color(),
-                    alpha=0.1,
-                )
-            sizes = sorted({row["numel"] for row in rows})
-            copies = [
-                [v for row in rows if row["threads"] == count and row["numel"] == n for v in row["memcpy_gb_per_s"]]
-                for n in sizes
-            ]
-            panel.plot(sizes, [median(v) for v in copies], "k--", label="memcpy")
-            panel.set(xscale="log", yscale="log", title=f"{call.replace('_', ' ')}, threads: {count}")
-            panel.set(xlabel="elements", ylabel="GB/s of float32 gradient")
-            panel.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=7, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure, panels = plt.subplots(
+        len(threads), 2, figsize=(12, 3.9 * len(threads)), squeeze=False, sharex=True, sharey=True
+    )
+    figure.subplots_adjust(left=0.06, right=0.9, top=0.95, bottom=0.07, wspace=0.3, hspace=0.2)
+    for row_of_panels, count in zip(panels, threads, strict=True):
+        for panel, call in zip(row_of_panels, SHOWN, strict=True):
+            mine = [row for row in rows if row["threads"] == count]
+            for name in DRAWN:
+                cases = [row for row in mine if row["case"] == name]
+                spreads = [Spread.of(row[call]["gb_per_s"]) for row in cases]
+                line(panel, [row["numel"] for row in cases], spreads, name.replace("qsgd", "QSGD"))
+            sizes = sorted({row["numel"] for row in mine})
+            copies = [[v for row in mine if row["numel"] == n for v in row["memcpy_gb_per_s"]] for n in sizes]
+            line(panel, sizes, [Spread.of(c) for c in copies], "memcpy", label="memcpy", color="black", linestyle="--")
+            panel.set(xscale="log", yscale="log", yticks=[0.1, 1, 10, 100], yticklabels=[0.1, 1, 10, 100])
+            panel.set_title(f"{call.replace('_', ' ')}, {count} thread{'s' * (count > 1)}", loc="left", fontsize=10)
+            panel.yaxis.set_tick_params(labelleft=True)
+            thin(panel)
+    for panel in panels[-1]:
+        panel.set_xlabel("elements")
+    for row_of_panels in panels:
+        row_of_panels[0].set_ylabel("GB/s of float32 gradient")
+        for panel in row_of_panels:
+            label_ends(panel)
+    figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def main() -> None:

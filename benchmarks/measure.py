@@ -265,7 +265,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def picture(figure: Any, name: str) -> str:
     """Save a figure of Matplotlib among the results; returns the Markdown that shows it."""
-    if figure.get_layout_engine() is None:
-        figure.set_layout_engine("tight")
-    figure.savefig(RESULTS / f"{name}.png", dpi=100)
+    figure.savefig(RESULTS / f"{name}.png", dpi=130, bbox_inches="tight")
     return f"![{name}]({name}.png)"

@@ -207,40 +207,53 @@ def section(result: dict[str, Any]) -> str:
             "",
             table(head, lines),
             "",
-            "What communication adds to a step where nothing waits for a network, against the number of elements in "
-            "one tensor, "
-            f"and against the number of tensors that {TOTAL:,} elements are divided into. Straight and steep as the "
-            f"dotted line "
-            "means proportional to the elements.",
+            "Left: the bars of the table, with the extremes as thick lines. Right: what communication adds to a step "
+            "where nothing waits for a network, against the number of elements in one tensor. "
+            f"{TOTAL:,} elements in 1 to 1024 tensors take {_range_of_tensors(result)}.",
             "",
             _plot(result),
         ]
     )
 
 
+def _range_of_tensors(result: dict[str, Any]) -> str:
+    said = []
+    for name in COST_NAMES:
+        if name != ALONE:
+            all_of_it = [added_seconds(p, name).median for p in result["cost"] if p["elements"] == TOTAL]
+            said.append(f"{1000 * min(all_of_it):.0f} to {1000 * max(all_of_it):.0f} ms with {name}")
+    return ", ".join(said)
+
+
 def _plot(result: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
     from candidates import style
+    from drawing import label_ends, line, thin
 
-    figure, panels = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    points = result["cost"]
-    of_elements = sorted((p for p in points if p["tensors"] == 1), key=lambda p: p["elements"])
-    of_tensors = [p for p in points if p["elements"] == TOTAL]
-    for panel, some, key in ((panels[0], of_elements, "elements"), (panels[1], of_tensors, "tensors")):
-        x = [p[key] for p in some]
-        for name in COST_NAMES:
-            if name == ALONE:
-                continue
-            added = [added_seconds(p, name) for p in some]
-            (line,) = panel.plot(x, [s.median for s in added], marker=".", **style(name))
-            panel.fill_between(x, [s.low for s in added], [s.high for s in added], color=line.get_color(), alpha=0.1)
-        panel.set(xscale="log", yscale="log", xlabel=key, ylabel="seconds that communication adds to a step")
-        panel.grid(alpha=0.3)
-    largest = of_elements[-1]
-    per_element = added_seconds(largest, "one-bit").median / largest["elements"]
-    x = [p["elements"] for p in of_elements]
-    panels[0].plot(x, [n * per_element for n in x], ":", color="black", label="proportional")
-    panels[0].legend(fontsize=7)
+    figure, (peaks, costs) = plt.subplots(1, 2, figsize=(12, 4.2))
+    figure.subplots_adjust(left=0.1, right=0.9, top=0.92, bottom=0.14, wspace=0.25)
+    names = list(result["peaks"])
+    for place, name in enumerate(names):
+        spread = Spread.of([peak / 1e9 for peak in result["peaks"][name]["large"]])
+        colour = style(name)["color"]
+        peaks.barh(place, spread.median, color=colour, alpha=0.35)
+        peaks.plot([spread.low, spread.high], [place, place], color=colour, linewidth=3)
+        owed = result["residual_bytes"][name] * result["numel"] / 1e9
+        note = f"{spread.median:.2f}" + (f", of which residuals {owed:.2f}" if owed else "")
+        peaks.text(spread.high + 0.03, place, note, va="center", fontsize=8.5)
+    peaks.set_yticks(range(len(names)), names)
+    peaks.invert_yaxis()
+    peaks.set(xlabel="GB", xlim=(0, 2.6))
+    peaks.set_title(f"Peak memory of a rank, {result['numel'] / 1e6:.0f} million parameters", loc="left", fontsize=10)
+    of_elements = sorted((p for p in result["cost"] if p["tensors"] == 1), key=lambda p: p["elements"])
+    for name in COST_NAMES:
+        if name != ALONE:
+            line(costs, [p["elements"] for p in of_elements], [added_seconds(p, name) for p in of_elements], name)
+    costs.set(xscale="log", yscale="log", xlabel="elements in one tensor", ylabel="s")
+    costs.set_title("What communication adds to a step, in one machine", loc="left", fontsize=10)
+    for panel in (peaks, costs):
+        thin(panel)
+    label_ends(costs)
     return picture(figure, "memory")
 
 

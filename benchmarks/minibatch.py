@@ -176,18 +176,23 @@ def _table(result: dict[str, Any], layer: str) -> str:
 
 def _plot(result: dict[str, Any], layer: str) -> str:
     import matplotlib.pyplot as plt
+    from drawing import label_ends, thin
 
-    figure, (volume, time) = plt.subplots(1, 2, figsize=(12, 4.5))
+    figure, (volume, time) = plt.subplots(1, 2, figsize=(12, 4.2))
+    figure.subplots_adjust(left=0.07, right=0.88, top=0.92, bottom=0.13, wspace=0.55)
     for name in result["rows"]:
         if name == ALONE:
             continue
         volume.plot(layer_bytes(result, name, layer), **style(name))
         time.plot(added_milliseconds(result["rows"], name), **style(name))
-    volume.set(xlabel="mini-batch", ylabel=f"bytes sent for {layer}", yscale="log")
-    time.set(xlabel="mini-batch", ylabel="milliseconds that communication adds", yscale="log")
+    volume.set(xlabel="mini-batch", ylabel="bytes", yscale="log")
+    volume.set_title(f"Bytes sent for {layer}", loc="left", fontsize=10)
+    time.set(xlabel="mini-batch", ylabel="ms", yscale="log", yticks=[20, 50, 100, 200], yticklabels=[20, 50, 100, 200])
+    time.minorticks_off()
+    time.set_title("What communication adds to a step", loc="left", fontsize=10)
     for panel in (volume, time):
-        panel.grid(alpha=0.3)
-    time.legend(fontsize=7)
+        thin(panel)
+        label_ends(panel)
     return picture(figure, "minibatch")
 
 

@@ -13,7 +13,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from candidates import style
 from measure import ALONE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict
 from places import Progress, parsed, parser_of, place, rates_to_be_had, start
 
@@ -194,8 +193,11 @@ def epoch_seconds(rows: dict[str, Any], name: str, batch: int, hosts: int) -> Sp
 
 def _plot(result: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
+    from drawing import label_ends, line, thin
+    from matplotlib.ticker import LogLocator
 
-    figure, (by_hosts, by_width) = plt.subplots(1, 2, figsize=(12, 4.5))
+    figure, (by_hosts, by_width) = plt.subplots(1, 2, figsize=(12, 4.2))
+    figure.subplots_adjust(left=0.07, right=0.89, top=0.92, bottom=0.13, wspace=0.5)
     networks = [(run, cell) for run in result["runs"] for cell in run["cells"] if cell["network"] == "mlp"]
     for panel, key in ((by_hosts, "hosts"), (by_width, "width")):
         points = [(run, cell) for run, cell in networks if _belongs(result, key, run, cell)]
@@ -205,17 +207,20 @@ def _plot(result: dict[str, Any]) -> str:
                 y = [epoch_seconds(cell["rows"], name, cell["batch"], run["hosts"]) for run, cell in points]
             else:
                 y = [Spread.of(cell["rows"][name]["seconds"]) for _, cell in points]
-            (line,) = panel.plot(x, [s.median for s in y], marker=".", **style(name))
-            panel.fill_between(x, [s.low for s in y], [s.high for s in y], color=line.get_color(), alpha=0.1)
+            line(panel, x, y, name)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xticks(ticks := sorted({{**run, **cell}[key] for run, cell in points}), ticks)
-        panel.grid(alpha=0.3)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if panel is by_hosts else (1,)))
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.minorticks_off()
+        thin(panel)
     by_hosts.set(xlabel="hosts, which share the machine's processors", ylabel="seconds for an epoch of MNIST")
     by_width.set(xlabel="neurons per layer", ylabel="seconds for a step")
-    by_hosts.set_title(f"width {_common_width(result)}")
-    by_width.set_title(f"{result['runs'][0]['hosts']} hosts")
-    by_width.legend(fontsize=7)
+    by_hosts.set_title(f"An epoch, {_common_width(result)} neurons per layer", loc="left", fontsize=10)
+    by_width.set_title(f"A step, {result['runs'][0]['hosts']} hosts", loc="left", fontsize=10)
+    for panel in (by_hosts, by_width):
+        label_ends(panel)
     return picture(figure, "scaling")
 
 

@@ -1,4 +1,14 @@
-"""Errors of hvd_compress; each also derives from the builtin that a caller would expect."""
+"""Errors of hvd_compress; each also derives from the builtin that a caller would expect.
+
+Example:
+    >>> import numpy as np
+    >>> from hvd_compress import decode, errors
+    >>> try:
+    ...     decode(np.zeros(8, np.uint8))
+    ... except errors.WireError as error:
+    ...     print(isinstance(error, ValueError))
+    True
+"""
 
 from __future__ import annotations
 

@@ -44,6 +44,14 @@ class Ranks(ABC):
         size: how many they are.
         position: of this one among them.
         name: what tells them from other ranks; the same on all of them.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import Ranks, ThreadRanks
+        >>> def mean_of_squares(ranks: Ranks):  # a program that any kind of ranks runs
+        ...     return ranks.mean("squares", np.full(1, ranks.position**2, np.float32))
+        >>> ThreadRanks.run_all(3, mean_of_squares)[0]
+        array([1.6666666], dtype=float32)
     """
 
     def __init__(self, size: int, position: int, name: str) -> None:

@@ -1,7 +1,7 @@
 """The byte layout of a payload; beside this module, `kernels.table` alone knows headers, which it writes and checks.
 
 A payload is a 40-byte header, the sizes of its dimensions unless it is flat (8 bytes each), and a body of sections,
-each padded to 8 bytes. All numbers are little-endian. The header:
+each padded to 8 bytes. All numbers are little-endian. The header::
 
     offset  type    field
     0       char4   magic "hvdc"

@@ -110,11 +110,26 @@ def _kilobytes(records: Sequence[Record]) -> float:
 
 
 def _plot(data: str, rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
+    """Draw the accuracy against fp32's over the bytes saved; all data have the same axes, and bars are the seeds."""
+    from drawing import label_points, thin
+    from measure import Spread
+
+    dense, kilobytes = mean(_accuracy(record) for record in rows[FP32] or [{}]), _kilobytes(rows[FP32])
+    points = []
     with figure_of(folder, name) as panel:
         for method, records in rows.items():
-            if records:
-                accuracy = mean(_accuracy(record) for record in records)
-                panel.plot([_kilobytes(records)], [accuracy], "o", label=method)
-        panel.set(xlabel="kB that a rank sends in a step", ylabel="test accuracy, %", xscale="log", title=data)
-        panel.legend(fontsize=8)
+            if records and method != FP32:
+                spread = Spread.of([_accuracy(record) - dense for record in records])
+                fewer = kilobytes / _kilobytes(records)
+                lengths = [[spread.median - spread.low], [spread.high - spread.median]]
+                (drawn, *_) = panel.errorbar([fewer], [spread.median], yerr=lengths, fmt="o", capsize=2)
+                points.append((fewer, spread.median, method.removeprefix("Horovod "), drawn.get_color()))
+        panel.axhline(0, color="black", linewidth=0.8)
+        panel.set(xscale="log", xlim=(1.6, 90), ylim=(-13.5, 6.5), xticks=[2, 5, 10, 20, 50])
+        panel.set(xticklabels=[2, 5, 10, 20, 50], xlabel="times fewer bytes than fp32")
+        panel.set(ylabel="points of accuracy above fp32")
+        panel.set_title(f"{data}: fp32 reaches {dense:.1f} %", loc="left", fontsize=10)
+        panel.minorticks_off()
+        thin(panel)
+        label_points(panel, points)
     return shown(name)

@@ -196,7 +196,8 @@ class Interface:
         model = self._keras.models.load_model(filepath, custom_objects=objects)
         if getattr(model, "optimizer", None) is not None:
             # what was saved names the plain optimizer; compile anew, with its state
-            config = self._keras.saving.deserialize_keras_object(model.get_compile_config(), custom_objects=objects)
+            # `utils`, since tf.keras of Keras 3 has no `saving`
+            config = self._keras.utils.deserialize_keras_object(model.get_compile_config(), custom_objects=objects)
             wrapped = self.DistributedOptimizer(model.optimizer, compression=compression, **settings)
             model.compile(**{**config, "optimizer": wrapped})
         return model

@@ -1,4 +1,4 @@
-"""Find out whether compression pays for a model: predict the time of a step for each compressor and exchange.
+"""Find out whether compression pays for a model. It predicts the time of a step for each compressor and exchange.
 
 On paper, on any machine:
 
@@ -8,11 +8,11 @@ Measured, with the ranks and the network that training will have:
 
     horovodrun -np 4 -H a:1,b:1,c:1,d:1 hvd-compress advise --model my_package.models:make_net
 
-Kernel speeds are measured on this machine in both cases. With real ranks on PyTorch, steps are tried rather
-than predicted unless that would take long: see `hvd_compress.cli.rehearse`.
+In both cases it measures the kernels on this machine. With real ranks on PyTorch it tries steps instead of predicting
+them, unless that would take long.
 
-The sentence at the end compares with the faster of float32 and fp16, which Horovod has itself. What differs by less
-than 5 % is as fast.
+The sentence at the end compares with the faster of float32 and fp16, which Horovod has itself. A difference of less
+than 5 % counts as none. Accuracy is not part of the advice: train a short stretch both ways to see it.
 
 With --json: "tensors", "elements", "ranks", "ranks_per_host", "link" ("on paper" or "measured"), "step_seconds",
 "advice" (the sentence) and "rows", none for one rank. A row has "compressor" ("none", or its repr), "exchange",

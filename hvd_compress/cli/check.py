@@ -1,8 +1,8 @@
 """Find out whether this Horovod can exchange compressed gradients, and what is missing.
 
-As one process it starts horovodrun and mpirun, for a moment and on this host: what lies on PATH may not work. Under one
-of them the collectives that exchanges need are tried with real ranks instead; rank 0 prints all that it found, the
-others what is missing where they run. The exit code is 1 if anything is missing.
+As one process it starts horovodrun and mpirun on this host, for a moment, since what lies on PATH may not work. Started
+by one of them, it tries the collectives that exchanges need, with real ranks. Then rank 0 prints all that it found, and
+each other rank prints what is missing where it runs. The exit code is 1 if anything is missing.
 
 With --json rank 0 prints "missing" (whether anything is, on any rank), "rank" and "findings", each with "what",
 "found", "verdict" ("ok", "note" or "MISSING") and "remedy", empty where all is well; the others print to stderr.
@@ -276,7 +276,7 @@ def _with_ranks(opened: OpenRanks) -> Iterator[Finding]:
 
 
 def _between_hosts(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Look at Open MPI over TCP, where a request waits behind what is sent: see README, "Slow links"."""
+    """Look at Open MPI over TCP, where a request waits behind what is sent: see docs/guides/slow-links.md."""
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return
     given = environment.get(_TCP_FLAGS, _USUAL_TCP_FLAGS)

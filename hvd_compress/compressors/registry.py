@@ -49,7 +49,17 @@ def register(kind: _Kind) -> _Kind:
         ValueError: an id or a number that is taken, or out of its range.
 
     Example:
-        See `Compressor`.
+        One-bit under another name; `Compressor` has a whole one of your own.
+
+        >>> from dataclasses import dataclass
+        >>> import hvd_compress
+        >>> @hvd_compress.register
+        ... @dataclass(frozen=True)
+        ... class Renamed(hvd_compress.OneBit):
+        ...     id = "renamedonebit"
+        ...     codec = 251
+        >>> hvd_compress.from_config({"id": "renamedonebit"})
+        Renamed(group='row', sample=None, error_feedback=True)
     """
     _check_class(kind)
     _check_id(kind)

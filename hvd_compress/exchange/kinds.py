@@ -197,6 +197,18 @@ class TwoPhase(Exchange):
 
     Of tensors that go together each rank owns an equal run of all elements that share a compressor, so that it decodes
     and encodes few long chunks instead of a short one of every tensor.
+
+    Source: Dryden et al. 2016, section 3.4.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import OneBit, TwoPhase
+        >>> from hvd_compress.loopback import Loopback
+        >>> ranks = Loopback(4, OneBit(), exchange=TwoPhase())
+        >>> ranks.allreduce([np.full(64, rank, np.float32) for rank in range(4)], name="w")[0][0]
+        np.float32(1.5)
+        >>> ranks.bounds("w")
+        (0, 16, 32, 48, 64)
     """
 
     id = "two_phase"
@@ -205,7 +217,16 @@ class TwoPhase(Exchange):
 
 @dataclass(frozen=True)
 class AllGather(Exchange):
-    """Every rank gets what all have encoded, and sums it up: one collective, and bytes that grow with the ranks."""
+    """Every rank gets what all have encoded, and sums it up: one collective, and bytes that grow with the ranks.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import AllGather, OneBit
+        >>> from hvd_compress.loopback import Loopback
+        >>> ranks = Loopback(2, OneBit(), exchange=AllGather())
+        >>> ranks.allreduce([np.full(64, rank, np.float32) for rank in range(2)], name="w")[0][0]
+        np.float32(0.5)
+    """
 
     id = "allgather"
     collectives = ("allgather",)
@@ -214,7 +235,18 @@ class AllGather(Exchange):
 
 @dataclass(frozen=True)
 class Hierarchical(Exchange):
-    """Ranks of a host sum their gradients uncompressed; what travels between hosts is compressed, in two phases."""
+    """Ranks of a host sum their gradients uncompressed; what travels between hosts is compressed, in two phases.
+
+    All hosts need equally many ranks. Ranks are on one host if they report the same host name.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import Hierarchical, OneBit
+        >>> from hvd_compress.loopback import Loopback
+        >>> ranks = Loopback(4, OneBit(), exchange=Hierarchical(), ranks_per_host=2)
+        >>> ranks.allreduce([np.full(64, rank, np.float32) for rank in range(4)], name="w")[0][0]
+        np.float32(1.5)
+    """
 
     id = "hierarchical"
     collectives = ("scatter_inside", "alltoall", "gather_between", "gather_inside")

@@ -1,0 +1,106 @@
+"""How Sphinx makes the site of this folder; `make docs` calls it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS.parent), str(DOCS)]
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# after the paths and settings above
+from docutils import nodes  # noqa: E402
+from links import page_text, source_of  # noqa: E402
+from messages import messages  # noqa: E402
+from sphinx.util.docutils import SphinxDirective  # noqa: E402
+
+from hvd_compress import __version__  # noqa: E402
+
+if find_spec("tensorflow") is None:
+    raise SystemExit("make docs needs TensorFlow, which has no wheel for this Python; take Python 3.11 to 3.13")
+
+project = "hvd_compress"
+copyright = "the authors of hvd_compress, Apache-2.0"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown"}
+root_doc = "index"
+
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+# docstrings give shapes and units, which say more than annotations
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+default_role = "literal"  # what docstrings set in single backticks
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+add_module_names = False
+python_display_short_literal_types = True
+
+smartquotes = False  # "--gpu" stays what one types
+
+nitpicky = True
+# other projects' names are no pages of this site
+nitpick_ignore_regex = [("py:.*", r"(?!hvd_compress).*")]
+
+html_theme = "furo"
+html_title = f"hvd_compress {__version__}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+linkcheck_timeout = 20
+linkcheck_ignore = [r"https?://localhost.*"]
+
+
+def _read(app: Any, docname: str, content: list[str]) -> None:
+    """Lay files of the repository that are pages, too, into the site, and turn their links into the site's."""
+    app.env.note_dependency(str(source_of(docname)))
+    content[0] = page_text(docname, content[0])
+
+
+class Help(SphinxDirective):
+    """Show what a subcommand prints for --help, as it is now."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        command = [sys.executable, "-m", "hvd_compress", self.arguments[0], "--help"]
+        environment = {**os.environ, "COLUMNS": "92", "PYTHONPATH": str(DOCS.parent), "NO_COLOR": "1"}
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        text = said.replace(str(Path.home()), "~")
+        return [nodes.literal_block(text, text, language="text")]
+
+
+class Messages(SphinxDirective):
+    """List all messages of the package."""
+
+    def run(self) -> list[nodes.Node]:
+        parts: list[nodes.Node] = []
+        for kind, texts in messages().items():
+            section = nodes.section(ids=[kind.lower()], names=[kind])
+            section += nodes.title(kind, kind)
+            section += nodes.bullet_list("", *(nodes.list_item("", nodes.paragraph(t, t)) for t in texts))
+            parts.append(section)
+        return parts
+
+
+def setup(app: Any) -> None:
+    """Tell Sphinx of what is above."""
+    app.connect("source-read", _read)
+    app.add_directive("cli-help", Help)
+    app.add_directive("all-messages", Messages)
