@@ -145,6 +145,13 @@ def nodes() -> None:
     fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), callback])
 
 
+def alone() -> None:
+    averaging = hvd.callbacks.DiLoCoCallback(sync_every=2, outer_learning_rate=0.7, outer_momentum=0.9)
+    model = net(keras.optimizers.Adam(1e-3))  # a plain optimizer
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0), averaging])
+    print(averaging.diloco_stats())
+
+
 def elastic_state() -> None:
     model = net(keras.optimizers.SGD(0.1))
     state = hvd.elastic.KerasState(model, epoch=0, batch=0)
@@ -167,7 +174,7 @@ def main() -> None:
     hvd.init(process_sets="dynamic")
     for part in (processes, what_was_built, collectives, process_sets, timelines, an_optimizer, in_sessions):
         part()
-    for part in (schedules, checkpoints, local_layers, neighbours, nodes, elastic_state):
+    for part in (schedules, checkpoints, local_layers, neighbours, nodes, alone, elastic_state):
         part()
     hvd.shutdown()
 

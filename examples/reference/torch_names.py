@@ -162,6 +162,16 @@ def nodes() -> None:
     print(opt.daso_stats())
 
 
+def alone() -> None:
+    net = model()
+    opt: Any = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    opt = hvd.DiLoCo(opt, net.named_parameters(), sync_every=4, fragments=2, delay=1, compression=OneBit())
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    train(net, opt, steps=8)
+    opt.average_parameters()  # all ranks have one model now
+    print(opt.diloco_stats())
+
+
 def a_server() -> None:
     if not hvd.mpi_enabled():
         return print("an asynchronous server needs MPI")
@@ -207,7 +217,7 @@ def main() -> None:
         part()
     for part in (gathers, broadcasts, parts_for_each_rank, sparse_tensors, process_sets, timelines):
         part()
-    for part in (an_optimizer, neighbours, nodes, a_server, batch_norm, elastic_state, submodules, the_end):
+    for part in (an_optimizer, neighbours, nodes, alone, a_server, batch_norm, elastic_state, submodules, the_end):
         part()
     hvd.shutdown()
 

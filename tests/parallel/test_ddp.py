@@ -86,10 +86,8 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
 
 
-@pytest.mark.parametrize("page", ["README.md", thorough("docs/guides/ddp.md")])
-def test_the_first_program_of_a_page_runs(tmp_path: Path, page: str) -> None:
-    text = (ROOT / page).read_text()
-    section = text.partition("\n### PyTorch without Horovod\n")[2] if page == "README.md" else text
+def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("\n### PyTorch without Horovod\n")[2]
     script = tmp_path / "train.py"
     script.write_text(section.partition("```python\n")[2].partition("```")[0])
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])

@@ -40,6 +40,8 @@ OTHERS = [
     "reference/keras_names.py hvd_compress.keras",
     "reference/keras_names.py hvd_compress.tensorflow.keras",
 ]
+# ranks that torchrun starts, without Horovod; README has a shorter form of the second
+WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.py"]
 # what these need or return is checked below with the engines
 APART = [
     "guides/async_server.py",
@@ -79,7 +81,8 @@ def run(program: str, *launch: str, path: str = "", limit_seconds: float = 120.0
 def test_every_program_is_run_by_a_test() -> None:
     folders = ("start", "guides", "reference", "launch")
     found = {str(f.relative_to(EXAMPLES)) for folder in folders for f in (EXAMPLES / folder).glob("*.py")}
-    assert found == {program.split()[0] for program in (*ALONE, *ALONE_TOO, *CHEAP, *OTHERS, *APART)}
+    under_torchrun = {*WITHOUT_HOROVOD, *WITHOUT_HOROVOD_TOO}
+    assert found == {program.split()[0] for program in (*ALONE, *ALONE_TOO, *CHEAP, *OTHERS, *APART)} | under_torchrun
 
 
 @pytest.mark.parametrize("program", [*ALONE, *map(thorough, ALONE_TOO)])
@@ -92,13 +95,19 @@ def test_a_program_on_two_ranks(program: str) -> None:
     assert run(program, *LAUNCHERS["gloo"](2))
 
 
+@pytest.mark.parametrize("program", [*WITHOUT_HOROVOD, *map(thorough, WITHOUT_HOROVOD_TOO)])
+def test_a_program_under_torchrun(program: str) -> None:
+    assert run(program, *LAUNCHERS["torchrun"](2))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", WRITTEN_OUT)
 def test_a_program_in_a_page(tmp_path: Path, page: str) -> None:
     text = (ROOT / "docs" / "guides" / page).read_text()
+    launcher = "torchrun" if "torchrun" in text else "gloo"
     program = tmp_path / "train.py"
     program.write_text("import " + text.partition("```python\nimport ")[2].partition("```")[0])
-    run(str(program), *LAUNCHERS["gloo"](2))
+    run(str(program), *LAUNCHERS[launcher](2))
 
 
 def test_a_training_goes_on_with_its_ranks_and_with_others(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ NAMES = (Path(__file__).parent / "public_names.txt").read_text().splitlines()
 # the page of each public module, and the program that uses those of its names whose docstrings have no example
 PAGES = {
     "hvd_compress.torch": ("torch.md", "torch_names.py"),
+    "hvd_compress.ddp": ("ddp.md", "ddp_names.py"),
     "hvd_compress.tensorflow": ("tensorflow.md", "tensorflow_names.py"),
     "hvd_compress.tensorflow.keras": ("keras.md", "keras_names.py"),
     "hvd_compress.tensorflow.keras.callbacks": ("keras.md", "keras_names.py"),
