@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from hvd_compress.ddp._ranks import GlooRanks
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import LostRankError, UnsupportedError
 
 __all__ = ["groups_like", "timeout_of"]
 
@@ -34,6 +34,7 @@ def groups_like(group: dist.ProcessGroup, timeout: timedelta | None) -> Callable
 
     Raises:
         UnsupportedError: the processes have no store by which they find each other.
+        LostRankError: from what is returned; another process has not called it in time.
     """
     members = dist.get_process_group_ranks(group)
     scope = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
@@ -50,7 +51,14 @@ def groups_like(group: dist.ProcessGroup, timeout: timedelta | None) -> Callable
 
     def make(number: int) -> GlooRanks:
         prefix = PrefixStore(f"hvd_compress.{name}.{number}", store)
-        made = dist.ProcessGroupGloo(prefix, members.index(dist.get_rank()), len(members), limit)
+        rank = members.index(dist.get_rank())
+        try:
+            made = dist.ProcessGroupGloo(prefix, rank, len(members), limit)
+        except RuntimeError as error:
+            raise LostRankError(
+                f"rank {rank} of {len(members)} has not met all others: {str(error).strip()}. All ranks of the process "
+                f"group must call ddp.register_comm_hook, or ddp.fsdp_all_reduce_hook, within its timeout of {limit}"
+            ) from error
         return GlooRanks(made, f"{name}.{number}")
 
     return make

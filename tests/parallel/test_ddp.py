@@ -57,6 +57,17 @@ def test_a_rank_that_fails_ends_the_others(kind: str, told: str) -> None:
         assert errors[2].startswith(of_itself[kind])
 
 
+@pytest.mark.thorough
+def test_a_rank_that_never_registers_is_told_to_the_others() -> None:
+    outcome = run("ddp_failures", 3, "torchrun", "never_registers", limit_seconds=60.0)
+    errors = outcome.value("error")
+    assert set(errors) == {0, 1}, outcome.describe("not all ranks were told")
+    for rank, error in errors.items():
+        assert error.startswith(f"LostRankError: rank {rank} of 3 has not met all others"), error
+        assert "All ranks of the process group must call ddp.register_comm_hook" in error
+    assert all(after < 12.0 for after in outcome.value("after").values())
+
+
 @pytest.mark.parametrize("case", fsdp.cases)
 def test_fsdp(case: str) -> None:
     outcome = launched("fsdp", 4, "torchrun")

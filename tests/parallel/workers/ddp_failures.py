@@ -56,7 +56,23 @@ KINDS: dict[str, Callable[[Any, int], None]] = {
 }
 
 
+def never_registers(report: Callable[..., None]) -> None:
+    """Let one rank do without the hook."""
+    model = DistributedDataParallel(Known())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(2 * SECONDS)
+        return
+    begin = time.monotonic()
+    try:
+        ddp.register_comm_hook(model, OneBit(), timeout=timedelta(seconds=SECONDS))
+    except Exception as error:
+        report(error=f"{type(error).__name__}: {error}", after=time.monotonic() - begin)
+
+
 def main(report: Callable[..., None], kind: str) -> None:
+    if kind == "never_registers":
+        never_registers(report)
+        return
     model = DistributedDataParallel(Known(), bucket_cap_mb=0.02)
     ddp.register_comm_hook(
         model, OneBit(), exchange="two_phase", min_numel=1000, bucket_bytes=1, timeout=timedelta(seconds=SECONDS)
