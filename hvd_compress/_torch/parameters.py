@@ -82,7 +82,7 @@ class Parameters:
         return [_flat(self._parameters[n]) for n in numbers]
 
     def ids(self) -> set[int]:
-        """Which they are, by `id`."""
+        """Return the ids of the parameters."""
         return set(self._known)
 
     def frozen(self) -> list[str]:
@@ -90,7 +90,7 @@ class Parameters:
         return [t.name for t, p in zip(self.tensors, self._parameters, strict=True) if not p.requires_grad]
 
     def trained_arrays(self) -> list[Array | None]:
-        """The same, with None for what is frozen by now."""
+        """Return the parameters as flat arrays, with None for those that are frozen by now."""
         return [x if p.requires_grad else None for x, p in zip(self.arrays(), self._parameters, strict=True)]
 
     def write(self, arrays: Sequence[Array | None]) -> None:
@@ -104,7 +104,7 @@ class Parameters:
         self.write([arrays.get(n) for n in range(len(self._parameters))])
 
     def at(self, numbers: Iterable[int]) -> list[torch.Tensor]:
-        """Some of them, by number."""
+        """Return the parameters with these numbers."""
         return [self._parameters[n] for n in numbers]
 
     def gradients(self) -> list[Array | None]:

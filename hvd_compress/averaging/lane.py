@@ -55,7 +55,7 @@ class Share(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return int(self.at.stop - self.at.start)
 
     def place(self, piece: Piece) -> slice:

@@ -40,7 +40,7 @@ _books: WeakKeyDictionary[torch.nn.Module, Books] = WeakKeyDictionary()
 
 
 def keep_books(model: torch.nn.Module, books: Books) -> None:
-    """Keep them as long as the model lives."""
+    """Keep these books as long as the model lives."""
     _books[model] = books
 
 

@@ -85,7 +85,7 @@ class Sides:
         self._known: dict[torch.device, Side] = {}
 
     def of(self, device: torch.device) -> Side:
-        """Return that of a device."""
+        """Return the `Side` of a device."""
         if device not in self._known:
             self._known[device] = Side(device)
         return self._known[device]

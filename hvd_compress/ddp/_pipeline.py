@@ -103,7 +103,7 @@ class Pipeline:
     def submit(self, job: Job, ledger: Ledger[Staged]) -> None:
         """Begin a job; never waits. The last one of its step to arrive ends all of them.
 
-        All jobs of a step ask for what is unused, or none does.
+        Either all jobs of a step look for unused tensors, or none does.
         """
         lane, call = (self._talk.lane, self._ask) if job.finds_unused else (self._kernels, self._begin)
         lane.submit(self._guarded, call, job, ledger)

@@ -58,7 +58,7 @@ class AloneSync:
         return Arrived(CHANGES, parts if is_finite else [], is_finite, None)
 
     def take_back(self) -> None:
-        """Owe nothing, as ever."""
+        """Do nothing: without other ranks nothing is owed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that later steps depend on."""

@@ -260,7 +260,7 @@ class Member:
         self._steps, self._has_begun, self._under_way, self._frozen = steps, has_begun, under_way, frozen
 
     def _check_moment(self, steps: int, under_way: int | None) -> None:
-        """Raise StateError if that fragment would never arrive: it is the next one that does."""
+        """Raise StateError unless that fragment is the next one to arrive."""
         schedule = self.settings.schedule
         if under_way is None:
             return

@@ -29,7 +29,7 @@ def refuse_accumulators(state: Mapping[str, Any]) -> None:
 class Accumulators:
     """Makes and keeps the accumulators of accounts, packs and dense tensors.
 
-    A account's accumulator covers only the elements that its rank owns; the others are equal on all ranks.
+    An account's accumulator covers only the elements that its rank owns; the others are equal on all ranks.
 
     Args:
         adagrad: settings.
@@ -53,7 +53,7 @@ class Accumulators:
         self._dense: dict[str, Accumulator] = {}
 
     def of_sums(self) -> Accumulator:
-        """Make a new accumulator for a account or a pack."""
+        """Make a new accumulator for an account or a pack."""
         return Accumulator(self._adagrad, self._scale)
 
     # -- steps ---------------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ _SUBJECT = f"what kind of gradient there is of each variable ({_REMEDY})"
 
 
 def kinds_told(names: Sequence[str], kinds: Sequence[str]) -> dict[str, Any]:
-    """What ranks compare whose gradients are of new kinds."""
+    """Return what a rank compares when its gradients are of new kinds."""
     return {_SUBJECT: dict(zip(names, kinds, strict=True))}
 
 
 def only_here(names: Sequence[str], before: Sequence[str], now: Sequence[str]) -> str:
-    """What the rank is told whose gradients are of other kinds than in its step before, where others' are not."""
+    """Return the error for a rank whose gradients are of new kinds, where those of others are as before."""
     changed = [
         f"that of {name!r} is {new} and was {old}"
         for name, old, new in zip(names, before, now, strict=True)
@@ -42,7 +42,7 @@ def only_here(names: Sequence[str], before: Sequence[str], now: Sequence[str]) -
 
 
 def only_there(names: Sequence[str], kinds: Sequence[str]) -> str:
-    """What the ranks are told that go on as before."""
+    """Return the error for ranks whose gradients are as before."""
     kept = [f"{name!r} {kind}" for name, kind in zip(names, kinds, strict=True)]
     return (
         "the ranks disagree on what kind of gradient there is of each variable: on another rank, whose error says "

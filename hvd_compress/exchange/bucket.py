@@ -114,7 +114,7 @@ class Bucket:
         self._forget()
 
     def _forget(self) -> None:
-        """Be between two steps."""
+        """Forget the step, and be ready for the next one."""
         self._gradients.end()
         self._answers.end()
         count = len(self._all)

@@ -74,7 +74,7 @@ class Outbox:
         self._is_begun = False
 
     def begin(self) -> None:
-        """Begin a step, if it has not begun; nothing is allocated after the first one."""
+        """Begin a step, if it has not begun; the buffer is allocated in the first one only."""
         if self._is_begun:
             return
         self._is_begun = True

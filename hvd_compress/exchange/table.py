@@ -36,7 +36,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Damaged(WireError):
-    """A payload is damaged: the one of a tensor, given by its number in the bucket."""
+    """Says which tensor of a bucket, by its number, has a damaged payload."""
 
     def __init__(self, tensor: int, reason: WireError) -> None:
         super().__init__(str(reason))
@@ -115,7 +115,7 @@ class Table:
     ) -> bool | Callable[[], bool]:
         """Check payloads that have come, and fill `flags`, by part; returns whether all is finite, or what tells it.
 
-        The latter does so, and raises, later, where that has to be waited for.
+        The latter is a call that waits for the verdict, fills `flags`, and may raise.
 
         Args:
             places: where the payloads lie for kernels.

@@ -149,7 +149,7 @@ def encode_bf16_rows(codec, rows, like):
 
 @kernel
 def encode_fp16_rows(codec, is_checked, rows, like):
-    """Encode a table of tensors; a body is the halves. With `is_checked`, one that is not finite is told of."""
+    """Encode a table of tensors; a body is the halves. `is_checked`: payloads report what is not finite."""
     for i in range(rows.shape[0]):
         x, _ = table.given(rows, i, like)
         halves = table.array_at(table.body_of(rows, i), x.size, np.uint16)

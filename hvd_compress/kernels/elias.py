@@ -60,7 +60,7 @@ def omega(v):
 
 @kernel
 def read_gamma(words, at):
-    """The number at bit `at` and the bit behind it; 0 if none up to 2**40 is there."""
+    """Return the number at bit `at`, 0 if none up to 2**40 is there, and the bit behind it."""
     window = peek(words, at)
     n = trailing_zeros(window)
     if n > 31:
@@ -74,7 +74,7 @@ def read_gamma(words, at):
 
 @kernel
 def read_omega(words, at):
-    """The number at bit `at` and the bit behind it; 0 if none up to 2**40 is there."""
+    """Return the number at bit `at`, 0 if none up to 2**40 is there, and the bit behind it."""
     window = peek(words, at)
     v = 1
     length = 1

@@ -18,8 +18,8 @@ from hvd_compress.kernels.checksum import checksum, checksum_of_parts
 from hvd_compress.kernels.common import take_back
 from hvd_compress.kernels.jit import kernel
 
-# what is encoded: a residual that is renewed in place, or without error feedback the values themselves; or where
-# decoded values go
+# when encoding, a residual that is renewed in place, or without error feedback the values; when decoding, where values
+# go
 X = 0
 GRADIENT = 1  # what is added to the residual; 0 where there is none
 NUMEL = 2  # elements of both

@@ -85,6 +85,8 @@ class Shipment:
         """The collective that begins when its payloads are on the host, if there is one."""
         self._handle: Any = None
         self._waiting_for = ""
+        self._finite: bool | None = None
+        """Whether all payloads of a step that have arrived are finite: whoever was interrupted may wait again."""
 
     # -- while backward goes on ----------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ class Shipment:
             or gradient.get_device() != self._index
             or gradient.is_sparse
             or gradient.requires_grad
+            or gradient.is_inference()
         ):
             return None
         came[name] = gradient
@@ -204,11 +207,13 @@ class Shipment:
 
     def wait(self) -> bool:
         """Wait for the last payloads; returns whether all values are finite."""
-        while self.wait_next():
-            pass
-        if self.loading:
-            self.load()
-        return self.bucket.arrive(self._receive())
+        if self._finite is None:
+            while self.wait_next():
+                pass
+            if self.loading:
+                self.load()
+            self._finite = self.bucket.arrive(self._receive())
+        return self._finite
 
     def spans(self) -> list[tuple[int, int]]:
         """Return where the gradients begin and end that results will be written to."""
@@ -260,10 +265,12 @@ class Shipment:
             pack = self.bucket.pack
             assert pack is not None
             # `data`: a result that is written there does not count as a write of the user's
-            targets = [gradient.data for gradient in self._small.values()]
-            sources = [as_tensor(pack.part(name)).view(gradient.shape) for name, gradient in self._small.items()]
+            # where `expand` has made one memory stand for several elements, there is no room for a result
+            small = {n: torch.empty_like(g) if 0 in g.stride() else g for n, g in self._small.items()}
+            targets = [gradient.data for gradient in small.values()]
+            sources = [as_tensor(pack.part(name)).view(gradient.shape) for name, gradient in small.items()]
             torch._foreach_copy_(targets, sources)
-            results |= self._small
+            results |= small
         self._forget()
         return results
 
@@ -390,6 +397,6 @@ class Shipment:
         self._handle, self._waiting_for, self.is_between, self.loading = None, "", False, ""
 
     def _forget(self) -> None:
-        self._gradients, self._small, self.came = {}, {}, {}
+        self._gradients, self._small, self.came, self._finite = {}, {}, {}, None
         self._placed, self._places, self._versions, self._storages, self._kinds = {}, {}, [], [], {}
         self._streams, self._flats = set(), []

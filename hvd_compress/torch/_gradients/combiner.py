@@ -22,6 +22,7 @@ from hvd_compress.torch._gradients.handed import Handed
 from hvd_compress.torch._gradients.members import Members
 from hvd_compress.torch._gradients.owners import in_use, refuse_retired
 from hvd_compress.torch._gradients.sending import Sender
+from hvd_compress.torch._gradients.staging import version_of
 from hvd_compress.torch._gradients.waits import Wait, run_together
 from hvd_compress.torch._gradients.wrapping import Wrapping
 
@@ -120,6 +121,9 @@ class Combiner:
 
     def _take_slowly(self, name: str, p: Any) -> None:
         handed, gradient = self._handed, p.grad
+        if gradient is None:
+            # a hook of the user's has removed it: this pass has brought none
+            return
         if name in handed.gradients:
             self._refuse_pass(name)
         if gradient.requires_grad:
@@ -135,7 +139,7 @@ class Combiner:
             if self._queued_in != current_pass() or len(handed.gradients) == len(self.members.by_name):
                 self._queue_end()
         elif not self._has_warned and not gradient._is_view():
-            handed.versions[name] = gradient._version
+            handed.versions[name] = version_of(gradient)
 
     def _is_last_pass(self, name: str) -> bool:
         if self.wrapping.passes == 1:
@@ -152,8 +156,8 @@ class Combiner:
     def _refuse_pass(self, name: str) -> NoReturn:
         raise GradientError(
             f"gradient of {name!r} was computed more than backward_passes_per_step={self.wrapping.passes} times before "
-            "step() or zero_grad(). Call one of them after each backward pass, also after one that has failed, or "
-            "increase backward_passes_per_step"
+            "step() or zero_grad(). Call step() after each backward pass, or synchronize() and zero_grad(), also after "
+            "one that has failed; or increase backward_passes_per_step"
         )
 
     def _queue_end(self) -> None:
@@ -171,7 +175,7 @@ class Combiner:
         self._handed.note_views()
         engine = self.sender.engine
         if self.is_ready:
-            # others, of which this pass has computed all gradients too, and this one, in the order of all ranks
+            # this pass may have computed all gradients of other optimizers, too; all ranks share this order
             complete([other for other in in_use() if other.is_ready])
         elif self.is_open and engine is not None and not engine.debts:
             # what is owed is added to gradients that go dense, when they go

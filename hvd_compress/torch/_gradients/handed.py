@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 
 from hvd_compress.errors import GradientError
-from hvd_compress.torch._gradients.staging import sample_of
+from hvd_compress.torch._gradients.staging import sample_of, version_of
 
 __all__ = ["Handed"]
 
@@ -32,17 +32,17 @@ class Handed:
 
     def note(self, name: str, gradient: torch.Tensor) -> None:
         """Note that a gradient is handed over as it is now."""
-        self.gradients[name], self.versions[name] = gradient, gradient._version
+        self.gradients[name], self.versions[name] = gradient, version_of(gradient)
 
     def note_versions(self) -> None:
         """Note how often gradients were written to by now: the exchange itself has written to some."""
-        self.versions = {name: gradient._version for name, gradient in self.gradients.items()}
+        self.versions = {n: 0 if g.is_inference() else g._version for n, g in self.gradients.items()}
 
     def note_views(self) -> None:
-        """Do the same for views of one buffer, which count their writes together."""
+        """Note the versions of views anew: views of one buffer count their writes together."""
         for name, gradient in self.gradients.items():
             if gradient._is_view():
-                self.versions[name] = gradient._version
+                self.versions[name] = version_of(gradient)
 
     def take_samples(self, is_exchanged: Callable[[str], bool]) -> None:
         """Remember some values of gradients whose exchange goes on: what a GradScaler writes leaves no other trace."""
@@ -54,13 +54,13 @@ class Handed:
         if gradient is None or self.gradients.get(name) is not gradient:
             return False
         # a GradScaler may have skipped the step, and the user have set the gradient to zero
-        return bool(gradient._version == self.versions[name] + 1)
+        return version_of(gradient) == self.versions[name] + 1
 
     def changed_early(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
         """Return a tensor whose gradient was changed after fewer passes than a step may have, before its exchange."""
         for name, version in self.versions.items():
             gradient = parameters[name].grad
-            if name not in self.gradients and gradient is not None and gradient._version != version:
+            if name not in self.gradients and gradient is not None and version_of(gradient) != version:
                 return name
         return None
 
@@ -76,7 +76,7 @@ class Handed:
             name
             for name, p in parameters.items()
             if name in gradients
-            and (p.grad is not gradients[name] or p.grad._version != versions[name])
+            and (p.grad is not gradients[name] or not (p.grad.is_inference() or p.grad._version == versions[name]))
             and not (is_dense(name) and self._may_be_horovods(name, p.grad))
         }
         for name, (place, sample) in self._samples.items():
@@ -91,7 +91,7 @@ class Handed:
         Horovod may copy its result into a gradient on a GPU as soon as it is there, and torch counts that as one write.
         """
         given = self.gradients[name]
-        return gradient is given and not given.is_cpu and bool(given._version == self.versions[name] + 1)
+        return gradient is given and not given.is_cpu and version_of(given) == self.versions[name] + 1
 
 
 def _harm(name: str, gradient: torch.Tensor | None) -> GradientError:

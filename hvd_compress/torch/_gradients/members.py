@@ -68,7 +68,9 @@ class Members:
         self.by_name, self.resting = {}, dict(self.resting)
         for i, group in enumerate(groups):
             for j, p in enumerate(group["params"]):
-                name = self.names.setdefault(p, self._free_name(i, j))
+                name = self.names.get(p)
+                if name is None:
+                    name = self.names[p] = self._free_name(i, j)
                 if p.requires_grad:
                     self.by_name[name] = p
                     self._hook(name, p)
@@ -83,7 +85,7 @@ class Members:
         return {name: p for name, p in self.by_name.items() if p not in hooked}
 
     def release(self) -> None:
-        """Let go of all parameters; their gradients are nothing to this optimizer any more."""
+        """Remove all hooks: this optimizer takes no more gradients."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks = {}

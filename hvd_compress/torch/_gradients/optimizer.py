@@ -100,8 +100,8 @@ def DistributedOptimizer(
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
         UnsupportedError: Adasum, another `op` than Average and Sum, or elastic runs with compression; `adagrad` with
-            another `op`, with `Auto` or with exchange="allgather"; `Auto` with a parameter server, whose root is none
-            of the ranks, or whose transport is not there.
+            another `op`, with `Auto` or with exchange="allgather"; `Auto` with a parameter server; a server
+            whose root is no rank, or whose transport is missing.
         MismatchError: the ranks disagree; raised on all of them.
     """
     check_owner("DistributedOptimizer", optimizer)

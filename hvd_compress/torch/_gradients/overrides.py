@@ -54,7 +54,7 @@ class Overrides:
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
-        """A fused optimizer inside says so of itself; scales are taken off before its step."""
+        """Ignore what a fused optimizer inside sets: gradients are unscaled before its step."""
 
     def _refuse_early_look(self, told: dict[str, Any]) -> None:
         """Raise GradientError if a GradScaler, which has told this, has seen gradients that were being exchanged."""
@@ -105,7 +105,7 @@ class Overrides:
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """As Horovod's.
+        """Set how many backward passes are summed up before an exchange, as Horovod's method does.
 
         Raises:
             GradientError: gradients are being exchanged.

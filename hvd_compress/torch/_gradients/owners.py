@@ -40,7 +40,7 @@ def check_owner(by: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_sole_step(by: str, optimizer: torch.optim.Optimizer) -> None:
-    """`check_owner` for what lays a step of its own over the optimizer's, which must have one gradient in each."""
+    """Do as `check_owner`, and refuse LBFGS, for wrappers whose steps must have one gradient each."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"{by} around LBFGS: it evaluates many points in one step. Use an optimizer with one gradient per step"

@@ -37,7 +37,7 @@ class Sender:
     Args:
         wrapping: what the optimizer was wrapped with.
         members: the parameters that take gradients.
-        horovods: how tensors go through Horovod's allreduce, unless a `Policy` or `Auto` says so.
+        horovods: how tensors go through Horovod's allreduce, unless a `Policy` or `Auto` says otherwise.
     """
 
     def __init__(self, wrapping: Wrapping, members: Members, horovods: Any) -> None:

@@ -65,7 +65,7 @@ class Steering:
         return self._pilot.routing()
 
     def begin(self) -> None:
-        """The first gradient of a step is there, or one that is not the first."""
+        """Start the clock of a step, unless an earlier gradient has started it."""
         if self._began is not None:
             return
         self._began = time.perf_counter()

@@ -74,7 +74,7 @@ class Wrapping:
 
     @property
     def name(self) -> str:
-        """Of the compressor, for statistics."""
+        """The name of the compressor in statistics."""
         known = isinstance(self.compression, Compressor | Auto | Policy)
         return repr(self.compression) if known else str(describe(self.compression))
 
@@ -142,7 +142,7 @@ class Wrapping:
         )  # fmt: skip
 
     def _meet(self, engine: Engine, told: dict[str, Any], alone: str) -> None:
-        """Compare in place of the exchange that ranks begin with who do not know of it; to those, it is an error."""
+        """Compare under the name of the first exchange; ranks that do not compare get an error there."""
         if engine.buckets:
             kind, first = engine.buckets[0].beginning
             name = collective_name(kind, first, self.label)

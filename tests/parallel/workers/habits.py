@@ -241,6 +241,61 @@ def a_scaler_that_unscales_what_is_exchanged_is_told_when_it_is_complete(compres
     check_equal_on_all_ranks(model)
 
 
+def unlike(gradient: torch.Tensor) -> dict[str, Any]:
+    """Gradients that hooks of users may leave, by kind."""
+    with torch.inference_mode():
+        inference = gradient.clone()
+    return {"none": None, "inference": inference, "expanded": gradient.mean().expand(gradient.shape)}
+
+
+@cases.each(
+    {f"{kind}-{name}": (kind, name) for kind in ("none", "inference", "expanded") for name in ("large", "small")}
+)
+def a_hook_of_the_user_may_leave_any_gradient(setting: tuple[str, str]) -> None:
+    kind, name = setting
+    model = torch.nn.ParameterDict(
+        {n: torch.nn.Parameter(torch.ones(s)) for n, s in {"large": (50, 60), "small": (7,)}.items()}
+    )
+    p = model[name]
+
+    def replace(p: torch.Tensor) -> None:
+        p.grad = unlike(p.grad)[kind]
+
+    p.register_post_accumulate_grad_hook(replace)
+    optimizer = wrap(model, ALL, min_numel=1000)
+    for step in range(3):
+        scale = horovod.rank() + step + 1.0
+        sum(scale * q.sum() for q in model.values()).backward()
+        optimizer.synchronize()
+        mean = 0.0 if kind == "none" else sum(range(step + 1, step + 1 + horovod.size())) / horovod.size()
+        np.testing.assert_allclose(to_numpy(p.grad), np.full(p.shape, mean), rtol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def an_optimizer_whose_neighbour_has_failed_goes_on() -> None:
+    first, second = Layers(), Layers()
+    one, two = wrap(first, ALL), wrap(second, ALL)
+    # its last gradient is changed by a hook that comes after ours
+    last = next(iter(first.parameters()))
+    for step in range(3):
+        is_odd = step == 1 and horovod.rank() == 0
+        added = last.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2.0)) if is_odd else None
+        loss = loss_of(first, step) + loss_of(second, step)
+        if added is None:
+            loss.backward()
+        else:
+            raises(GradientError, loss.backward, "was changed while it was exchanged")
+            added.remove()
+        for optimizer in (one, two):
+            optimizer.step()
+            optimizer.zero_grad()
+    check_equal_on_all_ranks(first)
+    check_equal_on_all_ranks(second)
+
+
 CLEARS: dict[str, Any] = {
     "optimizer": lambda model, optimizer: optimizer.zero_grad(),
     "model": lambda model, optimizer: model.zero_grad(),
