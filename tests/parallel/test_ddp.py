@@ -34,7 +34,7 @@ def test_every_rank_took_part(size: int) -> None:
     [
         ("dies", "LostRankError"),
         thorough("raises_in_its_loss", "LostRankError"),
-        ("does_not_answer", "LostRankError"),
+        thorough("does_not_answer", "LostRankError"),
         thorough("gets_damaged_bytes", "LostRankError"),
     ],
 )
@@ -75,6 +75,7 @@ def test_fsdp(case: str) -> None:
     outcome.check(case)
 
 
+@pytest.mark.thorough
 def test_the_example_learns(tmp_path: Path) -> None:
     report = tmp_path / "result.json"
     command = [
