@@ -146,6 +146,7 @@ class Sender:
             p.grad = self._no_gradient(name, p) if goes_sparse else torch.zeros_like(p)
         elif goes_sparse and not p.grad.is_sparse:
             p.grad = p.grad.to_sparse(self._sparse_dims[name])
+        _make_room(p)
         if self.engine is None or self.plain is not None:
             self._send_by_horovod(name, p.grad, goes_sparse, self.plain)
             return
@@ -181,6 +182,8 @@ class Sender:
                 self.send(name, p)
             return
         self._sent.update(group)
+        for p in params:
+            _make_room(p)
         dense = [cast(torch.Tensor, p.grad) for p in params]
         sent, ctxs = zip(*[self.plain.compress(g.to_dense() if g.is_sparse else g) for g in dense], strict=True)
         handle = hvd.grouped_allreduce_async_(
@@ -249,9 +252,6 @@ class Sender:
             return
         started = self._sent.union(engine.put_off) if engine is not None and self.waiting else self._sent
         for name, p in [(n, p) for n, p in members.by_name.items() if n not in started]:
-            if p.grad is not None and not p.grad.is_sparse and 0 in p.grad.stride():
-                # one memory for several elements, as `expand` makes it, cannot hold a result
-                p.grad = p.grad.contiguous()
             self.send(name, p)
             # it has one now, if it had none
             handed.gradients[name] = cast(torch.Tensor, p.grad)
@@ -368,3 +368,9 @@ class Sender:
         # no nbytes: sparse gradients that are made dense have none
         numel, itemsize = tensor.numel(), tensor.element_size()
         self.known_engine().count_dense(name, numel * self._sent_itemsizes[kind], numel * itemsize, times)
+
+
+def _make_room(p: torch.Tensor) -> None:
+    """Give each element of a gradient memory of its own: `expand` makes one memory stand for several."""
+    if p.grad is not None and not p.grad.is_sparse and 0 in p.grad.stride():
+        p.grad = p.grad.contiguous()

@@ -280,9 +280,13 @@ def an_optimizer_whose_neighbour_has_failed_goes_on() -> None:
     one, two = wrap(first, ALL), wrap(second, ALL)
     # its last gradient is changed by a hook that comes after ours
     last = next(iter(first.parameters()))
+
+    def double(p: torch.Tensor) -> None:
+        p.grad.mul_(2.0)
+
     for step in range(3):
         is_odd = step == 1 and horovod.rank() == 0
-        added = last.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2.0)) if is_odd else None
+        added = last.register_post_accumulate_grad_hook(double) if is_odd else None
         loss = loss_of(first, step) + loss_of(second, step)
         if added is None:
             loss.backward()
