@@ -131,9 +131,11 @@ class Combiner:
                 f"the gradient of {name!r} has a graph of its own, as backward(create_graph=True) makes it. Use "
                 "torch.autograd.grad(..., create_graph=True) for a penalty, and loss.backward() for the step"
             )
-        if self._is_last_pass(name):
-            if self.alone is None:
-                self._send(name, p)
+        if self.wrapping.passes == 1 or self._is_last_pass(name):
+            if self.members.groups is not None and self.alone is None:
+                self.sender.send_of_group(name)
+            elif self.alone is None:
+                self.sender.send(name, p)
             # handing it over may have replaced it
             handed.note(name, p.grad)
             if self._queued_in != current_pass() or len(handed.gradients) == len(self.members.by_name):
@@ -142,16 +144,8 @@ class Combiner:
             handed.versions[name] = version_of(gradient)
 
     def _is_last_pass(self, name: str) -> bool:
-        if self.wrapping.passes == 1:
-            return True
         passes = self._passes[name] = self._passes.get(name, 0) + 1
         return passes >= self.wrapping.passes
-
-    def _send(self, name: str, p: torch.Tensor) -> None:
-        if self.members.groups is None:
-            self.sender.send(name, p)
-        else:
-            self.sender.send_of_group(name)
 
     def _refuse_pass(self, name: str) -> NoReturn:
         raise GradientError(
