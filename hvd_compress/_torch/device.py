@@ -16,10 +16,21 @@ import numpy.typing as npt
 import torch
 
 from hvd_compress.compressors import Key, tables
+from hvd_compress.engine import Tensor
 from hvd_compress.kernels import table
 from hvd_compress.memory import HOST, Memory, Payloads, Slots, Verdict
 
-__all__ = ["CudaStreams", "DeviceMemory", "Event", "Streams", "memories", "places", "told_places", "why_not"]
+__all__ = [
+    "CudaStreams",
+    "DeviceMemory",
+    "Event",
+    "Streams",
+    "described",
+    "memories",
+    "places",
+    "told_places",
+    "why_not",
+]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -431,6 +442,20 @@ def _tell(reason: str) -> None:
     warnings.warn(
         f"gradients of GPUs are compressed in host memory, which takes several times as long: {reason}", stacklevel=2
     )
+
+
+def as_tensor(flat: Any) -> torch.Tensor:
+    """Return an array of a `Memory` as a tensor with the same memory."""
+    return flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)
+
+
+def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
+    """Return named torch tensors as a ledger knows them."""
+    tensors = list(tensors)
+    return [
+        Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), place)
+        for (name, t), place in zip(tensors, places(t for _, t in tensors), strict=True)
+    ]
 
 
 def places(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -8,19 +8,14 @@ from typing import Any
 
 import torch
 
-from hvd_compress._torch.device import DeviceMemory
+from hvd_compress._torch.device import DeviceMemory, as_tensor
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Bucket
 
-__all__ = ["Given", "Side", "Sides", "Staged", "as_tensor", "views_of"]
+__all__ = ["Given", "Side", "Sides", "Staged", "views_of"]
 
 _KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 """The types, but for float32, that kernels of some memory read where they are."""
-
-
-def as_tensor(flat: Any) -> torch.Tensor:
-    """Return an array of a `Memory` as a tensor with the same memory."""
-    return flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)
 
 
 def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

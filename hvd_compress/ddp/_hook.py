@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from hvd_compress._torch.device import memories, places
+from hvd_compress._torch.device import described, memories
 from hvd_compress.ddp._dense import DensePart, dense_parts, pay_debts
 from hvd_compress.ddp._given import Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
@@ -22,7 +22,7 @@ from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import GradientError, UnsupportedError
 from hvd_compress.exchange import Account, Bucket, Hosts, Pack
 
-__all__ = ["ByBucket", "CommHook", "described"]
+__all__ = ["ByBucket", "CommHook"]
 
 FutureTensor = torch.futures.Future[torch.Tensor]
 _Plan = list[tuple[str, ...]]
@@ -61,14 +61,6 @@ class ByBucket(Routing):
         return joined
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> list[Tensor]:
-    """Named torch tensors as a ledger knows them."""
-    return [
-        Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), place)
-        for (name, t), place in zip(tensors.items(), places(tensors.values()), strict=True)
-    ]
-
-
 def new_ledger(
     routing: Routing, ranks: GlooRanks, tensors: Mapping[str, torch.Tensor], plan: _Plan, hosts: Hosts | None
 ) -> Ledger[Staged]:
@@ -78,7 +70,7 @@ def new_ledger(
         return Staged(Bucket(accounts, pack))
 
     return Ledger(
-        routing, ranks.size, ranks.position, described(tensors), make_bucket, [list(names) for names in plan],
+        routing, ranks.size, ranks.position, described(tensors.items()), make_bucket, [list(names) for names in plan],
         pays_debts=True, hosts=hosts, scale=1.0 / ranks.size, memory_of=memories(tensors.items()),
     )  # fmt: skip
 

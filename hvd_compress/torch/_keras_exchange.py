@@ -12,6 +12,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress._keras.names import not_broadcast, stable_name, unique
+from hvd_compress._torch.device import described
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DENSE,
@@ -34,7 +35,7 @@ from hvd_compress.torch._agreement import Meeting
 from hvd_compress.torch._collectives import allreduce_async, synchronize
 from hvd_compress.torch._gradients.beginning import checksum
 from hvd_compress.torch._gradients.bucket import collective_name
-from hvd_compress.torch._gradients.engine import Engine, described, precondition
+from hvd_compress.torch._gradients.engine import Engine, precondition
 from hvd_compress.torch._gradients.staging import all_finite
 from hvd_compress.torch._gradients.steering import Steering, left_out
 from hvd_compress.torch._ranks import TorchRanks

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvd_compress
 from hvd_compress import FP16, Adaptive, NoCompression, OneBit, ddp
-from hvd_compress._torch.device import DeviceMemory
+from hvd_compress._torch.device import DeviceMemory, described
 from hvd_compress.ddp._dense import dense_parts, pay_debts
 from hvd_compress.ddp._given import Given, Side, Staged, views_of
-from hvd_compress.ddp._hook import ByBucket, described
+from hvd_compress.ddp._hook import ByBucket
 from hvd_compress.ddp._lane import Lane
 from hvd_compress.ddp._settings import named_parameters, routing_of
 from hvd_compress.engine import Ledger
@@ -123,13 +123,16 @@ def test_tensors_share_the_buckets_that_ddp_has() -> None:
     routing = routing_of("test", OneBit(), "two_phase", 1000)
     of_ddp = [["d"], ["c", "b"], ["a"]]
     # a bucket of small ones alone goes uncompressed, and not with those of another one
-    assert replace(routing, bucket_bytes=1).divided(described(tensors), 2, of_ddp) == [["c", "b"], ["a"]]
+    assert replace(routing, bucket_bytes=1).divided(described(tensors.items()), 2, of_ddp) == [["c", "b"], ["a"]]
     # those that follow each other share an exchange
-    assert routing.divided(described(tensors), 2, of_ddp) == [["d", "c", "b", "a"]]
-    assert replace(routing, bucket_bytes=4 * 30_020).divided(described(tensors), 2, of_ddp) == [["d", "c", "b"], ["a"]]
+    assert routing.divided(described(tensors.items()), 2, of_ddp) == [["d", "c", "b", "a"]]
+    assert replace(routing, bucket_bytes=4 * 30_020).divided(described(tensors.items()), 2, of_ddp) == [
+        ["d", "c", "b"],
+        ["a"],
+    ]
     halves = {**tensors, "c": tensors["c"].half(), "b": tensors["b"].half()}
-    assert routing.divided(described(halves), 2, of_ddp) == [["c"], ["a"]]
-    assert routing_of("test", NoCompression(), "auto", 0).divided(described(tensors), 2, of_ddp) == []
+    assert routing.divided(described(halves.items()), 2, of_ddp) == [["c"], ["a"]]
+    assert routing_of("test", NoCompression(), "auto", 0).divided(described(tensors.items()), 2, of_ddp) == []
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
@@ -254,7 +257,7 @@ def test_a_ledger_keeps_what_is_owed_when_ddp_divides_anew() -> None:
     def ledger(plan: list[list[str]]) -> Ledger[Staged]:
         routing: ByBucket = routing_of("test", OneBit(), "two_phase", 0)
         return Ledger(
-            routing, 2, 0, described(tensors), lambda accounts, pack: Staged(Bucket(accounts, pack)), plan,
+            routing, 2, 0, described(tensors.items()), lambda accounts, pack: Staged(Bucket(accounts, pack)), plan,
             pays_debts=True,
         )  # fmt: skip
 

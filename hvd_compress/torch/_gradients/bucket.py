@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress._torch.device import DeviceMemory
+from hvd_compress._torch.device import DeviceMemory, as_tensor
 from hvd_compress.errors import GradientError, WireError
 from hvd_compress.exchange import Bucket
 from hvd_compress.ranks import Ranks
-from hvd_compress.torch._gradients.staging import Held, as_tensor, device_of, has_room, hold, version_of
+from hvd_compress.torch._gradients.staging import Held, device_of, has_room, hold, version_of
 
 __all__ = ["Shipment", "collective_name"]
 

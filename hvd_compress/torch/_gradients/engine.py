@@ -9,8 +9,8 @@ import horovod.torch as hvd
 import numpy.typing as npt
 import torch
 
-from hvd_compress._torch.device import memories, places
-from hvd_compress.engine import KernelThread, Ledger, Routing, Tensor, has_cores
+from hvd_compress._torch.device import described, memories
+from hvd_compress.engine import KernelThread, Ledger, Routing, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.torch._gradients.bucket import Shipment
@@ -18,18 +18,9 @@ from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Engine", "described", "precondition", "with_tensors"]
+__all__ = ["Engine", "precondition", "with_tensors"]
 
 Array = npt.NDArray[Any]
-
-
-def described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Tensor]:
-    """Named torch tensors as the engine knows them."""
-    tensors = list(tensors)
-    return [
-        Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), t.element_size(), place)
-        for (name, t), place in zip(tensors, places(t for _, t in tensors), strict=True)
-    ]
 
 
 def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_compress._torch.device import described
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
@@ -27,7 +28,6 @@ from hvd_compress.exchange import AdaGrad, Bucket, Exchange
 from hvd_compress.policy import check_patterns
 from hvd_compress.torch._carried import refuse_other_types
 from hvd_compress.torch._gradients.combiner import Combiner
-from hvd_compress.torch._gradients.engine import described
 from hvd_compress.torch._gradients.overrides import Overrides
 from hvd_compress.torch._gradients.owners import check_owner, take_over
 from hvd_compress.torch._gradients.wrapping import Wrapping, label_for

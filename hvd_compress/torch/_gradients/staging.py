@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from hvd_compress._torch.device import DeviceMemory
+from hvd_compress._torch.device import DeviceMemory, as_tensor
 from hvd_compress.memory import HOST, Memory
 
 __all__ = [
     "Held",
     "all_finite",
-    "as_tensor",
     "device_of",
     "has_room",
     "hold",
@@ -89,11 +88,6 @@ def has_room(gradient: torch.Tensor) -> bool:
 def device_of(memory: Memory) -> torch.device:
     """Return the device whose memory it is."""
     return memory.device if isinstance(memory, DeviceMemory) else _CPU
-
-
-def as_tensor(flat: Any) -> torch.Tensor:
-    """Return an array of a `Memory` as a tensor with the same memory."""
-    return flat if isinstance(flat, torch.Tensor) else torch.from_numpy(flat)
 
 
 def hold(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress._torch.device import told_places
+from hvd_compress._torch.device import described, told_places
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
@@ -20,7 +20,7 @@ from hvd_compress.fingerprint import Place
 from hvd_compress.policy import Auto, Policy
 from hvd_compress.torch._agreement import require_agreement_through
 from hvd_compress.torch._gradients.bucket import collective_name
-from hvd_compress.torch._gradients.engine import Engine, described
+from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.owners import in_use
 from hvd_compress.torch._gradients.steering import Steering
 from hvd_compress.torch._ranks import TorchRanks
