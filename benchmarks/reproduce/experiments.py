@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import dryden, lam, lam_page, methods, qsgd, sievert
+from . import dryden, gpt, gpt_page, lam, lam_page, methods, qsgd, sievert
 from .show import Record
 from .unit import Unit
 
@@ -38,6 +38,7 @@ EXPERIMENTS = {
     "lam": Experiment(lam.VERSION, lam.FORMS, lam.plan, lam.work, lam_page.parts),
     "sievert": Experiment(sievert.VERSION, sievert.FORMS, sievert.plan, sievert.work, sievert.parts),
     "qsgd": Experiment(qsgd.VERSION, qsgd.FORMS, qsgd.plan, qsgd.work, qsgd.parts),
+    "gpt": Experiment(gpt.VERSION, gpt.FORMS, gpt.plan, gpt.work, gpt_page.parts),
 }
 SEEDS = {"tiny": 1, "short": 1, "full": 3}
 

@@ -1,0 +1,103 @@
+"""The methods that train the small transformer, each as an optimizer around or in place of AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["DENSE", "METHODS", "sent_by", "wrapped"]
+
+DENSE = "dense fp32"
+_DECAY, _BETAS = 0.1, (0.9, 0.95)
+
+
+def wrapped(method: str, network: nn.Module, rate: float, sync_every: int, prefix: str = "") -> Any:
+    """Make the optimizer of a method.
+
+    Args:
+        method: one of `METHODS`.
+        network: equal on all ranks.
+        rate: AdamW's learning rate.
+        sync_every: steps from one synchronization to the next, for methods that have them.
+        prefix: of the names of collectives, which several optimizers must not share.
+    """
+    named = [(prefix + name, p) for name, p in network.named_parameters()]
+    return METHODS[method](named, rate, sync_every)
+
+
+def sent_by(optimizer: Any) -> float:
+    """Return the bytes that this rank has sent so far."""
+    if hasattr(optimizer, "diloco_stats"):
+        return optimizer.diloco_stats()["bytes_between_nodes"]
+    if hasattr(optimizer, "daso_stats"):
+        return optimizer.daso_stats()["bytes_between_nodes"]
+    if hasattr(optimizer, "event_stats"):
+        return optimizer.event_stats()["total"]["bytes"]
+    return optimizer.compression_stats()["total"]["bytes_sent"]
+
+
+def _adamw(named: Any, rate: float) -> Any:
+    import torch
+
+    return torch.optim.AdamW([p for _, p in named], rate, betas=_BETAS, weight_decay=_DECAY)
+
+
+def _gradients(compressor: Callable[[Any], Any]) -> Callable[[Any, float, int], Any]:
+    """Return what makes AdamW on gradients that are compressed."""
+
+    def make(named: Any, rate: float, sync_every: int) -> Any:
+        import hvd_compress
+        import hvd_compress.torch as hvd
+
+        return hvd.DistributedOptimizer(_adamw(named, rate), named, compression=compressor(hvd_compress))
+
+    return make
+
+
+def _diloco(
+    compressor: Callable[[Any], Any], momentum: bool = True, decay: float = 1.0
+) -> Callable[[Any, float, int], Any]:
+    """Return what makes AdamW within DiLoCo; without an outer momentum its feedback decays."""
+
+    def make(named: Any, rate: float, sync_every: int) -> Any:
+        import torch
+
+        import hvd_compress
+        import hvd_compress.torch as hvd
+
+        outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if momentum else {"lr": 1.0}
+        return hvd.DiLoCo(
+            _adamw(named, rate), named, outer=lambda params: torch.optim.SGD(params, **outer), sync_every=sync_every,
+            compression=compressor(hvd_compress), feedback_decay=decay,
+        )  # fmt: skip
+
+    return make
+
+
+def _daso(named: Any, rate: float, sync_every: int) -> Any:
+    import hvd_compress.torch as hvd
+
+    return hvd.DASO(_adamw(named, rate), named, global_skips=sync_every, batches_to_wait=1, ranks_per_node=1)
+
+
+def _dpsgd(named: Any, rate: float, sync_every: int) -> Any:
+    import hvd_compress.torch as hvd
+
+    return hvd.DPSGDOptimizer(_adamw(named, rate), named)
+
+
+METHODS: dict[str, Callable[[Any, float, int], Any]] = {
+    DENSE: _gradients(lambda h: h.NoCompression()),
+    "dense bf16": _gradients(lambda h: h.BF16()),
+    "one-bit": _gradients(lambda h: h.OneBit()),
+    "adaptive(64)": _gradients(lambda h: h.Adaptive(pi=64)),
+    "top-k 1 %": _gradients(lambda h: h.TopK(0.01)),
+    "D-PSGD": _dpsgd,
+    "DASO": _daso,
+    "DiLoCo": _diloco(lambda h: None),
+    "DiLoCo, one-bit": _diloco(lambda h: h.OneBit()),
+    "DiLoCo, adaptive(64)": _diloco(lambda h: h.Adaptive(pi=64)),
+}
