@@ -106,6 +106,23 @@ def test_lam_times_all_methods_in_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("method", ["adaptive(64)", "DASO", "DiLoCo, adaptive(64)", "D-PSGD"])
+def test_the_transformer_learns(tmp_path: Path, method: str) -> None:
+    result = tiny("gpt", tmp_path, method)["result"]
+    assert result["step"] == [4, 8]
+    # a byte of 256 has 5.545 nats
+    assert result["test"][1] < result["test"][0] < 5.6
+    assert 0 < result["bytes"][0] < result["bytes"][1]
+
+
+@pytest.mark.thorough
+def test_steps_of_the_transformer_are_timed(tmp_path: Path) -> None:
+    rows = tiny("gpt", tmp_path, "steps at unlimited")["result"]["rows"]
+    assert {"dense fp32", "one-bit", "DiLoCo"} <= set(rows)
+    assert {len(row["seconds"]) for row in rows.values()} == {2}
+
+
+@pytest.mark.thorough
 def test_sievert_starts(tmp_path: Path) -> None:
     needs("ParameterServer")
     needs_cifar()
