@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "every": 4, "ranks": [2], "rates": ["unlimited"], "rounds": 2,
     },
     "short": {
-        **_SIZES, "width": 256, "layers": 3, "heads": 8, "steps": 600, "every": 30, "ranks": [2],
+        **_SIZES, "width": 256, "layers": 3, "heads": 8, "steps": 450, "every": 30, "ranks": [2],
         "rates": ["100mbit", "1gbit"], "rounds": 3,
     },
     "full": {

@@ -68,7 +68,7 @@ def _diloco(
         import hvd_compress
         import hvd_compress.torch as hvd
 
-        outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if momentum else {"lr": 1.0}
+        outer: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if momentum else {"lr": 1.0}
         return hvd.DiLoCo(
             _adamw(named, rate), named, outer=lambda params: torch.optim.SGD(params, **outer), sync_every=sync_every,
             compression=compressor(hvd_compress), feedback_decay=decay,
