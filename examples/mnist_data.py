@@ -141,7 +141,14 @@ def _check(file: Path, name: str) -> None:
 
 def _bundled() -> Digits:
     """Return the 1,797 digits of 8x8 pixels that scikit-learn ships; every fifth one is for the test."""
-    from sklearn.datasets import load_digits
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise SystemExit(
+            f"There are no digits to learn from: MNIST could not be downloaded, and scikit-learn, which ships small "
+            f"ones, is not installed. Put {', '.join(FILES.values())} into {_cache()}, name their folder with "
+            f"--data-dir, or `pip install scikit-learn`."
+        ) from None
 
     print(
         "Using the 8x8 digits bundled with scikit-learn instead: small and easy, so accuracies mean little.", flush=True

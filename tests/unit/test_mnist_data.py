@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -52,3 +53,12 @@ def test_another_file_is_not_kept(
     assert "not MNIST" in mnist_data.load().source
     assert "no download: " in capsys.readouterr().out
     assert [file.name for file in mnist_data._cache().iterdir()] == [mnist_data.FILES["train_x"]]
+
+
+def test_without_digits_of_any_kind_the_message_says_what_to_do(
+    mnist_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    (tmp_path / "mirror" / mnist_data.FILES["train_y"]).unlink()
+    with pytest.raises(SystemExit, match=r"--data-dir, or `pip install scikit-learn`"):
+        mnist_data.load()
