@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from measure import table
 
 from .qsgd import CIFAR, FORMS, MNIST, own_settings, prepared
-from .show import Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
+from .show import MISSING, Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ def _plot(data: str, rows: Mapping[str, list[Record]], folder: Path, name: str) 
     from drawing import label_points, thin
     from measure import Spread
 
-    dense, kilobytes = mean(_accuracy(record) for record in rows[FP32] or [{}]), _kilobytes(rows[FP32])
+    if not rows[FP32]:
+        return f"A plot beside {FP32}: {MISSING}."
+    dense, kilobytes = mean(_accuracy(record) for record in rows[FP32]), _kilobytes(rows[FP32])
     points = []
     with figure_of(folder, name) as panel:
         for method, records in rows.items():
