@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import QSGD, AdaGrad, Auto, OneBit, Policy, TopK
+from hvd_compress.torch._calls import CarriedCalls
 from tests.parallel.rank import be_strict
 
 DOOMED = "127.0.0.1"
@@ -87,10 +89,20 @@ def _worth(states: list[dict[str, Any]], ranks: float) -> list[float]:
     return [float(number) for number in numbers]
 
 
+def _times(entries: dict[str, Any], factor: float) -> dict[str, Any]:
+    return {name: {**entry, "values": np.asarray(entry["values"]) * factor} for name, entry in entries.items()}
+
+
 def _norm(state: dict[str, Any]) -> float:
     kinds = ("residuals",) if "accumulators" in state else ("residuals", "owner_residuals")
     values = [np.asarray(e["values"], np.float64) for kind in kinds for e in state[kind].values()]
     return float(np.sqrt(sum(np.square(v).sum() for v in values)))
+
+
+def _squares(states: list[dict[str, Any]]) -> float:
+    """With AdaGrad, the sum over the accumulators that this rank keeps of the compressed tensors."""
+    entries = [e for state in states for e in state.get("accumulators", {}).values() if len(e["shape"]) == 2]
+    return float(sum(np.asarray(e["values"], np.float64).sum() for e in entries))
 
 
 def _die() -> None:
@@ -123,27 +135,23 @@ class _Run:
         states = self._states()
         values = b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
         stats = {} if self.uses_calls else self.optimizer.compression_stats()
+        lost = state._calls.lost
         line = {
             "at": at, "step": state.step, "ranks": hvd.size(), "rank": hvd.rank(), "digest": zlib.crc32(values),
-            "worth": _worth(states, self.divisor or hvd.size()), "norm": float(np.hypot.reduce([0.0, *map(_norm, states)])),
-            "lost_norm": stats.get("lost_norm", state._calls.lost.norm), "lost_ranks": stats.get("lost_ranks", state._calls.lost.ranks),
-            "doomed": self.is_doomed, "steps": stats.get("total", {}).get("steps"), **more,
+            "worth": _worth(states, self.divisor or hvd.size()),
+            "norm": float(np.hypot.reduce([0.0, *map(_norm, states)])),
+            "lost_norm": stats.get("lost_norm", lost.norm), "lost_ranks": stats.get("lost_ranks", lost.ranks),
+            "squares": _squares(states), **more,
         }  # fmt: skip
         self.lines.write(json.dumps(line) + "\n")
 
     def _states(self) -> list[dict[str, Any]]:
         if self.uses_calls:
-            from hvd_compress.torch._calls import CarriedCalls
-
-            states = list(CarriedCalls._states().values())
             # what is owed of calls among other ranks is multiplied when they are made again
+            states = [(s, hvd.size() / s["size"]) for s in CarriedCalls._states().values()]
             return [
-                {**s, "residuals": {n: {**e, "values": np.asarray(e["values"]) * (hvd.size() / s["size"])}
-                                    for n, e in s["residuals"].items()},
-                 "owner_residuals": {n: {**e, "values": np.asarray(e["values"]) * (hvd.size() / s["size"])}
-                                     for n, e in s["owner_residuals"].items()}}
-                for s in states
-            ]  # fmt: skip
+                {kind: _times(s[kind], factor) for kind in ("residuals", "owner_residuals")} for s, factor in states
+            ]
         return [self.optimizer.compression_state_dict()]
 
     def begin_stage(self, number: int) -> None:
@@ -173,8 +181,6 @@ class _Run:
 
     def train(self, state: Any) -> None:
         """Train until all stages are over."""
-        import time
-
         self.note("enter", state)
         while state.stage < len(self.stages):
             self.note("before", state)
@@ -190,6 +196,7 @@ class _Run:
             self.note("made", state, loss=loss)
             state.commit()
         self.lines.write(json.dumps({"at": "end", "step": state.step}) + "\n")
+        self.lines.close()
 
 
 def main() -> None:
