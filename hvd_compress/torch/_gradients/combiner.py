@@ -208,7 +208,7 @@ class Combiner:
             refuse_retired()
         if self._stopped is not None:
             raise MismatchError(f"{self._stopped} Ranks cannot go on after that: start the run again")
-        if self.awaits_sync:
+        if self.sender.engine is None and self.awaits_sync:
             raise UnsupportedError(
                 f"a step with {self.wrapping.name} in an elastic run, and no hvd.elastic.TorchState has synced this "
                 "optimizer: exchanges are made there for the ranks that there are. Give the wrapped optimizer to "
