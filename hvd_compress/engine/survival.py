@@ -19,13 +19,13 @@ class Seen(NamedTuple):
     """What a rank says of itself when all have met.
 
     Args:
-        rank: the one that it had before, or -1 if it has just joined.
-        commits: how often the state was committed when what it has now was so.
+        process: a number that no other process has.
+        commits: how often the state was committed when what it has now was so; -1 if it has just joined.
         steps: that were made by then.
         norm: Euclidean, of what it owes.
     """
 
-    rank: float
+    process: float
     commits: float
     steps: float
     norm: float
@@ -49,26 +49,26 @@ def has_kept(mine: Seen, root: Seen) -> bool:
     It does not if it has joined, or if one of the two has completed a step that failed on the other: of such a step,
     what the rank owed before has been sent.
     """
-    return mine.rank >= 0 and (mine.commits, mine.steps) == (root.commits, root.steps)
+    return mine.commits >= 0 and (mine.commits, mine.steps) == (root.commits, root.steps)
 
 
-def losses(seen: Sequence[Seen], norms: Sequence[float], before: Lost) -> Lost:
+def losses(seen: Sequence[Seen], norms: Mapping[float, float], before: Lost) -> Lost:
     """Count what is dropped now.
 
     Args:
         seen: of all ranks, by their new numbers; all take over the parameters of the first.
-        norms: of what each rank owed at the last commit, by their old numbers.
-        before: what had been dropped until then.
+        norms: of what each process owed at the last commit of all.
+        before: what had been dropped by then.
 
     Example:
         >>> from hvd_compress.engine import Lost, Seen, losses
-        >>> seen = [Seen(rank=1, commits=8, steps=8, norm=2.0), Seen(rank=-1, commits=0, steps=0, norm=0.0)]
-        >>> losses(seen, [3.0, 2.0], Lost())  # rank 0 has ended
+        >>> seen = [Seen(process=71, commits=8, steps=8, norm=2.0), Seen(process=72, commits=-1, steps=0, norm=0.0)]
+        >>> losses(seen, {70: 3.0, 71: 2.0}, Lost())  # one has ended, another one has joined
         Lost(ranks=1, norm=3.0)
     """
-    here = {int(rank.rank) for rank in seen}
-    gone = [norm for rank, norm in enumerate(norms) if rank not in here]
-    stale = [rank.norm for rank in seen if rank.rank >= 0 and not has_kept(rank, seen[0])]
+    here = {rank.process for rank in seen}
+    gone = [norm for process, norm in norms.items() if process not in here]
+    stale = [rank.norm for rank in seen if rank.commits >= 0 and not has_kept(rank, seen[0])]
     return Lost(before.ranks + len(gone) + len(stale), math.hypot(before.norm, *gone, *stale))
 
 

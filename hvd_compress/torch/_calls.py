@@ -10,7 +10,7 @@ import torch
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, survivor_state
 from hvd_compress.fingerprint import Place
-from hvd_compress.torch._gradients.carrying import Carried, Meeting
+from hvd_compress.torch._gradients.carrying import Carried
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._ranks import TorchRanks
 
@@ -124,12 +124,12 @@ class CarriedCalls(Carried):
         if self._owing(live):
             super().share(live)
         else:
-            self.settle([])
+            self.settle({})
 
-    def sync(self, mine: Meeting) -> None:
+    def sync(self, commits: int) -> None:
         """Take over what this rank owes; a collective call."""
         states = self._states()
-        owes, seen = self._meet(mine, list(states.values()))
+        owes, seen = self._meet(commits, list(states.values()))
         # who joins begins at the same step, which randomness depends on
         common = self._from_root({key: {**s, "residuals": {}, "owner_residuals": {}} for key, s in states.items()})
         self._count(seen)

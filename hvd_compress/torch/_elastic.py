@@ -13,7 +13,7 @@ from hvd_compress.elastic import note_meeting, note_parting
 from hvd_compress.ranks import forget_numbers
 from hvd_compress.torch._calls import CarriedCalls
 from hvd_compress.torch._collectives import forget_count_of_calls
-from hvd_compress.torch._gradients.carrying import Carried, CarriedOptimizer, Meeting
+from hvd_compress.torch._gradients.carrying import Carried, CarriedOptimizer
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["TorchState"]
@@ -63,7 +63,8 @@ class TorchState(horovods.TorchState):
         super().__init__(model, optimizer, **kwargs)
         self._calls = CarriedCalls("calls")
         self._optimizers: dict[str, tuple[Any, CarriedOptimizer]] = {}
-        self._meeting = Meeting(-1, 0)
+        self._commits = -1
+        """Of this state, on all ranks; -1 before the first sync."""
         for name, handler in self._handlers.items():
             # those that users have registered stay
             ours = _OURS.get(type(handler))
@@ -73,7 +74,7 @@ class TorchState(horovods.TorchState):
     def save(self) -> None:
         """Keep all values, to come back to."""
         super().save()
-        self._meeting = self._meeting._replace(commits=self._meeting.commits + 1)
+        self._commits += self._commits >= 0
         for carried in self._carried():
             carried.save()
 
@@ -119,9 +120,8 @@ class TorchState(horovods.TorchState):
         note_meeting()
         super().sync()
         for carried in self._carried():
-            carried.sync(self._meeting)
-        root = hvd.broadcast_object(self._meeting.commits, 0, name="hvd_compress.elastic.commits")
-        self._meeting = Meeting(hvd.rank(), root)
+            carried.sync(self._commits)
+        self._commits = max(0, hvd.broadcast_object(self._commits, 0, name="hvd_compress.elastic.commits"))
         # a step that fails before the next commit goes back to here, on ranks that have joined, too
         self.save()
         self._share(live=False)

@@ -102,20 +102,23 @@ def test_the_norm_is_that_of_all_that_is_owed() -> None:
 
 
 def test_what_is_dropped_is_counted() -> None:
-    def seen(rank: int, commits: int = 7, steps: int = 9, norm: float = 0.0) -> Seen:
-        return Seen(rank, commits, steps, norm)
+    def seen(process: int, commits: int = 7, steps: int = 9, norm: float = 0.0) -> Seen:
+        return Seen(process, commits, steps, norm)
 
-    norms = [3.0, 4.0, 12.0, 84.0]
-    joined = seen(-1, 0, 0)
+    norms = {50.0: 3.0, 51.0: 4.0, 52.0: 12.0}
+    joined = seen(60, -1, 0)
     # all are here, in another order, with one more
-    assert losses([seen(2), seen(0), joined, seen(1), seen(3)], norms, Lost()) == (0, 0.0)
-    # two are gone; of one, the last step was not completed
-    assert losses([seen(1), joined], norms[:3], Lost(1, 84.0)) == (3, pytest.approx(math.hypot(84, 3, 12)))
-    behind = [seen(1), seen(0, commits=6, norm=5.0), seen(2)]
-    assert losses(behind, norms[:3], Lost()) == (1, 5.0)
+    assert losses([seen(52), seen(50), joined, seen(51)], norms, Lost()) == (0, 0.0)
+    assert losses([seen(51), joined], norms, Lost(1, 84.0)) == (3, pytest.approx(math.hypot(84, 3, 12)))
+    # on rank 0, a step was completed that has failed on another one, or the other way about
+    behind = [seen(51), seen(50, commits=6, norm=5.0), seen(52)]
+    assert losses(behind, norms, Lost()) == (1, 5.0)
     assert [has_kept(one, behind[0]) for one in behind] == [True, False, True]
+    assert not has_kept(seen(50, steps=8), behind[0])
     # a rank 0 that has joined brings new parameters, to which nobody owes anything
-    assert losses([joined, seen(0, norm=8.0), seen(1, norm=6.0)], norms[:2], Lost()) == (2, 10.0)
+    assert losses([joined, seen(50, norm=8.0), seen(51, norm=6.0)], {50: 3, 51: 4}, Lost()) == (2, 10.0)
     assert not has_kept(joined, joined)
-    # at the beginning
-    assert losses([joined, joined], [], Lost()) == Lost()
+    # at the beginning, and with a sync that has failed for a second rank: what is lost is counted from the last commit
+    assert losses([joined, seen(61, -1, 0)], {}, Lost()) == Lost()
+    assert losses([seen(51), seen(52)], norms, Lost()) == (1, 3.0)
+    assert losses([seen(51)], norms, Lost()) == (2, pytest.approx(math.hypot(3, 12)))

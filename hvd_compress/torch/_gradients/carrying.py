@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -26,21 +29,11 @@ from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.wrapping import label_for
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Carried", "CarriedOptimizer", "Meeting"]
+__all__ = ["Carried", "CarriedOptimizer"]
 
 State = dict[str, Any]
 
-
-class Meeting(NamedTuple):
-    """What a rank brings to a sync.
-
-    Args:
-        rank: the number that it had since the last sync, -1 if there was none.
-        commits: of the state that it brings.
-    """
-
-    rank: int
-    commits: int
+_log = logging.getLogger("hvd_compress")
 
 
 class Carried(ABC):
@@ -54,7 +47,9 @@ class Carried(ABC):
 
     def __init__(self, label: str) -> None:
         self._label = f"hvd_compress.elastic.{label}"
-        self._norms: list[float] = []
+        # as a float64 it is exact
+        self._process = float(secrets.randbits(52))
+        self._norms: dict[float, float] = {}
         self._lost = Lost()
         """Before this sync, which may fail, and be made again."""
         self.lost = Lost()
@@ -69,8 +64,12 @@ class Carried(ABC):
         """Go back to what was kept last. It is used from the next sync on, which comes before the next step."""
 
     @abstractmethod
-    def sync(self, mine: Meeting) -> None:
-        """Take over what this rank owes, among the ranks that there are; a collective call."""
+    def sync(self, commits: int) -> None:
+        """Take over what this rank owes, among the ranks that there are; a collective call.
+
+        Args:
+            commits: of the state that this rank brings, -1 if it has just joined.
+        """
 
     @abstractmethod
     def _owing(self, live: bool) -> list[State]:
@@ -83,17 +82,19 @@ class Carried(ABC):
             live: of what is now, not of what was kept.
         """
         norms = [norm_owed(state) for state in self._owing(live)]
-        mine = np.array([float(np.hypot.reduce(norms)) if norms else 0.0])
-        self.settle(TorchRanks().run("allgather", f"{self._label}.norms", mine).tolist())
+        mine = np.array([self._process, float(np.hypot.reduce(norms)) if norms else 0.0])
+        everyone = TorchRanks().run("allgather", f"{self._label}.norms", mine).reshape(-1, 2).tolist()
+        self.settle(dict(everyone))
 
-    def settle(self, norms: list[float]) -> None:
-        """Note what each rank would take with it, and that what was lost until now is counted."""
+    def settle(self, norms: dict[float, float]) -> None:
+        """Note what each process would take with it, and that what was lost until now is counted."""
         self._norms, self._lost = norms, self.lost
 
-    def _meet(self, mine: Meeting, states: Sequence[State]) -> tuple[bool, list[Seen]]:
+    def _meet(self, commits: int, states: Sequence[State]) -> tuple[bool, list[Seen]]:
         """Meet all ranks; returns whether this rank still owes what it has, and what all have said."""
         norms = [norm_owed(state) for state in states]
-        told = Seen(*mine, sum(state["steps"] for state in states), float(np.hypot.reduce(norms)) if norms else 0.0)
+        steps = sum(state["steps"] for state in states)
+        told = Seen(self._process, commits, steps, float(np.hypot.reduce(norms)) if norms else 0.0)
         rows = TorchRanks().run("allgather", f"{self._label}.ranks", np.array(told, np.float64))
         seen = [Seen(*row) for row in rows.reshape(-1, len(told)).tolist()]
         return has_kept(told, seen[0]), seen
@@ -106,6 +107,11 @@ class Carried(ABC):
 
     def _count(self, seen: Sequence[Seen]) -> None:
         self.lost = losses(seen, self._norms, self._lost)
+        if self.lost != self._lost and hvd.rank() == 0:
+            _log.warning(
+                "%s: %d ranks were lost with what they owed, of the norm %.3g; in all %d, %.3g", self._label,
+                self.lost.ranks - self._lost.ranks, math.sqrt(self.lost.norm**2 - self._lost.norm**2), *self.lost,
+            )  # fmt: skip
 
 
 class CarriedOptimizer(Carried):
@@ -160,7 +166,7 @@ class CarriedOptimizer(Carried):
             states = [state for of_rank in everyone for state in of_rank]
             self._united = united_accumulators(states) if states else {}
 
-    def sync(self, mine: Meeting) -> None:
+    def sync(self, commits: int) -> None:
         """Make the exchanges for the ranks that there are, and take over what this one owes; a collective call.
 
         Raises:
@@ -169,7 +175,7 @@ class CarriedOptimizer(Carried):
         combiner = self._combiner
         wrapping, sender = combiner.wrapping, combiner.sender
         state, before = self._state(), sender.engine or self._engine
-        owes, seen = self._meet(mine, [] if state is None else [state])
+        owes, seen = self._meet(commits, [] if state is None else [state])
         root = self._from_root((None if state is None else {**state, "residuals": {}, "owner_residuals": {}},
                                 self._united))  # fmt: skip
         self._count(seen)

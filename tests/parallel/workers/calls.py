@@ -332,7 +332,7 @@ def who_has_made_another_step_than_rank_0_drops_what_it_owes() -> None:
         norm = opt.compression_stats()["total"]["residual_norm"]
         if odd_one():
             # it has lost the last commit
-            state._meeting = state._meeting._replace(commits=state._meeting.commits - 1)
+            state._commits -= 1
         norms = horovod.allgather_object(norm)
         state.sync()
         stats = opt.compression_stats()
