@@ -1,4 +1,4 @@
-"""Elastic runs, whose ranks come and go: what is refused there."""
+"""Elastic runs, whose ranks come and go: when they may compare, and what is refused there."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ from typing import Any
 
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["is_elastic", "refuse_elastic"]
+__all__ = ["are_together", "is_elastic", "note_meeting", "note_parting", "refuse_elastic"]
+
+_together = False
 
 
 def is_elastic() -> bool:
     """Whether ranks may join and leave while this run goes on."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def are_together() -> bool:
+    """Whether all ranks are at the same point of the program, so that collectives of ours meet.
+
+    In an elastic run they are not until their state has been synced: who joins wraps its optimizer while others train.
+    """
+    return _together or not is_elastic()
+
+
+def note_meeting() -> None:
+    """All ranks have come to the sync of their state."""
+    global _together
+    _together = True
+
+
+def note_parting() -> None:
+    """Ranks have come or gone since they met."""
+    global _together
+    _together = False
 
 
 def refuse_elastic(what: Any) -> None:
@@ -24,7 +46,8 @@ def refuse_elastic(what: Any) -> None:
     if is_elastic():
         raise UnsupportedError(
             f"{what!r} in an elastic run: exchanges are laid out for the ranks that there are, and what ranks keep "
-            "between steps would be lost with those that leave, and missing on those that join. Use "
+            "between steps would be lost with those that leave, and missing on those that join. Use hvd_compress.torch "
+            "with hvd.elastic.TorchState, which carries it over. On TensorFlow and Keras use "
             "compression=hvd.Compression.none or fp16 with the exchange that is the default, or start with a fixed "
             "number of ranks and use hvd_compress.feedback.redistribute to change it between runs"
         )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hvd_compress import wire
-from hvd_compress.elastic import is_elastic
+from hvd_compress.elastic import are_together
 from hvd_compress.errors import MismatchError
 from hvd_compress.waiting import waiting
 
@@ -97,10 +97,10 @@ def scope_of(process_set: Any) -> str:
 
 
 def agree(description: dict[str, Any], allgather: Callable[[bytes, str], bytes], name: str) -> None:
-    """Compare the description of this rank, and `versions`, with all others; a collective call, but for elastic runs.
+    """Compare the description of this rank, and `versions`, with all others; a collective call where all can come.
 
-    In elastic runs nothing is compared: a new rank comes here while the others wait in their states' `sync`, or train.
-    Such runs refuse what would need more comparisons than Horovod's own.
+    In elastic runs nothing is compared before the ranks' states are synced: a new rank comes here while the others wait
+    in their states' `sync`, or train.
 
     Args:
         description: JSON-able.
@@ -110,7 +110,7 @@ def agree(description: dict[str, Any], allgather: Callable[[bytes, str], bytes],
     Raises:
         MismatchError: on all ranks, naming the first difference.
     """
-    if not is_elastic():
+    if are_together():
         begin_agreement(description, lambda data, label: partial(allgather, data, label), name)()
 
 

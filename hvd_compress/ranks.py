@@ -16,11 +16,16 @@ import numpy.typing as npt
 from hvd_compress import fingerprint
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["HorovodRanks", "OnHost", "Ranks"]
+__all__ = ["HorovodRanks", "OnHost", "Ranks", "forget_numbers"]
 
 Array = npt.NDArray[Any]
 
 _counts: Counter[str] = Counter()
+
+
+def forget_numbers() -> None:
+    """Let `Ranks.numbered` begin anew: ranks that join an elastic run have made nothing yet; all of them do so."""
+    _counts.clear()
 
 
 class OnHost(NamedTuple):
@@ -124,7 +129,7 @@ class Ranks(ABC):
         return f"{name}.{self._counts[name] - 1}"
 
     def agree(self, description: dict[str, Any], name: str | None = None) -> None:
-        """Compare what each rank says; a collective call, but for elastic runs. See `fingerprint.agree`.
+        """Compare what each rank says; a collective call where all can come. See `fingerprint.agree`.
 
         Args:
             description: JSON-able.

@@ -38,6 +38,15 @@ from hvd_compress.engine.ledger import Ledger
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.engine.states import empty_state, refuse_residuals
+from hvd_compress.engine.survival import (
+    Lost,
+    Seen,
+    has_kept,
+    losses,
+    norm_owed,
+    survivor_state,
+    united_accumulators,
+)
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -49,8 +58,10 @@ __all__ = [
     "Defaults",
     "KernelThread",
     "Ledger",
+    "Lost",
     "Pilot",
     "Routing",
+    "Seen",
     "Tensor",
     "average_share",
     "backward_buckets",
@@ -64,13 +75,18 @@ __all__ = [
     "exchanged",
     "first_unequal",
     "has_cores",
+    "has_kept",
     "horovod_compressor",
     "kinds_told",
+    "losses",
     "names_of_call",
+    "norm_owed",
     "only_here",
     "only_there",
     "op_of_call",
     "refuse_other_ops",
     "refuse_residuals",
     "resolved",
+    "survivor_state",
+    "united_accumulators",
 ]

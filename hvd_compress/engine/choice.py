@@ -109,18 +109,23 @@ def exchanged(compression: Any) -> Compressor | Policy | Auto | None:
     return compression if isinstance(compression, Compressor) and not compression.reducible else None
 
 
-def compressor_of_call(compression: Any) -> Compressor | None:
+def compressor_of_call(compression: Any, carries: bool = False) -> Compressor | None:
     """Return what `exchanged` does, for a call that reduces single tensors.
 
+    Args:
+        compression: what the user gave.
+        carries: see `check_settings`.
+
     Raises:
-        UnsupportedError: a `Policy` or `Auto`, which choose for the tensors of an optimizer; an elastic run.
+        UnsupportedError: a `Policy` or `Auto`, which choose for the tensors of an optimizer; an elastic run, unless the
+            edge carries residuals over.
     """
     chosen = exchanged(resolved(compression))
     if isinstance(chosen, Policy | Auto):
         raise UnsupportedError(
             f"allreduce with {chosen!r}: it chooses for the tensors of an optimizer; give the compressor of this one"
         )
-    if chosen is not None:
+    if chosen is not None and not carries:
         refuse_elastic(chosen)
     return chosen
 
@@ -187,19 +192,26 @@ def average_share(compressor: Compressor | Policy | Auto, op: Any, average: Any,
     return 1.0 / ranks if op == average else 1.0
 
 
-def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: Any) -> Exchange:
+def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: Any, carries: bool = False) -> Exchange:
     """Return the exchange to use where gradients may be AdaGrad's updates; see `exchange_with`.
+
+    Args:
+        adagrad: what the user gave.
+        exchange: likewise.
+        compression: likewise.
+        carries: see `check_settings`.
 
     Raises:
         TypeError: `adagrad` is something else.
-        UnsupportedError: an exchange without owners, `Auto`, or an elastic run.
+        UnsupportedError: an exchange without owners, `Auto`, or an elastic run, unless the edge carries accumulators
+            over.
     """
     if adagrad is not None and isinstance(compression, Auto):
         raise UnsupportedError(
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
-    if adagrad is not None:
+    if adagrad is not None and not carries:
         refuse_elastic(adagrad)
     return exchange_with(adagrad, checked_exchange(exchange))
 
@@ -245,12 +257,16 @@ def check_settings(
     backward_passes_per_step: int,
     groups: Any,
     rocm: bool,
+    carries: bool = False,
 ) -> None:
     """Check the settings that all optimizer wrappers and tapes have in common.
 
+    An edge `carries` what ranks keep between steps, if its state of elastic runs hands it over to other ranks.
+
     Raises:
         ValueError: a setting out of its range.
-        UnsupportedError: an elastic run with one of our compressors; `Auto` with a parameter server.
+        UnsupportedError: an elastic run with one of our compressors, unless the edge carries residuals over; `Auto`
+            with a parameter server.
     """
     if checked_exchange(exchange).takes_all and isinstance(compression, Auto):
         raise UnsupportedError(
@@ -273,7 +289,7 @@ def check_settings(
     if groups is not None and not isinstance(groups, list) and not _is_positive(groups):
         raise ValueError(f"groups={groups!r}: must be a positive number or a list of lists of parameters")
     ours = exchanged(compression)
-    if ours is not None:
+    if ours is not None and not carries:
         refuse_elastic(exchange if isinstance(ours, Compressor) and is_uncompressed(ours) else ours)
 
 

@@ -226,18 +226,24 @@ class Ledger(Generic[AnyBucket]):
             else:
                 self.debts[name] = debt
         for name, account in self.accounts.items():
-            account.counters = other.counters_of(name)
             if name in other.accounts:
                 account.inherit(other.accounts[name])
             else:
                 # the randomness of its first steps has been used
                 account.step = other._steps
+        self.inherit_counters(other)
+        self._steps = other._steps
+        self._loss_scale = other._loss_scale
+
+    def inherit_counters(self, other: Ledger[Any]) -> None:
+        """Take over what `other`, a ledger of the same tensors, has counted."""
+        for name, account in self.accounts.items():
+            account.counters = other.counters_of(name)
         # a pack's counters stand for all its members: what these have cost before is kept beside them
         self._before = {name: other.counters_of(name) for name in self.packs}
         for counters in (self.dense, self._resting):
             counters.update((name, other.counters_of(name)) for name in counters)
-        self._steps, self._counted_steps = other._steps, other._counted_steps
-        self._loss_scale = other._loss_scale
+        self._counted_steps = other._counted_steps
 
     def set_loss_scale(self, loss_scale: float) -> None:
         """Convert the residuals, which are in units of the scaled gradients, to another loss scale."""

@@ -64,7 +64,10 @@ class GossipSettings:
                 'overlap=True with transport="one_sided": nobody waits for these messages anyway. Leave overlap out'
             )
         if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise UnsupportedError("event-triggered averaging in an elastic run: start with a fixed number of ranks")
+            raise UnsupportedError(
+                "event-triggered averaging in an elastic run: a rank that joins has no copies of its neighbours. "
+                "Start with a fixed number of ranks"
+            )
 
     @property
     def is_one_sided(self) -> bool:

@@ -13,6 +13,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress import wire
 from hvd_compress._torch.device import told_places
 from hvd_compress.compressors import Compressor
+from hvd_compress.elastic import are_together, is_elastic
 from hvd_compress.engine import (
     Routing,
     average_share,
@@ -25,6 +26,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.fingerprint import Place
 from hvd_compress.torch import _differentiable
 from hvd_compress.torch._agreement import Meeting, is_mismatch
+from hvd_compress.torch._calls import Agreed, CallKey, agreed, engine_of, forget_residuals, keep, pay_at_once
 from hvd_compress.torch._carried import name_of
 from hvd_compress.torch._collectives import name_of_call
 from hvd_compress.torch._gradients.bucket import collective_name
@@ -33,9 +35,6 @@ from hvd_compress.torch._gradients.staging import is_compressible
 from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
-
-# named tensors keep their residual from call to call, as an optimizer's do
-_engines: dict[tuple[Any, ...], Engine] = {}
 
 
 class _Call(NamedTuple):
@@ -73,16 +72,6 @@ class _Call(NamedTuple):
         return self.base, self.process_set.process_set_id, self.process_set.size()
 
 
-class _Agreed(NamedTuple):
-    """The last call of a name, on which all ranks have agreed, and how its exchange begins."""
-
-    key: tuple[Any, ...]
-    first: list[Place]
-
-
-_agreed: dict[tuple[str, int, int], _Agreed] = {}
-
-
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -116,15 +105,18 @@ def allreduce(
 
     Raises:
         MismatchError: the ranks' arguments differ, with a compressor of hvd_compress on some of them; raised on all.
-        UnsupportedError: another `op`, a tensor that requires a gradient, or an elastic run, with a compressor of
-            hvd_compress.
+        UnsupportedError: another `op`, a tensor that requires a gradient, or an elastic run before its state is synced,
+            with a compressor of hvd_compress.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
-    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    compressor, horovods = compressor_of_call(compression, carries=True), horovod_compressor(compression)
     factors = prescale_factor, postscale_factor
     call = _call("allreduce", name, compressor or horovods, average, op, *factors, process_set)
-    if compressor is not None and process_set.size() > 1:
-        return _reduce([tensor], call)[0]
+    if compressor is not None:
+        _refuse_apart(call)
+        if process_set.size() > 1:
+            return _reduce([tensor], call)[0]
+        [tensor] = _with_owed([tensor], call)
     with _uncompressed([tensor], call):
         return _differentiable.allreduce(tensor, average, call.base, horovods, op, *factors, process_set)
 
@@ -141,18 +133,16 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors at once, which share their exchanges."""
     tensors = list(tensors)
-    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    compressor, horovods = compressor_of_call(compression, carries=True), horovod_compressor(compression)
     factors = prescale_factor, postscale_factor
     call = _call("grouped_allreduce", name, compressor or horovods, average, op, *factors, process_set)
-    if compressor is not None and process_set.size() > 1:
-        return _reduce(tensors, call)
+    if compressor is not None:
+        _refuse_apart(call)
+        if process_set.size() > 1:
+            return _reduce(tensors, call)
+        tensors = _with_owed(tensors, call)
     with _uncompressed(tensors, call):
         return _differentiable.grouped_allreduce(tensors, average, call.base, horovods, op, *factors, process_set)
-
-
-def forget_residuals() -> None:
-    """Drop the residuals that named calls of `allreduce` have kept; all ranks must do so at the same point."""
-    _engines.clear()
 
 
 def _call(
@@ -205,7 +195,7 @@ def _exchanged(real: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], ca
             raise
         engine.abandon()
         # another rank compares this call, which differs from its last one: be told the same as that rank
-        _tell(tensors, call, _agreed[call.scope].first or [call.place], error)
+        _tell(tensors, call, agreed[call.scope].first or [call.place], error)
         raise
 
 
@@ -227,7 +217,7 @@ def _told(tensors: Sequence[torch.Tensor], call: _Call) -> dict[str, Any]:
 
 
 def _agree(tensors: Sequence[torch.Tensor], call: _Call) -> None:
-    last, key = _agreed.get(call.scope), (call, *((t.dtype, t.shape, t.requires_grad) for t in tensors))
+    last, key = agreed.get(call.scope), (call, *((t.dtype, t.shape, t.requires_grad) for t in tensors))
     if last is not None and last.key == key:
         return
     first = [] if last is None else last.first
@@ -235,7 +225,7 @@ def _agree(tensors: Sequence[torch.Tensor], call: _Call) -> None:
         call.label, _told(tensors, call), [*call.places(len(tensors)), *first]
     )
     if call.is_named:
-        _agreed[call.scope] = _Agreed(key, [])
+        agreed[call.scope] = Agreed(key, [])
 
 
 def _tell(tensors: Sequence[torch.Tensor], call: _Call, failed: Sequence[Place], error: Exception) -> None:
@@ -265,9 +255,9 @@ def _refuse(tensors: Sequence[torch.Tensor], call: _Call) -> None:
 @contextmanager
 def _uncompressed(tensors: Sequence[torch.Tensor], call: _Call) -> Iterator[None]:
     """A call without compression, of a name whose last one may have had it, or has it on another rank."""
-    if call.scope in _agreed and call.process_set.size() > 1:
+    if call.scope in agreed and call.process_set.size() > 1:
         _agree(tensors, call)
-        del _agreed[call.scope]
+        del agreed[call.scope]
     try:
         yield
     except HorovodInternalError as error:
@@ -278,23 +268,51 @@ def _uncompressed(tensors: Sequence[torch.Tensor], call: _Call) -> Iterator[None
         raise
 
 
+def _key(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> CallKey:
+    described = tuple((name, tuple(t.shape), t.dtype) for name, t in zip(names, tensors, strict=True))
+    return CallKey(call.process_set.process_set_id, described, call.compressor)
+
+
+def _with_owed(tensors: Sequence[torch.Tensor], call: _Call) -> list[torch.Tensor]:
+    """The tensors of one rank, with what it still owes since others have left an elastic run."""
+    if not (call.is_named and is_elastic()):
+        return list(tensors)
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    paid = pay_at_once(_key(real, names_of_call(call.base, len(real)), call), real, call.op == hvd.Average)
+    return [torch.view_as_complex(r) if t.is_complex() else r for r, t in zip(paid, tensors, strict=True)]
+
+
+def _refuse_apart(call: _Call) -> None:
+    """Raise UnsupportedError in an elastic run where ranks are not together."""
+    if not are_together():
+        raise UnsupportedError(
+            f"{call.label} with {call.compressor!r} in an elastic run, before hvd.elastic.TorchState of "
+            "hvd_compress.torch has synced the ranks: others may be in the middle of their training. Call it inside of "
+            "the function that is decorated with hvd.elastic.run"
+        )
+    if is_elastic() and call.process_set.process_set_id != 0:
+        raise UnsupportedError(
+            f"{call.label} with {call.compressor!r} and a process set in an elastic run: Horovod forgets process sets "
+            "when ranks come or go. Leave process_set out, or use compression=hvd.Compression.none"
+        )
+
+
 def _engine(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> Engine:
     ranks = call.process_set.size()
     share = average_share(call.compressor, call.op, hvd.Average, hvd.Sum, ranks)
     scale = call.prescale_factor * call.postscale_factor * share
-    described = tuple((name, tuple(t.shape), t.dtype) for name, t in zip(names, tensors, strict=True))
-    key = (call.process_set.process_set_id, ranks, described, call.compressor)
-    engine = _engines.get(key)
+    key = _key(tensors, names, call)
+    engine = engine_of(key, ranks)
     if engine is None:
         routing = Routing(call.compressor, min_numel=0)
         engine = Engine(routing, scale, call.process_set, zip(names, tensors, strict=True))
         if call.is_named:
-            _engines[key] = engine
-    if call.scope in _agreed:
+            keep(key, ranks, engine, call.op == hvd.Average)
+    if call.scope in agreed:
         begun = [shipment.beginning for shipment in engine.buckets]
         first = [Place(collective, collective_name(collective, name)) for collective, name in begun]
         if not first and len(names) > 1:
             first = [Place("allreduce", names[0])]
-        _agreed[call.scope] = _agreed[call.scope]._replace(first=first)
+        agreed[call.scope] = agreed[call.scope]._replace(first=first)
     engine.scale = scale
     return engine

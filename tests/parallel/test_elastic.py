@@ -81,6 +81,7 @@ def test_a_rank_that_dies_is_replaced_as_with_horovod(tmp_path: Path) -> None:
         assert totals["hvd_compress"][step] == pytest.approx(totals["horovod"][step], rel=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 def test_models_of_any_type_and_layout_go_on(tmp_path: Path) -> None:
     totals = check(elastic_run(tmp_path, "types", "hvd_compress"))

@@ -46,6 +46,7 @@ WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.p
 APART = [
     "guides/async_server.py",
     "guides/checkpoints.py",
+    "guides/elastic.py",
     "guides/virtual_cluster.py",
     "launch/on_ray.py",
     "launch/on_spark.py",
@@ -108,6 +109,17 @@ def test_a_program_in_a_page(tmp_path: Path, page: str) -> None:
     program = tmp_path / "train.py"
     program.write_text("import " + text.partition("```python\nimport ")[2].partition("```")[0])
     run(str(program), *LAUNCHERS[launcher](2))
+
+
+@pytest.mark.thorough
+def test_a_training_whose_ranks_may_come_and_go(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:2\n")
+    hosts.chmod(0o755)
+    elastic = ["--min-np", "1", "--max-np", "4", "--host-discovery-script", str(hosts), "--network-interface", "lo"]
+    said = run("guides/elastic.py", str(shutil.which("horovodrun", path=str(BIN))), "-np", "2", *elastic)
+    assert all(f"rank {rank} of 2: step 60, owes" in said for rank in range(2))
+    assert "lost 0.00" in said
 
 
 def test_a_training_goes_on_with_its_ranks_and_with_others(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_compress.engine import Ledger
+from hvd_compress.engine import Ledger, Lost
 from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
 from hvd_compress.torch._gradients.engine import Engine, precondition
 from hvd_compress.torch._gradients.handed import Handed
@@ -75,6 +75,8 @@ class Combiner:
         """Why it cannot go on: ranks have disagreed while steps were made, and some collectives stay under way."""
         self.is_retired = False
         """Whether another optimizer has taken over the parameters."""
+        self.lost: Lost | None = None
+        """In elastic runs, what was dropped with ranks that were lost."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -86,6 +88,17 @@ class Combiner:
         """Let backward passes tell of their gradients."""
         self.members.take(self.param_groups)
         self.is_hooked = True
+
+    @property
+    def awaits_sync(self) -> bool:
+        """Whether its exchanges are made when the state of an elastic run is synced, and are not made yet."""
+        return self.wrapping.is_carried and self.sender.engine is None
+
+    def begin_again(self) -> None:
+        """In an elastic run, other ranks have come: nothing is known of them, and of no step that is under way."""
+        self.close()
+        self.members.take(self.param_groups)
+        self.sender.has_compared, self.sender.has_loaded, self._stopped = False, False, None
 
     def let_go(self) -> None:
         """Another optimizer takes over the parameters: let them go, and refuse to go on."""
@@ -195,6 +208,13 @@ class Combiner:
             refuse_retired()
         if self._stopped is not None:
             raise MismatchError(f"{self._stopped} Ranks cannot go on after that: start the run again")
+        if self.sender.engine is None and self.awaits_sync:
+            raise UnsupportedError(
+                f"a step with {self.wrapping.name} in an elastic run, and no hvd.elastic.TorchState has synced this "
+                "optimizer: exchanges are made there for the ranks that there are. Give the wrapped optimizer to "
+                "hvd.elastic.TorchState(model, optimizer) of hvd_compress.torch, and train inside of a function that "
+                "is decorated with hvd.elastic.run"
+            )
         if name is not None and p is not None and self.is_combined and self._handed.has_grown(name, p.grad):
             # what another pass has added is this rank's alone
             self._refuse_pass(name)

@@ -185,6 +185,10 @@ class Engine(Ledger[Shipment]):
         self._paid = set()
         super().abandon()
 
+    def rest(self) -> None:
+        """Let nothing run any more that works in memory of ours; what is in flight is for whoever ends it."""
+        self._kernel_thread.forget()
+
     def wait(self) -> bool:
         """Wait for all that is in flight; whether all of it is finite (the same on all ranks)."""
         waits = self.waits()

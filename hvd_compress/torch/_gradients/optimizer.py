@@ -50,6 +50,20 @@ def _refuse_types(optimizer: torch.optim.Optimizer, named: Any, adagrad: AdaGrad
         )
 
 
+def _refuse_what_stays(wrapping: Wrapping) -> None:
+    """Raise UnsupportedError for what does not come through a change of ranks in an elastic run."""
+    if wrapping.process_set.process_set_id != 0:
+        raise UnsupportedError(
+            f"{wrapping.name} with a process set in an elastic run: Horovod forgets process sets when ranks come or "
+            "go. Leave process_set out, or start with a fixed number of ranks"
+        )
+    if wrapping.exchange.sends_by_mpi:
+        raise UnsupportedError(
+            f"{wrapping.exchange!r} in an elastic run: Horovod runs these with Gloo only, and MPI does not outlive a "
+            'rank. Use transport="horovod"'
+        )
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -99,9 +113,9 @@ def DistributedOptimizer(
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
-        UnsupportedError: Adasum, another `op` than Average and Sum, or elastic runs with compression; `adagrad` with
+        UnsupportedError: Adasum, or another `op` than Average and Sum, with compression; `adagrad` with
             another `op`, with `Auto` or with exchange="allgather"; `Auto` with a parameter server; a server
-            whose root is no rank, or whose transport is missing.
+            whose root is no rank, or whose transport is missing; in an elastic run, a process set or messages of MPI.
         MismatchError: the ranks disagree; raised on all of them.
     """
     check_owner("DistributedOptimizer", optimizer)
@@ -109,9 +123,9 @@ def DistributedOptimizer(
     compression = resolved(compression, exchange)
     check_settings(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor,
-        backward_passes_per_step, groups, hvd.rocm_built(),
+        backward_passes_per_step, groups, hvd.rocm_built(), carries=True,
     )  # fmt: skip
-    exchange = exchange_of(adagrad, exchange, compression)
+    exchange = exchange_of(adagrad, exchange, compression, carries=True)
     if adagrad is not None:
         refuse_other_ops(op, hvd.Average, hvd.Sum)
     horovods = route_of(compression)
@@ -126,13 +140,15 @@ def DistributedOptimizer(
         return hvd.DistributedOptimizer(
             optimizer, named, horovods, backward_passes_per_step, op, process_set=process_set
         )
-    # in elastic runs all is Horovod's own: who joins wraps its optimizer while the others train
+    # in elastic runs exchanges are made when the state is synced: who joins wraps its optimizer while the others train
     takes_part = process_set.included() and process_set.size() > 1 and not is_elastic()
     scale = 1.0 if ours is None else average_share(ours, op, hvd.Average, hvd.Sum, process_set.size() or 1)
     wrapping = Wrapping(
         compression, ours, op, exchange, min_numel, bucket_bytes, groups, adagrad, process_set, scale,
         gradient_predivide_factor, backward_passes_per_step, sparse_as_dense,
     )  # fmt: skip
+    if wrapping.is_carried:
+        _refuse_what_stays(wrapping)
     if takes_part:
         wrapping.agree(optimizer.param_groups, {id(p): name for name, p in named or []})
     _refuse_types(optimizer, named, adagrad)
@@ -153,7 +169,7 @@ def DistributedOptimizer(
         wrapping.label = label_for(wrapped.param_groups, set(wrapped._parameter_names.values()), process_set)
         wrapping.equip(combiner.sender)
         combiner.sender.begin_way()
-    elif adagrad is not None:
+    elif adagrad is not None and not wrapping.is_carried:
         combiner.alone = Ledger(
             Routing(None), 1, 0, described(combiner.members.by_name.items()), Bucket, adagrad=adagrad
         )

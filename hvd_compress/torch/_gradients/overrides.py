@@ -137,15 +137,18 @@ class Overrides:
             sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds (handing over), exchange_seconds
             (waited), decode_seconds, and residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also
             "auto": what was chosen for each bucket, from which predicted and measured seconds, and why; "rival" is what
-            it is compared with in the next step, or None.
+            it is compared with in the next step, or None. In elastic runs also "lost_ranks", how many ranks were lost
+            with what they owed, and "lost_norm", the Euclidean norm of what all of these owed at their last commits.
         """
         sender, compressor = self._combiner.sender, self._combiner.wrapping.name
+        lost = self._combiner.lost
+        dropped = {} if lost is None else {"lost_ranks": lost.ranks, "lost_norm": lost.norm}
         if sender.engine is None:
-            return {"compressor": compressor, "total": Counters().report(0.0), "tensors": {}}
+            return {"compressor": compressor, "total": Counters().report(0.0), "tensors": {}, **dropped}
         chosen = {} if sender.steering is None else {"auto": sender.steering.report()}
         with left_out(sender.steering):
             sender.count_plain()
-            return {"compressor": compressor, **sender.engine.stats(), **chosen}
+            return {"compressor": compressor, **sender.engine.stats(), **chosen, **dropped}
 
     def compression_state_dict(self) -> dict[str, Any]:
         """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
@@ -173,6 +176,12 @@ class Overrides:
         """
         self._combiner.refuse_while_open("load_compression_state_dict()", StateError)
         sender, alone = self._combiner.sender, self._combiner.alone
+        if self._combiner.awaits_sync:
+            raise StateError(
+                "load_compression_state_dict() in an elastic run before its state is synced: which rank this is, and "
+                "among how many, is not known yet. Call it in the function that is decorated with hvd.elastic.run, "
+                "where state.step is 0"
+            )
         if sender.engine is not None:
             sender.count_plain()
             sender.engine.load_state_dict(state)

@@ -13,6 +13,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress._torch.device import described, told_places
 from hvd_compress.compressors import Compressor
+from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import Routing, describe, description
 from hvd_compress.errors import MismatchError
 from hvd_compress.exchange import AdaGrad, Exchange
@@ -71,6 +72,11 @@ class Wrapping:
     """Called with what ends a step on all ranks of the process set, before it is raised: others may wait for them."""
     number: int = field(default_factory=partial(next, count()))
     """Of this wrapping among those of this process."""
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether this is an elastic run, where ranks keep something from step to step: residuals, or accumulators."""
+        return is_elastic() and (self.ours is not None or self.adagrad is not None)
 
     @property
     def name(self) -> str:
@@ -166,13 +172,17 @@ class Wrapping:
         # of a list, Horovod makes a group of each parameter that is in none of its groups
         formed = [list(g) for g in members.groups or () if len(g) > 1 or not isinstance(self.groups, list)]
         tensors = list(members.by_name.items())
-        auto = self.ours if isinstance(self.ours, Auto) else None
-        routing = Routing(None if isinstance(self.ours, Auto) else self.ours, self.exchange, self.min_numel,
+        # the last rank of an elastic run sends everything: what it owes goes with its next gradients
+        ours = None if self.process_set.size() == 1 else self.ours
+        auto = ours if isinstance(ours, Auto) else None
+        routing = Routing(None if isinstance(ours, Auto) else ours, self.exchange, self.min_numel,
                           self.bucket_bytes)  # fmt: skip
         sender.make_engine = partial(
             Engine, scale=self.scale, process_set=self.process_set, tensors=tensors, groups=formed or None,
-            pays_debts=auto is not None, adagrad=self.adagrad, resting=list(members.resting.items()), label=self.label,
+            pays_debts=auto is not None or is_elastic(), adagrad=self.adagrad,
+            resting=list(members.resting.items()), label=self.label,
         )  # fmt: skip
+        sender.steering = None
         if auto is not None:
             sender.steering = Steering(auto, described(tensors), routing, self.process_set)
             routing = sender.steering.routing

@@ -6,6 +6,9 @@ In a start of its own: an operation that stayed with Horovod would be found here
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,10 +18,14 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.torch as hvd
-from hvd_compress import BF16, QSGD, OneBit, Threshold, TopK
-from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress import BF16, QSGD, AdaGrad, OneBit, ParameterServer, Threshold, TopK
+from hvd_compress.elastic import note_parting
+from hvd_compress.engine import empty_state
+from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
+from hvd_compress.torch import _calls
 from hvd_compress.torch._agreement import Meeting
+from tests.hostile import same
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import raises, to_numpy
 
@@ -203,12 +210,160 @@ def complex_numbers_are_compressed_as_two_real_ones() -> None:
     assert to_numpy(torch.view_as_real(result)).tobytes() == expected.tobytes()
 
 
-@cases.add
-def elastic_runs_refuse_it() -> None:
+@contextmanager
+def elastic() -> Iterator[None]:
+    """As in a process that the driver of elastic runs has started."""
     os.environ["HOROVOD_ELASTIC"] = "1"
     try:
-        for grouped in (False, True):
-            raises(UnsupportedError, lambda g=grouped: call("elastic", g), "elastic")
-            call("elastic", grouped, compression=hvd.Compression.none)
+        yield
     finally:
         del os.environ["HOROVOD_ELASTIC"]
+        note_parting()
+        hvd.forget_residuals()
+
+
+@cases.add
+def elastic_runs_refuse_it_before_their_ranks_are_together() -> None:
+    with elastic():
+        for grouped in (False, True):
+            raises(UnsupportedError, lambda g=grouped: call("elastic", g), "elastic", "hvd.elastic.run")
+            call("elastic", grouped, compression=hvd.Compression.none)
+
+
+@cases.add
+def an_elastic_state_brings_back_what_calls_owe() -> None:
+    with elastic():
+        state = hvd.elastic.TorchState(step=0)
+        state.sync()
+        call("carried", False)
+        state.step = 1
+        state.commit()
+        owed = owed_in_all(*_calls.CarriedCalls._states().values())
+        call("carried", False)
+        state.restore()
+        state.reset()
+        raises(UnsupportedError, lambda: call("carried", False), "elastic")
+        state.sync()
+        assert state.step == 1
+        (carried,) = _calls.CarriedCalls._states().values()
+        np.testing.assert_allclose(owed_in_all(carried), owed, rtol=1e-6)
+        results = call("carried", False)
+        np.testing.assert_allclose(
+            to_numpy(results).ravel() * horovod.size() + owed_in_all(*_calls.CarriedCalls._states().values()),
+            owed + sum(to_numpy(mine(rank)).ravel() for rank in range(horovod.size())),
+            rtol=1e-4,
+        )
+
+
+def owed_in_all(*states: dict[str, Any]) -> Any:
+    """What all ranks owe of one tensor of 400 elements, or more."""
+    total = None
+    for state in states:
+        for kind in ("residuals", "owner_residuals"):
+            for entry in state[kind].values():
+                values = np.asarray(entry["values"], np.float64)
+                whole = np.zeros(int(np.prod(entry["shape"])))
+                whole[entry.get("start", 0) :][: values.size] = values
+                total = whole if total is None else total + whole
+    return sum(horovod.allgather_object(total))
+
+
+def optimizer(**settings: Any) -> tuple[torch.nn.Linear, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(160, 160, bias=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(sgd, model.named_parameters(), OneBit(), min_numel=9, **settings)
+
+
+def numbers(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: np.asarray(entry["values"]) for name, entry in entries.items()}
+
+
+def steps(model: torch.nn.Module, opt: Any, seed: int, number: int = 2) -> list[bytes]:
+    """Make some; returns the bits of the parameters after them."""
+    for step in range(number):
+        opt.zero_grad()
+        random = np.random.default_rng((seed, step, horovod.rank()))
+        x = torch.from_numpy(random.normal(size=(8, 160)).astype(np.float32))
+        model(x).square().mean().backward()
+        opt.step()
+    return [to_numpy(p).tobytes() for p in model.parameters()]
+
+
+@cases.each({"residuals": {}, "AdaGrad": {"adagrad": AdaGrad()}})
+def an_elastic_state_brings_back_what_an_optimizer_owes(settings: dict[str, Any]) -> None:
+    with elastic():
+        model, opt = optimizer(**settings)
+        raises(UnsupportedError, lambda: steps(model, opt, 0), "hvd.elastic.TorchState", "elastic run")
+        raises(StateError, lambda: opt.load_compression_state_dict(empty_state()), "elastic run")
+        opt.zero_grad()
+        state = hvd.elastic.TorchState(model, opt, step=0)
+        state.sync()
+        steps(model, opt, 1)
+        state.commit()
+        kinds = ["residuals"] if settings else ["residuals", "owner_residuals"]
+        kept = opt.compression_state_dict()
+        owed = owed_in_all({"residuals": {}, "owner_residuals": {}, **{kind: kept[kind] for kind in kinds}})
+        after = steps(model, opt, 2)
+        state.restore()
+        state.sync()
+        now = opt.compression_state_dict()
+        np.testing.assert_allclose(owed_in_all({**now, "owner_residuals": {}}), owed, rtol=1e-4, atol=1e-7)
+        if settings:
+            # they belong to elements, whose owners are the same
+            for kind in ("accumulators", "owner_residuals"):
+                assert same(numbers(now[kind]), numbers(kept[kind]))
+        stats = opt.compression_stats()
+        assert stats["lost_ranks"] == stats["lost_norm"] == 0
+        assert stats["total"]["steps"] == 4
+        # what was owed as an owner is owed as a sender now: the steps that follow are others, but equal on all ranks
+        everyone = horovod.allgather_object([after, steps(model, opt, 2)])
+        assert all(one == everyone[0] for one in everyone)
+
+
+@cases.add
+def who_has_made_another_step_than_rank_0_drops_what_it_owes() -> None:
+    with elastic():
+        model, opt = optimizer()
+        state = hvd.elastic.TorchState(model, opt, step=0)
+        state.sync()
+        steps(model, opt, 1)
+        state.commit()
+        norm = opt.compression_stats()["total"]["residual_norm"]
+        if odd_one():
+            # it has lost the last commit
+            state._commits -= 1
+        norms = horovod.allgather_object(norm)
+        state.sync()
+        stats = opt.compression_stats()
+        assert stats["lost_ranks"] == 1
+        assert np.isclose(stats["lost_norm"], norms[-1], rtol=1e-6)
+        assert (stats["total"]["residual_norm"] == 0) == odd_one()
+
+
+@cases.add
+def ranks_that_join_with_other_settings_are_told_so() -> None:
+    with elastic():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(160, 160)
+        opt = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), OneBit() if odd_one() else TopK(0.1)
+        )
+        state = hvd.elastic.TorchState(model, opt)
+        raises(MismatchError, state.sync, "compression.id", "'topk'", "'onebit'")
+
+
+@cases.add
+def elastic_runs_refuse_process_sets_and_messages_of_mpi() -> None:
+    with elastic():
+        sgd = torch.optim.SGD([torch.nn.Parameter(mine())], lr=0.1)
+        apart = SimpleNamespace(process_set_id=7, included=lambda: True, size=lambda: 2, rank=lambda: 0)
+        for settings, words in (
+            ({"process_set": apart}, ["process set", "elastic run"]),
+            ({"exchange": ParameterServer(transport="mpi")}, ["transport", "elastic run"]),
+        ):
+            raises(
+                UnsupportedError,
+                lambda s=settings: hvd.DistributedOptimizer(sgd, compression=OneBit(), **s),
+                *words,
+            )

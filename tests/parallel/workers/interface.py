@@ -23,7 +23,7 @@ from hvd_compress.errors import ContractError, MismatchError, StateError, Unsupp
 from hvd_compress.exchange import make_plan
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
-from hvd_compress.torch import _functions
+from hvd_compress.torch import _calls
 from tests.hostile import same
 from tests.outsider import EveryOther, SignSum
 from tests.parallel.cases import Cases
@@ -200,7 +200,7 @@ def residuals_stay_where_they_are_and_results_are_the_callers(dtype: torch.dtype
     seen, results = set(), []
     for _ in range(4):
         results.append(hvd.allreduce(given, name="again", compression=OneBit()))
-        (lane,) = (lane for engine in _functions._engines.values() for lane in engine.accounts.values())
+        (lane,) = (lane for engine in _calls._engines.values() for lane in engine.accounts.values())
         seen.add(lane.residual.ctypes.data)
     assert len(seen) == 1
     assert len({result.data_ptr() for result in results}) == 4

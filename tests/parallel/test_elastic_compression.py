@@ -1,0 +1,172 @@
+"""In an elastic run with compression ranks come and go: replicas stay equal, and those that stay go on owing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel import launch
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
+
+LIMIT_SECONDS = 150.0
+WORKER = "tests.parallel.workers.elastic_compression"
+# hosts and ranks to begin with; both names are this machine, so that no ssh is needed
+BEGINNINGS = {
+    "replace": ("127.0.0.1:1\nlocalhost:1\n", 2),
+    "three": ("127.0.0.1:1\nlocalhost:2\n", 3),
+    "alone": ("127.0.0.1:1\nlocalhost:1\n", 2),
+    "asked": ("localhost:2\n", 2),
+}
+Line = dict[str, Any]
+
+
+def elastic_run(folder: Path, setting: str, scenario: str) -> list[list[Line]]:
+    """What each process that took part has noted, in the order of their numbers."""
+    text, ranks = BEGINNINGS[scenario]
+    (folder / "hosts").write_text(text)
+    hosts = folder / "hosts.sh"
+    hosts.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
+    hosts.chmod(0o755)
+    environment = launch._environment()
+    command = [
+        str(shutil.which("horovodrun", path=environment["PATH"])), "-np", str(ranks), "--min-np", "1", "--max-np", "4",
+        "--network-interface", "lo", "--host-discovery-script", str(hosts),
+        sys.executable, "-m", WORKER, setting, scenario, str(folder),
+    ]  # fmt: skip
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=launch.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        returncode = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                returncode = process.wait(LIMIT_SECONDS)
+        finally:
+            if process.poll() is None:
+                launch._end(process)
+    assert returncode == 0, f"returned {returncode}\n{(folder / 'output').read_text(errors='replace')[-4000:]}"
+    files = sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem))
+    left = [file.stem for file in files if _runs(int(file.stem))]
+    assert not left, f"processes {left} are left behind"
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def check_replicas(processes: list[list[Line]]) -> None:
+    """Before each step all have the same bits, however often it was begun."""
+    digests = defaultdict[int, set[int]](set)
+    for lines in processes:
+        for line in lines:
+            if line["at"] in ("before", "made"):
+                digests[line["step"]].add(line["digest"])
+    assert all(len(of_step) == 1 for of_step in digests.values()), digests
+
+
+def check_owed(processes: list[list[Line]]) -> int:
+    """Whoever stays goes on owing the same, in units of the update; who joins owes nothing. How often some stayed."""
+    stayed = 0
+    for lines in processes:
+        for before, line in zip([None, *lines], lines, strict=False):
+            if line["at"] != "enter":
+                continue
+            if before is None:
+                assert line["norm"] == 0, line
+                continue
+            kept = [earlier for earlier in lines if earlier["at"] == "made" and earlier["step"] == line["step"]]
+            assert kept, line
+            assert line["worth"] == pytest.approx(kept[-1]["worth"], rel=1e-5, abs=1e-7), (kept[-1], line)
+            stayed += line["norm"] > 0
+    return stayed
+
+
+def check_lost(processes: list[list[Line]]) -> None:
+    """What a rank owed at its last commit is what the others say was lost with it."""
+    gone = []
+    for lines in processes:
+        if lines[-1]["at"] != "end":
+            *_, last = (line for line in lines if line["at"] == "made")
+            gone.append(last["norm"])
+    told = [lines[-2] for lines in processes if lines[-1]["at"] == "end"]
+    assert {line["lost_ranks"] for line in told} == {len(gone)}
+    for line in told:
+        assert line["lost_norm"] == pytest.approx(math.hypot(*gone), rel=1e-6)
+
+
+def check_progress(processes: list[list[Line]]) -> None:
+    """All that end do so after the same step, and have learned something."""
+    ended = [lines for lines in processes if lines[-1]["at"] == "end"]
+    assert len({lines[-1]["step"] for lines in ended}) == 1
+    losses = [line["loss"] for lines in ended for line in lines if line["at"] == "made"]
+    assert losses[-1] < losses[0]
+
+
+def check_accumulators(processes: list[list[Line]]) -> None:
+    """AdaGrad's, which lie with owners, are all there when others own them; also those of an owner that has died."""
+    made, entered = defaultdict[int, dict[int, float]](dict), defaultdict[int, dict[int, float]](dict)
+    for number, lines in enumerate(processes):
+        for line in lines:
+            if line["at"] in ("made", "enter"):
+                # a step that was made again counts once
+                (made if line["at"] == "made" else entered)[line["step"]][number] = line["squares"]
+    compared = made.keys() & entered.keys()
+    assert compared
+    for step in compared:
+        assert sum(entered[step].values()) == pytest.approx(sum(made[step].values()), rel=1e-4)
+
+
+def check(folder: Path, setting: str, scenario: str) -> None:
+    taking_part, ending = {"replace": (3, 2), "three": (4, 3), "alone": (3, 2), "asked": (3, 2)}[scenario]
+    processes = elastic_run(folder, setting, scenario)
+    assert len(processes) == taking_part
+    assert sum(lines[-1]["at"] == "end" for lines in processes) == ending
+    check_replicas(processes)
+    assert check_owed(processes) >= (2 if scenario in ("three", "asked") else 1)
+    check_lost(processes)
+    check_progress(processes)
+    if setting == "adagrad":
+        check_accumulators(processes)
+
+
+def test_one_dies_and_another_joins(tmp_path: Path) -> None:
+    check(tmp_path, "onebit", "replace")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("setting", "scenario"),
+    [
+        ("onebit", "three"),
+        ("onebit", "alone"),
+        ("onebit", "asked"),
+        ("topk", "three"),
+        ("sum", "asked"),
+        ("policy", "replace"),
+        ("auto", "replace"),
+        ("adagrad", "alone"),
+        ("adagrad", "three"),
+        ("server", "three"),
+        ("calls", "alone"),
+        ("calls", "three"),
+    ],
+)
+def test_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:
+    check(tmp_path, setting, scenario)
