@@ -14,6 +14,7 @@ from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.names import named
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
+from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.qsgd import QSGD
 from hvd_compress.compressors.registry import (
     COMPRESSORS,
@@ -40,6 +41,7 @@ __all__ = [
     "NoCompression",
     "OneBit",
     "Percentile",
+    "PowerSGD",
     "Threshold",
     "TopK",
     "add_gradient",
