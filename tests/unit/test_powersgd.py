@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -284,14 +285,16 @@ def test_damaged_payloads_are_refused_in_every_stage(exchange: str) -> None:
             of_all = ledgers(2, PowerSGD(2), exchange)
             buckets = [ledger.buckets[0] for ledger in of_all]
             give(buckets, gradients(2, 0))
-            with pytest.raises(WireError):
+
+            def exchanged(buckets: Any = buckets, damaged: int = damaged, forge: Any = forge) -> None:
                 for number, collective in enumerate(stages):
                     for bucket, received in zip(buckets, run(collective, buckets), strict=True):
                         message = forge(received) if number == damaged else received
-                        if number + 1 < len(stages):
-                            bucket.proceed(collective, message)
-                        else:
-                            bucket.arrive(message)
+                        take = bucket.arrive if number + 1 == len(stages) else partial(bucket.proceed, collective)
+                        take(message)
+
+            with pytest.raises(WireError):
+                exchanged()
             for ledger in of_all:
                 ledger.abandon()
             assert max(np.abs(residuals(of_all, "a")).max(axis=1)) < 1e-5
@@ -364,9 +367,9 @@ def test_a_warm_start_goes_on_with_the_iteration() -> None:
 
 def test_the_first_factor_is_the_same_on_all_ranks_and_no_other() -> None:
     """B8, GRACE: factors that each rank draws from its own random numbers."""
-    np.random.seed(1)
+    np.random.seed(1)  # noqa: NPY002 - nothing may depend on the global random numbers
     first = PowerSGD(2, seed=3).first_q((4, 5), "w", 0)
-    np.random.seed(2)
+    np.random.seed(2)  # noqa: NPY002
     np.testing.assert_array_equal(first, PowerSGD(2, seed=3).first_q((4, 5), "w", 0))
     for other in (PowerSGD(2, seed=4).first_q((4, 5), "w", 0), PowerSGD(2, seed=3).first_q((4, 5), "v", 0)):
         assert np.abs(first - other).max() > 0.1
