@@ -16,6 +16,7 @@ from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.randomk import RandomK
 from hvd_compress.compressors.registry import (
     COMPRESSORS,
     check_registered,
@@ -42,6 +43,7 @@ __all__ = [
     "OneBit",
     "Percentile",
     "PowerSGD",
+    "RandomK",
     "Threshold",
     "TopK",
     "add_gradient",

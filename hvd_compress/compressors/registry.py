@@ -13,13 +13,14 @@ from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.randomk import RandomK
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 
 __all__ = ["COMPRESSORS", "check_registered", "class_of", "class_of_codec", "known_ids", "register"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
+    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, RandomK, NoCompression, BF16, FP16)
 }
 """The compressors of this package that make payloads, by id."""
 

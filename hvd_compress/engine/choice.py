@@ -17,6 +17,7 @@ from hvd_compress.compressors import (
     OneBit,
     Percentile,
     PowerSGD,
+    RandomK,
     Threshold,
     TopK,
 )
@@ -76,6 +77,7 @@ class Defaults:
     qsgd = QSGD()
     topk = TopK()
     powersgd = PowerSGD()
+    randomk = RandomK()
     percentile = Percentile()
     bf16 = BF16()
     auto = Auto()
