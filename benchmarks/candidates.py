@@ -7,7 +7,7 @@ from typing import Any
 from measure import ALONE, AUTO, DENSE, FP16, FP32, OWN_DENSE
 
 from hvd_compress import FP16 as HALF
-from hvd_compress import QSGD, Adaptive, Auto, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import QSGD, Adaptive, Auto, NoCompression, OneBit, Percentile, PowerSGD, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 __all__ = ["COMPRESSORS", "compression_of", "style"]
@@ -21,6 +21,7 @@ COMPRESSORS: dict[str, Compressor] = {
     "top-k 1 %": TopK(ratio=0.01),
     "top-k 1 %, coded": TopK(ratio=0.01, coding="golomb"),
     "percentile 90": Percentile(90),
+    **{f"our PowerSGD, rank {rank}": PowerSGD(rank=rank) for rank in (1, 2, 4)},
     "QSGD 4 bits": QSGD(bits=4),
     "QSGD 4 bits, coded": QSGD(bits=4, coding="elias"),
     # leaves 1/32 of the uniform values in [-4, 4] of allreduce.py, as in the paper's figure 2

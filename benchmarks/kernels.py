@@ -41,7 +41,7 @@ import torch
 from measure import Spread
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, RandomK, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 # tau: 1 in 64 of the corrected values pass, the proportion of Adaptive's default
@@ -53,6 +53,7 @@ CASES: dict[str, Compressor] = {
     "adaptive(64)": Adaptive(pi=64),
     "top-k 1 %": TopK(ratio=0.01),
     "percentile 90": Percentile(90),
+    "random-k 1 %": RandomK(ratio=0.01),
     "qsgd 1 bit": QSGD(bits=1),
     "qsgd 2 bits": QSGD(bits=2),
     "qsgd 4 bits": QSGD(bits=4),

@@ -5,12 +5,16 @@ A state is what `compression_state_dict()` of an edge returns on one rank:
     {"format": 1, "size": ranks, "rank": position, "steps": n, "compressor": config or None,
      "residuals":       {name: {"shape": [...], "values": flat array}},
      "owner_residuals": {name: {"shape": [...], "start": element, "values": flat array}},
-     "accumulators":    {name: {"shape": [...], "start": element, "values": flat array}}}
+     "accumulators":    {name: {"shape": [...], "start": element, "values": flat array}},
+     "factors":         {name: {"shape": [...], "values": flat array}}}
 
 Both kinds of residuals count in the units of the sum over ranks. Residuals are per rank: a state goes back to the rank
 it came from. "accumulators" is there with AdaGrad only: the sums of squares of the elements that the rank owns, or of
 all of a tensor that is not compressed. Owner residuals then count in updates, and like accumulators they
 belong to an element, not to a rank.
+
+"factors" is there with PowerSGD only: the Q that the next step of a tensor begins with, the same on all ranks, however
+many they are.
 
 A state may also have "loss_scale", which residuals count in, "transfer_steps", how often each tensor has been encoded,
 and entries of others, which are kept. Values are float32 or float64, or a smaller floating type, and finite.
@@ -37,7 +41,10 @@ FORMAT = 1
 State = dict[str, Any]
 
 _NEEDED = ("size", "rank", "steps", "residuals", "owner_residuals")
-_KINDS = {"residuals": "residual", "owner_residuals": "owner residual", "accumulators": "accumulator"}
+_KINDS = {
+    "residuals": "residual", "owner_residuals": "owner residual", "accumulators": "accumulator", "factors": "factor",
+}  # fmt: skip
+_OPTIONAL = ("accumulators", "factors")
 # a tensor of up to so many elements is believed without values to show for them
 _MOST_UNBACKED = 2**20
 
@@ -77,14 +84,14 @@ def check_state(state: Any) -> State:
 
 
 def _kinds(state: Mapping[str, Any]) -> list[str]:
-    return [kind for kind in _KINDS if kind != "accumulators" or kind in state]
+    return [kind for kind in _KINDS if kind not in _OPTIONAL or kind in state]
 
 
 def _checked_entries(kind: str, entries: Any) -> dict[str, Any]:
     checked = {}
     for name, entry in saved.record(f"{kind} of a compressor state", entries).items():
         what = f"{_KINDS[kind]} of {name!r}"
-        has_start = kind != "residuals"
+        has_start = kind not in ("residuals", "factors")
         entry = saved.record(what, entry, ["shape", "values", *(["start"] if has_start else [])])
         shape = saved.shape_of(what, entry["shape"])
         values = saved.floats(what, entry["values"])
@@ -207,6 +214,10 @@ def _check_together(by_rank: dict[int, State]) -> None:
                     f"{first.get(key, default)}: they are of different runs"
                 )
         for kind in _kinds(state):
+            if kind == "factors":
+                # of another shape than their tensors, and each state has all of them
+                _check_factors(rank, state, first)
+                continue
             for name, entry in state[kind].items():
                 if shapes.setdefault(name, entry["shape"]) != entry["shape"]:
                     raise StateError(
@@ -219,6 +230,17 @@ def _check_together(by_rank: dict[int, State]) -> None:
         # damaged shape alone
         if math.prod(shape) > max(_MOST_UNBACKED, len(by_rank) * counts[name]):
             raise StateError(f"{name!r} has shape {tuple(shape)}, and all states together {counts[name]} values of it")
+
+
+def _check_factors(rank: int, state: State, first: State) -> None:
+    """Raise StateError unless the factors of a state are those of rank 0."""
+    expected = first.get("factors", {})
+    for name in state["factors"].keys() | expected.keys():
+        mine, other = state["factors"].get(name), expected.get(name)
+        if mine is None or other is None or not np.array_equal(mine["values"], other["values"]):
+            raise StateError(
+                f"the factor of {name!r} in the state of rank {rank} is not that of rank 0: they are of different runs"
+            )
 
 
 def _state_of(by_rank: dict[int, State], new: int, size: int) -> State:

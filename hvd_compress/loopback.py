@@ -19,12 +19,14 @@ from hvd_compress.exchange import (
     Exchange,
     Hosts,
     Parcel,
+    bucket_of,
     checked,
     checked_exchange,
     exchange_with,
     fitted,
     make_plan,
     plan_together,
+    suited,
 )
 from hvd_compress.thread_ranks import delivered
 
@@ -76,7 +78,7 @@ class Loopback:
         if ranks_per_host < 1 or ranks % ranks_per_host:
             raise ValueError(f"Loopback(ranks_per_host={ranks_per_host!r}): must divide the {ranks} ranks")
         self.ranks = ranks
-        self._exchange = exchange_with(adagrad, checked_exchange(exchange))
+        self._exchange = suited(exchange_with(adagrad, checked_exchange(exchange)), [compressor])
         hosts = Hosts.of_names([rank // ranks_per_host for rank in range(ranks)])
         self._hosts = hosts if self._exchange.uses_hosts else None
         self.compressor = checked(compressor) if self._exchange.takes_all else compressor
@@ -191,7 +193,7 @@ class Loopback:
                     for rank in range(self.ranks)
                 ]
             self._buckets[names] = [
-                Bucket({name: self._accounts[name][rank] for name in names}) for rank in range(self.ranks)
+                bucket_of({name: self._accounts[name][rank] for name in names}) for rank in range(self.ranks)
             ]
         return self._buckets[names]
 

@@ -18,6 +18,7 @@ from hvd_compress.compressors import (
     check_registered,
     named,
 )
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Exchange
 
 __all__ = [
@@ -128,6 +129,11 @@ class Auto:
         for compressor in self.candidates:
             if not isinstance(compressor, Compressor):
                 raise TypeError(f"Auto: candidates are compressors, such as OneBit(), got {compressor!r}")
+            if compressor.sums_factors:
+                raise ValueError(
+                    f"Auto: {compressor!r} is no candidate: what its exchange takes is not predicted. Give it as "
+                    "compression= alone"
+                )
             if compressor.reducible or not compressor.feedback:
                 raise ValueError(
                     f"Auto: {compressor!r} is no candidate: give compressors with error feedback; uncompressed and "
@@ -235,10 +241,17 @@ def given_compression(argument: str, compression: Any) -> Compressor | Policy:
     Raises:
         TypeError: no compressor, or `Auto`.
         ValueError: a name of no compressor.
+        UnsupportedError: `PowerSGD`.
     """
     refuse_class(argument, compression)
     ours = horovods_own(meant(compression))
     if isinstance(ours, Compressor | Policy):
+        for compressor in compressors_in(ours):
+            if compressor.sums_factors:
+                raise UnsupportedError(
+                    f"{argument}={compression!r}: ranks sum factors of {compressor!r} in an exchange of gradients, "
+                    "which there is none of here. Give a compressor with payloads, such as TopK(0.01)"
+                )
         return ours
     raise TypeError(
         f"{argument}={compression!r}: give a compressor of hvd_compress, such as TopK(0.01), or a Policy; Auto "

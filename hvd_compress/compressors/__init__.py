@@ -14,7 +14,9 @@ from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.names import named
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
+from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.randomk import RandomK
 from hvd_compress.compressors.registry import (
     COMPRESSORS,
     check_registered,
@@ -40,6 +42,8 @@ __all__ = [
     "NoCompression",
     "OneBit",
     "Percentile",
+    "PowerSGD",
+    "RandomK",
     "Threshold",
     "TopK",
     "add_gradient",

@@ -113,6 +113,8 @@ class Compressor(ABC):
     """Whether every value arrives, to the rounding of 16 bits or better."""
     can_overflow: ClassVar[bool] = False
     """Whether a finite value may be decoded as an infinite one."""
+    sums_factors: ClassVar[bool] = False
+    """Whether ranks sum factors of a gradient, in an exchange of their own, and there are no payloads."""
     seed: int = 0
     coding: str | None = None
 

@@ -11,16 +11,21 @@ from hvd_compress.compressors.base import Compressor
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
+from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.randomk import RandomK
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 
 __all__ = ["COMPRESSORS", "check_registered", "class_of", "class_of_codec", "known_ids", "register"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
+    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, RandomK, NoCompression, BF16, FP16)
 }
-"""The compressors of this package, by id."""
+"""The compressors of this package that make payloads, by id."""
+
+_FACTORED: dict[str, type[Compressor]] = {PowerSGD.id: PowerSGD}
+"""Those whose exchange sums factors: they have no payloads, and no numbers on the wire."""
 
 ENTRY_POINTS = "hvd_compress.compressors"
 FIRST_CODEC, LAST_CODEC = 192, 255
@@ -75,7 +80,7 @@ def class_of(id: str) -> type[Compressor] | None:
     Raises:
         ValueError: its entry point cannot be loaded.
     """
-    found = COMPRESSORS.get(id) or _registered.get(id)
+    found = COMPRESSORS.get(id) or _FACTORED.get(id) or _registered.get(id)
     if found is None and id in (points := _entry_points()):
         _load(points[id])
         found = _registered.get(id)
@@ -106,7 +111,7 @@ def class_of_codec(codec: int) -> type[Compressor] | None:
 
 def known_ids() -> list[str]:
     """Return all ids that can be asked for; entry points are not loaded."""
-    return [*COMPRESSORS, *_registered, *(name for name in _entry_points() if name not in _registered)]
+    return [*COMPRESSORS, *_FACTORED, *_registered, *(name for name in _entry_points() if name not in _registered)]
 
 
 def check_registered(compressor: Compressor) -> None:
@@ -115,6 +120,8 @@ def check_registered(compressor: Compressor) -> None:
     Nobody could decode its payloads, and its number may be that of another.
     """
     kind = type(compressor)
+    if kind in _FACTORED.values():
+        return
     owner = _with_codec(getattr(kind, "codec", -1))
     if owner is None or not any(_same_name(base, owner) for base in kind.__mro__):
         raise TypeError(
@@ -168,7 +175,7 @@ def _check_id(kind: type[Compressor]) -> None:
             f"register({kind.__name__}): id={kind.id!r} must be made of lower-case letters and digits, and begin with "
             'a letter, so that it can be written as in compression="id:setting"'
         )
-    taken = COMPRESSORS.get(kind.id) or _registered.get(kind.id)
+    taken = COMPRESSORS.get(kind.id) or _FACTORED.get(kind.id) or _registered.get(kind.id)
     if kind.id in _OTHER_IDS or (taken is not None and not _replaces(kind, taken)):
         by = "this package" if taken is None else f"{taken.__module__}.{taken.__qualname__}"
         raise ValueError(f"register({kind.__name__}): id={kind.id!r} is taken by {by}; give it another")

@@ -20,7 +20,7 @@ from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import GradientError, UnsupportedError
-from hvd_compress.exchange import Account, Bucket, Hosts, Pack
+from hvd_compress.exchange import Account, Hosts, Pack, bucket_of
 
 __all__ = ["ByBucket", "CommHook"]
 
@@ -67,7 +67,7 @@ def new_ledger(
     """Make the books of tensors that come in these buckets."""
 
     def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Staged:
-        return Staged(Bucket(accounts, pack))
+        return Staged(bucket_of(accounts, pack))
 
     return Ledger(
         routing, ranks.size, ranks.position, described(tensors.items()), make_bucket, [list(names) for names in plan],

@@ -16,8 +16,8 @@ from hvd_compress.ddp._hook import ByBucket
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, check_settings, description, exchanged, resolved
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Exchange, Hosts, checked_exchange
-from hvd_compress.policy import Auto, Policy, check_patterns, horovods_own, refuse_class
+from hvd_compress.exchange import MOST_STAGES, Exchange, Hosts, checked_exchange
+from hvd_compress.policy import Auto, Policy, check_patterns, compressors_in, horovods_own, refuse_class
 
 __all__ = ["meet", "named_parameters", "routing_of"]
 
@@ -98,6 +98,10 @@ def meet(
         talk.agree(_told(routing, talk.size, tensors, settings))
         check_patterns(routing.compressor, tensors)
         stages = len(routing.exchange.collectives) or _STAGES_OF_AUTO
+        if isinstance(given := routing.compressor, Compressor | Policy) and any(
+            compressor.sums_factors for compressor in compressors_in(given)
+        ):
+            stages = max(stages, MOST_STAGES)
         # one by one: those that are made are closed where one cannot be
         ranks.extend(make(1 + number) for number in range(stages))
         hosts = Hosts.of_names(talk.host_numbers()) if routing.exchange.uses_hosts else None

@@ -16,6 +16,8 @@ from hvd_compress.compressors import (
     NoCompression,
     OneBit,
     Percentile,
+    PowerSGD,
+    RandomK,
     Threshold,
     TopK,
 )
@@ -28,9 +30,10 @@ from hvd_compress.exchange import (
     checked_exchange,
     exchange_with,
     is_uncompressed,
+    suited,
     unchecked,
 )
-from hvd_compress.policy import Auto, Policy, horovods_own, meant, refuse_class
+from hvd_compress.policy import Auto, Policy, compressors_in, horovods_own, meant, refuse_class
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -73,6 +76,8 @@ class Defaults:
     adaptive = Adaptive()
     qsgd = QSGD()
     topk = TopK()
+    powersgd = PowerSGD()
+    randomk = RandomK()
     percentile = Percentile()
     bf16 = BF16()
     auto = Auto()
@@ -211,6 +216,11 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: 
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
+    if adagrad is not None and any(c.sums_factors for c in _given(compression)):
+        raise UnsupportedError(
+            f"{adagrad!r} with {compression!r}: it divides sums of gradients where ranks own them, and here ranks sum "
+            "factors, of which nobody knows a gradient before all do. Use torch's or Keras' Adagrad on the result"
+        )
     if adagrad is not None and not carries:
         refuse_elastic(adagrad)
     return exchange_with(adagrad, checked_exchange(exchange))
@@ -273,6 +283,7 @@ def check_settings(
             f"{compression!r} with exchange={exchange!r}: it chooses exchanges, too, by what they are predicted to "
             "take. Give a compressor or a Policy, or leave the exchange to it"
         )
+    suited(checked_exchange(exchange), _given(compression))
     if type(min_numel) is not int or min_numel < 0:
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
     if type(bucket_bytes) is not int or bucket_bytes < 0:
@@ -291,6 +302,12 @@ def check_settings(
     ours = exchanged(compression)
     if ours is not None and not carries:
         refuse_elastic(exchange if isinstance(ours, Compressor) and is_uncompressed(ours) else ours)
+
+
+def _given(compression: Any) -> list[Compressor]:
+    """Return the compressors that a user gave, or none."""
+    chosen = exchanged(compression)
+    return [] if chosen is None or isinstance(chosen, Auto) else compressors_in(chosen)
 
 
 def _is_positive(number: Any) -> bool:

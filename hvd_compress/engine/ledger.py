@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.compressors import Compressor
+from hvd_compress.compressors import Compressor, PowerSGD
 from hvd_compress.engine.accumulators import Accumulators, refuse_accumulators
 from hvd_compress.engine.routing import Routing, Tensor
 from hvd_compress.engine.states import fitted_entries
@@ -346,8 +346,27 @@ class Ledger(Generic[AnyBucket]):
             "compressor": None if self.routing.compressor is None else self.routing.compressor.get_config(),
             "residuals": residuals,
             "owner_residuals": owners,
+            **self._factors(),
             **({} if self.accumulators is None else {"accumulators": self.accumulators.entries()}),
         }
+
+    def _factors(self) -> dict[str, Any]:
+        """Return what the next step begins with where factors are summed; the same on all ranks."""
+        kept = {name: account.factor for name, account in self.accounts.items() if account.factor is not None}
+        if not kept:
+            return {}
+        return {"factors": {n: {"shape": list(q.shape), "values": q.reshape(-1).copy()} for n, q in kept.items()}}
+
+    def _take_factors(self, state: dict[str, Any]) -> None:
+        """Begin with the factors of a state; a tensor without, or of another rank than now, begins anew."""
+        for name, account in self.accounts.items():
+            entry = state.get("factors", {}).get(name)
+            account.factor = None
+            compressor = account.plan.chunk_compressors[0] if account.plan.chunk_compressors else None
+            if entry is not None and isinstance(compressor, PowerSGD):
+                _, columns, rank = compressor.matrix_of(account.plan.shape)
+                if entry["shape"] == [rank, columns]:
+                    account.factor = entry["values"].astype(np.float32).reshape(rank, columns)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check a state completely, then take it over.
@@ -393,6 +412,7 @@ class Ledger(Generic[AnyBucket]):
             elif owed is not None:
                 account.take_owed(owed["start"], owed["values"].copy())
             account.step = state.get("transfer_steps", {}).get(name, state["steps"])
+        self._take_factors(state)
         self.debts = {}
         for kind in ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():

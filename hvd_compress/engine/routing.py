@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.engine.choice import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
-from hvd_compress.exchange import Exchange, FewestBytes, checked, fitted, is_uncompressed, make_plan
+from hvd_compress.exchange import Exchange, FewestBytes, checked, fitted, is_uncompressed, make_plan, suited
 from hvd_compress.policy import Assigned, Policy
 
 __all__ = ["Routing", "Tensor", "backward_buckets"]
@@ -54,7 +54,7 @@ class Routing:
     def exchange_of(self, name: str) -> Exchange:
         """Return the exchange that a compressed tensor wants; tensors of a bucket that differ use the routing's own."""
         chosen = self.compressor.exchanges if isinstance(self.compressor, Assigned) else {}
-        return chosen.get(name, self.exchange)
+        return suited(chosen.get(name, self.exchange), [self.compressor_of(name)])
 
     def compresses(self, tensor: Tensor, ranks: int) -> bool:
         """Tell whether a tensor is compressed and exchanged, rather than summed by Horovod's allreduce.
@@ -101,6 +101,12 @@ class Routing:
         buckets: list[list[str]] = []
         for place in sorted({by_name[name].place for name in together}):
             there = {name: shape for name, shape in together.items() if by_name[name].place == place}
+            factored = {name for name in compressed & there.keys() if self.compressor_of(name).sums_factors}
+            # factors have an exchange of their own, in which payloads find no place; small tensors go with these
+            apart = {name: shape for name, shape in there.items() if name in factored}
+            if factored != compressed & there.keys():
+                buckets += self._joined(apart, factored, groups)
+                there = {name: shape for name, shape in there.items() if name not in factored}
             buckets += self._joined(there, compressed, groups)
         return buckets
 

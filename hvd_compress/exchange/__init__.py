@@ -15,6 +15,8 @@ from hvd_compress.exchange.account import Account
 from hvd_compress.exchange.adagrad import Accumulator, AdaGrad, exchange_with
 from hvd_compress.exchange.bucket import Bucket
 from hvd_compress.exchange.counters import Counters
+from hvd_compress.exchange.factor_bucket import bucket_of
+from hvd_compress.exchange.factors import MOST_STAGES, SumOfFactors, suited
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.inside import Parcel
 from hvd_compress.exchange.kinds import AllGather, Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
@@ -27,6 +29,7 @@ from hvd_compress.memory import aligned_empty
 
 __all__ = [
     "EXCHANGES",
+    "MOST_STAGES",
     "Account",
     "Accumulator",
     "AdaGrad",
@@ -43,8 +46,10 @@ __all__ = [
     "Parcel",
     "Plan",
     "Raw",
+    "SumOfFactors",
     "TwoPhase",
     "aligned_empty",
+    "bucket_of",
     "checked",
     "checked_exchange",
     "chunk_bounds",
@@ -54,5 +59,6 @@ __all__ = [
     "make_plan",
     "plan_together",
     "ring_bytes",
+    "suited",
     "unchecked",
 ]

@@ -61,6 +61,8 @@ class Account:
         """Of the elements in `shard`: an array of `memory`, or None."""
         self.owner_residual: Any = None
         """Of the elements in `owned`, likewise: in units of the sum, with an accumulator in units of the update."""
+        self.factor: Array | None = None
+        """What the next step begins with, where factors are summed: float32, of shape (r, m), the same on all ranks."""
         self.pending: Array | None = None
         """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
         shard only."""
@@ -133,6 +135,8 @@ class Account:
         One that keeps no residuals takes none: they are debts then (`Ledger.inherit`), and would count twice.
         """
         self.step = other.step
+        if self.plan.chunk_compressors == other.plan.chunk_compressors:
+            self.factor = other.factor
         if not self.keeps_residual:
             return
         if other.residual is not None or other.pending is not None:

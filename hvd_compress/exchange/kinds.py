@@ -13,11 +13,11 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.errors import ContractError
 from hvd_compress.exchange.plan import Plan, chunk_bounds, cuts_within, ring_bytes, saves_bytes, sent_bytes
 
-__all__ = ["AllGather", "Dense", "Exchange", "FewestBytes", "Hierarchical", "TwoPhase"]
+__all__ = ["COLLECTIVE_BYTES", "AllGather", "Dense", "Exchange", "FewestBytes", "Hierarchical", "TwoPhase"]
 
 # What a collective costs besides its bytes, in bytes: between the 80 kB at which four ranks broke even on links of
 # 1 Gbit/s, and the 10 kB of 100 Mbit/s. Auto measures the link instead.
-_COLLECTIVE_BYTES = 2**15
+COLLECTIVE_BYTES = 2**15
 
 
 _ids: dict[str, str] = {}
@@ -295,4 +295,4 @@ class FewestBytes(Exchange):
 
 def _priced(plans: Sequence[Plan]) -> float:
     """Compute the cost of an exchange of the tensors of `plans`, in bytes."""
-    return sent_bytes(plans) + _COLLECTIVE_BYTES * len(plans[0].collectives)
+    return sent_bytes(plans) + COLLECTIVE_BYTES * len(plans[0].collectives)

@@ -26,7 +26,7 @@ from hvd_compress.engine import (
     exchanged,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Account, Bucket, Hosts, Pack
+from hvd_compress.exchange import Account, Hosts, Pack, bucket_of
 from hvd_compress.fingerprint import Place
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy, check_patterns
@@ -362,12 +362,12 @@ class GradientExchange(Ledger[Nodes]):
     def _bucket_maker(self) -> Callable[[dict[str, Account], Pack | None], Nodes]:
         process_set = self.settings.process_set
         if not self._waits:
-            return lambda accounts, pack: Nodes(Bucket(accounts, pack), process_set, self._wire_names)
+            return lambda accounts, pack: Nodes(bucket_of(accounts, pack), process_set, self._wire_names)
         with tf.init_scope(), tf.device("CPU:0"):
             messages = start_root_messages(hvd, TensorFlowRanks(process_set))
 
         def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Nodes:
-            return RootNodes(Bucket(accounts, pack), process_set, self._wire_names, messages.channel())
+            return RootNodes(bucket_of(accounts, pack), process_set, self._wire_names, messages.channel())
 
         return make_bucket
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, RandomK, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 Bound = Callable[[np.ndarray, int], float]
@@ -105,6 +105,10 @@ def _percentile(thousandths: int, golomb: bool = False) -> Bound:
     return bound
 
 
+def _randomk(ratio: float) -> Bound:
+    return lambda x, group: 8 + 4 * max(1, math.ceil(ratio * x.size))
+
+
 def _halves(x: np.ndarray, group: int) -> float:
     return 2 * x.size
 
@@ -114,6 +118,7 @@ def _whole(x: np.ndarray, group: int) -> float:
 
 
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
+_TINY_VALUES = "8 bytes say which entries were drawn, however few there are"
 _EVERYTHING = "the user asked for every entry of a small tensor, with its place"
 
 ROWS = (
@@ -164,6 +169,10 @@ ROWS = (
     Row("qsgd-6", QSGD(bits=6, bucket_numel=32768), _qsgd(6)),
     Row("qsgd-7", QSGD(bits=7, seed=3), _qsgd(7)),
     Row("qsgd-8-max", QSGD(bits=8, norm="max", bucket_numel=64), _qsgd(8)),
+    Row("randomk", RandomK(), _randomk(0.01), _TINY_VALUES),
+    Row("randomk-all", RandomK(ratio=1.0), _randomk(1.0), _EVERYTHING),
+    Row("randomk-seed", RandomK(ratio=0.1, seed=7), _randomk(0.1), _TINY_VALUES),
+    Row("randomk-no-feedback", RandomK(ratio=0.1, error_feedback=False), _randomk(0.1), _TINY_VALUES),
     Row("fp16", FP16(), _halves, largest=65504.0),
     Row("bf16", BF16(), _halves),
     Row("bf16-no-feedback", BF16(error_feedback=False), _halves),

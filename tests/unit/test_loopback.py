@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, RandomK, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
@@ -19,6 +19,7 @@ WITH_FEEDBACK = {
     "topk-k": TopK(k=40),
     "percentile-with": Percentile(90, error_feedback=True),
     "bf16": BF16(),
+    "randomk": RandomK(ratio=0.05),
     "threshold-golomb": Threshold(0.5, coding="golomb"),
     "adaptive-golomb": Adaptive(pi=16, coding="golomb"),
     "topk-golomb": TopK(ratio=0.05, coding="golomb"),

@@ -204,7 +204,7 @@ def test_a_name_stands_for_a_compression_wherever_one_is_given(name: str) -> Non
     [
         ("onebot", "did you mean 'onebit'.*Known are 'onebit', 'threshold'"),
         ("", "Known are"),
-        ("powersgd", "names no compression"),
+        ("dgc", "names no compression"),
         ("adaptive:ratio=3", "'ratio=3' is no setting; those of adaptive are pi, group"),
         ("adaptive:pi=3,pi=4", "'pi=4' is no setting"),
         ("adaptive:pi=3,row", "'row' is no setting"),

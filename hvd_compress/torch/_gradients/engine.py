@@ -11,7 +11,7 @@ import torch
 
 from hvd_compress._torch.device import described, memories
 from hvd_compress.engine import KernelThread, Ledger, Routing, has_cores
-from hvd_compress.exchange import Account, AdaGrad, Bucket, Hosts, Pack
+from hvd_compress.exchange import Account, AdaGrad, Hosts, Pack, bucket_of
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.torch._gradients.bucket import Shipment
 from hvd_compress.torch._gradients.staging import overlapping
@@ -37,7 +37,7 @@ def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool
 
 def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
     """A state of a ledger with its NumPy arrays as torch tensors, in place."""
-    for kind in ("residuals", "owner_residuals", "accumulators"):
+    for kind in ("residuals", "owner_residuals", "accumulators", "factors"):
         for entry in state.get(kind, {}).values():
             entry["values"] = torch.from_numpy(entry["values"])
     return state
@@ -75,7 +75,7 @@ class Engine(Ledger[Shipment]):
             messages = start_root_messages(hvd, ranks)
 
         def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Shipment:
-            bucket = Bucket(accounts, pack)
+            bucket = bucket_of(accounts, pack)
             if messages is None:
                 return Shipment(bucket, ranks, label)
             channel = messages.channel()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK
+from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, PowerSGD, RandomK, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 COMPRESSORS: dict[str, Compressor] = {
@@ -25,6 +25,8 @@ COMPRESSORS: dict[str, Compressor] = {
     "topk-golomb": TopK(ratio=0.05, coding="golomb"),
     "qsgd-elias": QSGD(bits=4, coding="elias"),
     "bf16": BF16(),
+    "powersgd": PowerSGD(rank=2),
+    "randomk": RandomK(ratio=0.05),
 }
 EXCHANGES = ("two_phase", "allgather")
 COMPRESSORS_AND_EXCHANGES = {f"{c}-{e}": (COMPRESSORS[c], e) for c in COMPRESSORS for e in EXCHANGES}
