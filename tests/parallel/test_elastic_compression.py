@@ -164,6 +164,7 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
         ("adagrad", "alone"),
         ("adagrad", "three"),
         ("server", "three"),
+        ("powersgd", "three"),
         ("calls", "alone"),
         ("calls", "three"),
     ],

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, AdaGrad, Auto, OneBit, Policy, TopK
+from hvd_compress import QSGD, AdaGrad, Auto, OneBit, Policy, PowerSGD, TopK
 from hvd_compress.torch._calls import CarriedCalls
 from tests.parallel.rank import be_strict
 
@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"compression": Auto()},
     "adagrad": {"compression": OneBit(), "adagrad": AdaGrad()},
     "server": {"compression": OneBit(), "exchange": "parameter_server"},
+    "powersgd": {"compression": PowerSGD(2)},
     "calls": {},
 }
 _SEED = 5
