@@ -36,8 +36,7 @@ class Chunks:
         self._height, self._width = min(size, self._rows) or 1, min(size, self._columns) or 1
         self.elements = self._height * self._width
         """Of a chunk."""
-        self.full = size * size if len(shape) > 1 else size
-        """Elements of a chunk that is not cut short."""
+        self._square = size * size
         self._down, self._across = -(-self._rows // self._height), -(-self._columns // self._width)
         self.count = self._down * self._across
 
@@ -64,8 +63,7 @@ class Chunks:
 
     def kept(self, k: int) -> int:
         """How many coefficients of a chunk are kept if k of a square of the full size are: the same share."""
-        share = k / self.full if len(self._shape) > 1 else k / self.full**2
-        return min(self.elements, max(1, round(share * self.elements)))
+        return min(self.elements, max(1, round(k / self._square * self.elements)))
 
     def largest(self, coefficients: torch.Tensor, k: int) -> torch.Tensor:
         """Keep so many coefficients of each chunk as `kept(k)` says, those of largest magnitude; others become 0."""

@@ -25,11 +25,11 @@ _WARM_UP, _RENEWAL, _COMPRESSED = "warm-up", "renewal", "compressed"
 class CompressedAdam(MomentumOptimizer):
     """Adam with decoupled weight decay, whose ranks exchange compressed momentum after a warm-up.
 
-    In the warm-up gradients are averaged uncompressed, and steps are those of AdamW. Then each rank updates the momentum
-    that all share with its own gradient; ranks average the results through the compressed exchange, with error
-    feedback, and the average is the next momentum. The variance stays what it was at the end of the warm-up
-    (Tang et al., 1-bit Adam, arXiv 2102.02888, 2021, algorithm 1), or some steps average gradients uncompressed and
-    renew it (Lu et al., 0/1 Adam, arXiv 2202.06009, 2022, algorithm 1), without that paper's local steps.
+    In the warm-up gradients are averaged uncompressed, and steps are those of AdamW. Then each rank updates the
+    momentum that all share with its own gradient; ranks average the results through the compressed exchange, with error
+    feedback, and the average is the next momentum. The variance stays what it was at the end of the warm-up, as in Tang
+    et al., 1-bit Adam (arXiv 2102.02888, 2021), algorithm 1; or some steps average gradients uncompressed and renew it,
+    as in Lu et al., 0/1 Adam (arXiv 2202.06009, 2022), algorithm 1, here without local steps.
 
     Differences from the papers: what is compressed is momentum / (root of variance + eps). So an error of compression
     is measured in updates, and none is divided by a small variance afterwards. A gradient / (root of variance + eps)
@@ -116,6 +116,8 @@ class CompressedAdam(MomentumOptimizer):
         self._pending: dict[torch.Tensor, torch.Tensor] = {}
         """Gradients of these elements that ranks have not averaged yet."""
         self._way: str | None = None
+        self._has_loaded = False
+        """Whether a state was loaded since the last step."""
         self._steps_by_way = dict.fromkeys((_WARM_UP, _RENEWAL, _COMPRESSED), 0)
         self._complete()
 
@@ -146,10 +148,11 @@ class CompressedAdam(MomentumOptimizer):
 
     def _agree(self, steps: int, way: str) -> None:
         """Let ranks compare where the warm-up begins or ends, and after a state was loaded."""
-        if self._way == way:
+        if self._way == way and not self._has_loaded:
             return
+        # ranks that go on as before are about to begin there
         before = self._carrier if self._way == _COMPRESSED else self._plain
-        self._way = way
+        self._way, self._has_loaded = way, False
         before.agree({"call": "CompressedAdam.step()", "way": way, "steps": steps})
 
     def _renews(self, steps: int, moments: dict[str, Moments]) -> bool:
@@ -235,7 +238,7 @@ class CompressedAdam(MomentumOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's own state, which is the same on all ranks; residuals have another method."""
         super().load_state_dict(state_dict)
-        self._unseen = self._way = None
+        self._unseen, self._has_loaded = None, True
 
     def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
         return {f"late gradients of {name}": (p, p.shape) for p, name in self._names.items()}
@@ -251,9 +254,9 @@ class CompressedAdam(MomentumOptimizer):
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
 
         Returns:
-            What that returns; "uncompressed": the counters of steps with uncompressed gradients, in all; "steps_by_way":
-            how many steps were "warm-up", "renewal" and "compressed"; "steps_taken_back": how many no rank has made,
-            since something was not finite.
+            What that returns; "uncompressed": the counters of steps with uncompressed gradients, in all;
+            "steps_by_way": how many steps were "warm-up", "renewal" and "compressed"; "steps_taken_back": how many no
+            rank has made, since something was not finite.
         """
         plain = self._plain.optimizer.compression_stats()["total"]
         return {**super().compression_stats(), "uncompressed": plain, "steps_by_way": dict(self._steps_by_way)}

@@ -83,7 +83,7 @@ class Carrier:
         finally:
             for stand_in in self._stand_ins.values():
                 stand_in.grad = None
-        return averages, all([all_finite(average) for average in averages.values()])
+        return averages, all(all_finite(average) for average in averages.values())
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor:
