@@ -422,6 +422,17 @@ def what_is_refused() -> None:
     train(later, model, 0, 1)
 
 
+@cases.each({"CompressedAdam": hvd.CompressedAdam, "DeMo": hvd.DeMo})
+def parameters_of_any_shape(made) -> None:
+    ps = [torch.nn.Parameter(torch.ones(shape)) for shape in [(), (1,), (1, 5), (3, 1), (0,), (2, 0), (2, 3, 4)]]
+    optimizer = made(ps, lr=0.01, min_numel=0, **({"warmup_steps": 2} if made is hvd.CompressedAdam else {}))
+    for _ in range(5):
+        for p in ps:
+            p.grad = torch.full_like(p, 1.0 + hvd.rank())
+        optimizer.step()
+    assert all((p < 1).all() and (p > 0.8).all() for p in ps)
+
+
 # -- DeMo ----------------------------------------------------------------------------------------------------------
 
 
