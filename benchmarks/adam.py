@@ -141,6 +141,12 @@ def _above(mine: Any, dense: Any) -> float:
     return 100 * (mine["loss"] / dense["loss"] - 1)
 
 
+def _range(counts: Sequence[int]) -> str:
+    if len(set(counts)) == 1:
+        return str(counts[0] or "none")
+    return f"{min(counts)} to {max(counts)}"
+
+
 def aims(result: Mapping[str, Any]) -> list[Aim]:
     """How much larger the loss is than dense Adam's."""
     return [
@@ -161,7 +167,7 @@ def section(result: dict[str, Any]) -> str:
             [x for rate in result["rates"] for x in _of_all(result, name, rate, lambda m, d: d["bytes"] / m["bytes"])]
         )
         plain = [row["uncompressed_steps"] for row in result["rows"] if row["name"] == name]
-        lines.append([name, *above, saved, f"{min(plain)} to {max(plain)}" if max(plain) else "none"])
+        lines.append([name, *above, saved, _range(plain)])
     rates = [f"loss above AdamW's, %, rate {rate:g}" for rate in result["rates"]]
     return "\n".join(
         [
