@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 BENCHMARKS = (
-    "kernels", "allreduce", "minibatch", "scaling", "auto", "overlap", "rivals", "eventgrad", "daso", "memory", "links",
+    "kernels", "allreduce", "minibatch", "scaling", "auto", "overlap", "rivals", "eventgrad", "daso", "adam", "memory",
+    "links",
 )  # fmt: skip
 
 

@@ -172,6 +172,18 @@ def alone() -> None:
     print(opt.diloco_stats())
 
 
+def momentum() -> None:
+    for make in (
+        lambda net: hvd.CompressedAdam(net.named_parameters(), lr=1e-3, warmup_steps=2, compression=OneBit()),
+        lambda net: hvd.DeMo(net.named_parameters(), lr=1e-3),
+    ):
+        net = model()
+        opt: Any = make(net)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        train(net, opt, steps=8)  # .grad stays this rank's own
+        print(opt.compression_stats()["total"]["ratio"])
+
+
 def a_server() -> None:
     if not hvd.mpi_enabled():
         return print("an asynchronous server needs MPI")
@@ -217,7 +229,9 @@ def main() -> None:
         part()
     for part in (gathers, broadcasts, parts_for_each_rank, sparse_tensors, process_sets, timelines):
         part()
-    for part in (an_optimizer, neighbours, nodes, alone, a_server, batch_norm, elastic_state, submodules, the_end):
+    for part in (an_optimizer, momentum, neighbours, nodes, alone, a_server):
+        part()
+    for part in (batch_norm, elastic_state, submodules, the_end):
         part()
     hvd.shutdown()
 

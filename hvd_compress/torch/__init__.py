@@ -35,6 +35,8 @@ from hvd_compress.torch._elastic import TorchState
 from hvd_compress.torch._functions import allreduce, forget_residuals, grouped_allreduce
 from hvd_compress.torch._gradients.join import join
 from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
+from hvd_compress.torch._momentum.adam import CompressedAdam
+from hvd_compress.torch._momentum.demo import DeMo
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 from hvd_compress.torch.compression import Compression
 
@@ -43,8 +45,10 @@ __all__ = [
     "AsyncParameterServerOptimizer",
     "DASO",
     "DEFAULT_MIN_NUMEL",
+    "CompressedAdam",
     "Compression",
     "DPSGDOptimizer",
+    "DeMo",
     "DiLoCo",
     "DistributedOptimizer",
     "EventGraDOptimizer",

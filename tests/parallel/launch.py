@@ -31,6 +31,7 @@ _TORCH = {
     "habits": "test_habits",
     "functions": "test_functions",
     "interface": "test_interface",
+    "momentum": "test_momentum",
     "parameter_server": "test_parameter_server",
     "ranks": "test_ranks",
     "training": "test_training",

@@ -128,7 +128,9 @@ def test_every_kind_of_error_is_on_the_troubleshooting_page() -> None:
     assert not [name for name in names_of("hvd_compress.errors") if name not in text and name != "HvdCompressError"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/choose.md", "docs/guides/slow-links.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/guides/adam.md", "docs/guides/choose.md", "docs/guides/slow-links.md"]
+)
 def test_figures_with_a_spread_are_measured_ones(page: str) -> None:
     """Every `median (low–high)` stands in a page that is made of records."""
     pages = (ROOT / "benchmarks" / "results" / "README.md", DOCS / "reproductions.md")

@@ -147,6 +147,21 @@ class Wrapping:
             "Compression.none or Compression.fp16, with which join() stands in for ranks that have ended",
         )  # fmt: skip
 
+    def agree_on_way(self, engine: Engine, told: dict[str, Any]) -> None:
+        """Make sure that all ranks go the same way from this step on; a collective call.
+
+        Args:
+            engine: that the other ranks would use if they went on as before.
+            told: what is to be the same.
+
+        Raises:
+            MismatchError: on all ranks, where others differ or go on as before.
+        """
+        self._meet(
+            engine, told, "this rank and others are at different steps: a state was loaded on this rank and not on all "
+            "others. Load one on all ranks before the same step, or on one, followed by hvd.broadcast_optimizer_state",
+        )  # fmt: skip
+
     def _meet(self, engine: Engine, told: dict[str, Any], alone: str) -> None:
         """Compare under the name of the first exchange; ranks that do not compare get an error there."""
         if engine.buckets:

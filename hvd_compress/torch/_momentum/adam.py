@@ -1,0 +1,267 @@
+"""`CompressedAdam`: Adam whose ranks average momentum compressed, once the variance is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress._torch.moments import Moments, add_update, direction, gradient_of
+from hvd_compress.compressors import OneBit
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.exchange import Exchange
+from hvd_compress.schedules import Renewals
+from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
+from hvd_compress.torch._ranks import TorchRanks
+
+__all__ = ["CompressedAdam"]
+
+_WARM_UP, _RENEWAL, _COMPRESSED = "warm-up", "renewal", "compressed"
+
+
+class CompressedAdam(MomentumOptimizer):
+    """Adam with decoupled weight decay, whose ranks exchange compressed momentum after a warm-up.
+
+    In the warm-up gradients are averaged uncompressed, and steps are those of AdamW. Then each rank updates the
+    momentum that all share with its own gradient; ranks average the results through the compressed exchange, with error
+    feedback, and the average is the next momentum. The variance stays what it was at the end of the warm-up, as in Tang
+    et al., 1-bit Adam (arXiv 2102.02888, 2021), algorithm 1; or some steps average gradients uncompressed and renew it,
+    as in Lu et al., 0/1 Adam (arXiv 2202.06009, 2022), algorithm 1, here without local steps.
+
+    Differences from the papers: what is compressed is momentum / (root of variance + eps). So an error of compression
+    is measured in updates, and none is divided by a small variance afterwards. A gradient / (root of variance + eps)
+    counts as at most 1 / sqrt(1 - beta2), which is Adam's own bound. Bias is corrected: of the variance by the
+    gradients that it has seen. Weight decay is AdamW's.
+
+    An element that has had no gradient in the warm-up has no variance, and does not move with compressed momentum. Its
+    gradients are added up on their rank. At the next step where a renewal would be due, if some rank has such
+    gradients, all ranks average uncompressed, and elements that got one take its square as their variance.
+    So rows of an embedding that nobody uses stay as they are, and those that are used late are learned.
+
+    Gradients stay those of their rank: clip and log them as such. Parameters that are added or unfrozen later bring the
+    warm-up back for all parameters; variances that are frozen stay frozen. All ranks of the process set must create
+    this and make the same steps. With one rank nothing is exchanged or compressed.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
+        lr: learning rate.
+        betas: decay of momentum and variance for each step, in [0, 1).
+        eps: added to the root of the variance.
+        weight_decay: AdamW's: each step multiplies parameters by 1 - lr · weight_decay.
+        named_parameters: such as `model.named_parameters()`; names key collectives, residuals and randomness.
+        compression: of momentum; a compressor of hvd_compress or a `Policy`.
+        warmup_steps: steps with uncompressed gradients, at least 1. The papers take 15 to 20 % of all steps.
+        variance: "frozen" or "renewed".
+        renewals: after the warm-up every second step may be a renewal, and the interval doubles after so many of them.
+        exchange: see `DistributedOptimizer`; as there.
+        min_numel: likewise.
+        bucket_bytes: likewise.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a setting out of its range; parameters with equal names.
+        TypeError: `compression` is no compressor; a parameter is complex or no floating type.
+        UnsupportedError: an elastic run; `Auto`.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        opt = hvd.CompressedAdam(model.named_parameters(), lr=1e-3, warmup_steps=500, compression=OneBit())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        ...  # train as always
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        compression: Any = OneBit(),
+        warmup_steps: int = 100,
+        variance: str = "frozen",
+        renewals: int = 16,
+        exchange: str | Exchange = "auto",
+        min_numel: int = DEFAULT_MIN_NUMEL,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        process_set: hvd.ProcessSet = hvd.global_process_set,
+    ) -> None:
+        check_real("CompressedAdam", "lr", lr, 0.0)
+        for i, beta in enumerate(betas):
+            check_real("CompressedAdam", f"betas[{i}]", beta, 0.0, 1.0)
+        check_real("CompressedAdam", "eps", eps, 0.0)
+        check_real("CompressedAdam", "weight_decay", weight_decay, 0.0)
+        if variance not in ("frozen", "renewed"):
+            raise ValueError(f'CompressedAdam(variance={variance!r}): must be "frozen" or "renewed"')
+        self._schedule = Renewals(warmup_steps, renewals)
+        self._is_renewed = variance == "renewed"
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        told = {"warmup_steps": warmup_steps, "variance": variance, "renewals": renewals}
+        super().__init__("CompressedAdam", params, defaults, named_parameters, compression, process_set, told)
+        # the one of gradients compares the parameters themselves, too
+        self._plain = Carrier({name: _itself(p) for p, name in self._names.items()}, process_set=process_set)
+        self._carrier = Carrier(
+            {name: stand_in(p) for p, name in self._names.items()}, compression=compression, exchange=exchange,
+            min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
+        )  # fmt: skip
+        self._buffers: dict[torch.Tensor, torch.Tensor] = {}
+        self._unseen: dict[torch.Tensor, torch.Tensor] | None = None
+        """Where elements have no variance, of the parameters that have such elements; None is to be looked up."""
+        self._pending: dict[torch.Tensor, torch.Tensor] = {}
+        """Gradients of these elements that ranks have not averaged yet."""
+        self._way: str | None = None
+        self._has_loaded = False
+        """Whether a state was loaded since the last step."""
+        self._steps_by_way = dict.fromkeys((_WARM_UP, _RENEWAL, _COMPRESSED), 0)
+        self._complete()
+
+    def _take_new(self, parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            self._plain.add(self._names[p], _itself(p))
+            self._carrier.add(self._names[p], stand_in(p))
+
+    def retire(self) -> None:
+        """Another optimizer takes over the parameters: refuse to go on."""
+        super().retire()
+        self._plain.optimizer.retire()
+        self._carrier.optimizer.retire()
+
+    # -- which way a step goes -------------------------------------------------------------------------------------
+
+    def _update(self) -> bool:
+        moments = {name: self._moments(p, group) for name, p, group in self._trained()}
+        if not moments:
+            return True
+        steps = min(m.steps for m in moments.values())
+        warms = self._schedule.is_warming(steps)
+        self._agree(steps, _WARM_UP if warms else _COMPRESSED)
+        way = _WARM_UP if warms else _RENEWAL if self._renews(steps, moments) else _COMPRESSED
+        finite = self._with_momentum(moments) if way == _COMPRESSED else self._with_gradients(moments)
+        self._steps_by_way[way] += finite
+        return finite
+
+    def _agree(self, steps: int, way: str) -> None:
+        """Let ranks compare where the warm-up begins or ends, and after a state was loaded."""
+        if self._way == way and not self._has_loaded:
+            return
+        # ranks that go on as before are about to begin there
+        before = self._carrier if self._way == _COMPRESSED else self._plain
+        self._way, self._has_loaded = way, False
+        before.agree({"call": "CompressedAdam.step()", "way": way, "steps": steps})
+
+    def _renews(self, steps: int, moments: dict[str, Moments]) -> bool:
+        if not self._schedule.is_due(steps):
+            return False
+        if self._is_renewed:
+            return True
+        if not self._look(moments):
+            return False
+        mine = any(bool(pending.any()) for pending in self._pending.values())
+        if self._carrier.engine is None:
+            return mine
+        return TorchRanks(self._process_set).maximum([float(mine)])[0] > 0
+
+    def _look(self, moments: dict[str, Moments]) -> dict[torch.Tensor, torch.Tensor]:
+        """Where elements have no variance."""
+        if self._unseen is None:
+            masks = {m.parameter: m.variance == 0 for m in moments.values()}
+            self._unseen = {p: mask for p, mask in masks.items() if bool(mask.any())}
+        return self._unseen
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _with_gradients(self, moments: dict[str, Moments]) -> bool:
+        """A step with uncompressed gradients."""
+        given = {}
+        for name, m in moments.items():
+            given[name] = gradient_of(m.parameter, self._buffer(m.parameter))
+            if m.parameter in self._pending:
+                given[name].add_(self._pending[m.parameter])
+        averages, finite = self._plain.average(given)
+        if not finite:
+            return False
+        for name, m in moments.items():
+            is_known = not self._schedule.is_warming(m.steps)
+            m.take_gradient(averages[name], is_frozen=is_known and not self._is_renewed)
+            add_update(m, m.momentum / m.scale())
+        self._unseen, self._pending = None, {}
+        return True
+
+    def _with_momentum(self, moments: dict[str, Moments]) -> bool:
+        """A step with compressed momentum."""
+        unseen = self._look(moments)
+        given = {}
+        for name, m in moments.items():
+            gradient = gradient_of(m.parameter, self._buffer(m.parameter))
+            given[name] = direction(m, gradient, unseen.get(m.parameter))
+        averages, finite = self._carrier.average(given)
+        if not finite:
+            return False
+        for name, m in moments.items():
+            update, mask = averages[name], unseen.get(m.parameter)
+            if mask is not None:
+                update.masked_fill_(mask, 0.0)
+                self._keep_pending(m.parameter, mask)
+            torch.mul(update, m.scale(), out=m.momentum)
+            add_update(m, update)
+        return True
+
+    def _keep_pending(self, p: torch.Tensor, mask: torch.Tensor) -> None:
+        if p.grad is None:
+            return
+        gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+        late = torch.where(mask, gradient.to(wide(p)), 0.0)
+        self._pending[p] = self._pending[p].add_(late) if p in self._pending else late
+
+    def _moments(self, p: torch.Tensor, group: dict[str, Any]) -> Moments:
+        state = self.state[p]
+        if not state:
+            state["step"] = state["variance_steps"] = 0
+            state["exp_avg"] = torch.zeros_like(p, dtype=wide(p), memory_format=torch.contiguous_format)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        return Moments(p, group, state)
+
+    def _buffer(self, p: torch.Tensor) -> torch.Tensor:
+        known = self._buffers.get(p)
+        if known is None or known.shape != p.shape or known.device != p.device or known.dtype != wide(p):
+            known = self._buffers[p] = torch.empty(p.shape, dtype=wide(p), device=p.device)
+        return known
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's own state, which is the same on all ranks; residuals have another method."""
+        super().load_state_dict(state_dict)
+        self._unseen, self._has_loaded = None, True
+
+    def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
+        return {f"late gradients of {name}": (p, p.shape) for p, name in self._names.items()}
+
+    def _owed(self) -> dict[str, torch.Tensor]:
+        return {f"late gradients of {self._names[p]}": pending for p, pending in self._pending.items()}
+
+    def _take_owed(self, owed: dict[str, torch.Tensor]) -> None:
+        by_label = {f"late gradients of {name}": p for p, name in self._names.items()}
+        self._pending = {by_label[label]: values for label, values in owed.items()}
+
+    def compression_stats(self) -> dict[str, Any]:
+        """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
+
+        Returns:
+            What that returns; "uncompressed": the counters of steps with uncompressed gradients, in all;
+            "steps_by_way": how many steps were "warm-up", "renewal" and "compressed"; "steps_taken_back": how many no
+            rank has made, since something was not finite.
+        """
+        plain = self._plain.optimizer.compression_stats()["total"]
+        return {**super().compression_stats(), "uncompressed": plain, "steps_by_way": dict(self._steps_by_way)}
+
+
+def _itself(p: torch.Tensor) -> torch.Tensor:
+    """What stands for the gradient of a parameter: its own values where types agree, so that ranks compare them."""
+    return p.detach().requires_grad_(p.requires_grad) if p.dtype == wide(p) else stand_in(p)

@@ -1,0 +1,247 @@
+"""What optimizers share that exchange momentum: names, closures, GradScaler, states of what this rank alone keeps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NoReturn
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress import saved
+from hvd_compress._torch.parameters import by_name
+from hvd_compress.elastic import refuse_elastic
+from hvd_compress.engine import exchanged, resolved
+from hvd_compress.errors import StateError, UnsupportedError
+from hvd_compress.feedback import check_state
+from hvd_compress.policy import Auto
+from hvd_compress.torch._gradients.owners import refuse_retired, take_over
+from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
+from hvd_compress.torch._momentum.carrier import Carrier, wide
+from hvd_compress.torch._ranks import TorchRanks
+
+__all__ = ["MomentumOptimizer", "check_real"]
+
+
+def check_real(kind: str, name: str, value: Any, least: float, below: float | None = None) -> None:
+    """Raise ValueError unless a number is at least `least` and less than `below`; a tensor of one number is taken."""
+    number = float(value)
+    if not least <= number < (float("inf") if below is None else below):
+        bound = "a finite number" if below is None else f"less than {below:g}"
+        raise ValueError(f"{kind}({name}={value!r}): must be {bound} and at least {least:g}")
+
+
+class MomentumOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose ranks exchange momentum in `step`, not gradients in `backward`.
+
+    Gradients stay those of their rank. A rank without a gradient of a parameter counts as one with zeros. Where what is
+    exchanged is not finite on some rank, no rank makes the step: parameters, momentum and what compression owes stay as
+    they were.
+
+    Args:
+        kind: the class's public name, for errors.
+        params: as torch.optim takes them.
+        defaults: of groups.
+        named_parameters: names of the parameters, which key collectives, residuals and randomness.
+        compression: of what is exchanged.
+        process_set: the ranks that take part.
+        told: settings that ranks compare.
+    """
+
+    # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
+    _step_supports_amp_scaling = True
+    _carrier: Carrier
+
+    def __init__(
+        self,
+        kind: str,
+        params: Any,
+        defaults: dict[str, Any],
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+        compression: Any,
+        process_set: hvd.ProcessSet,
+        told: dict[str, Any],
+    ) -> None:
+        self._kind = kind
+        refuse_elastic(kind)
+        if isinstance(exchanged(resolved(compression, "auto")), Auto):
+            raise UnsupportedError(f"{kind} with {compression!r}: Auto chooses for gradients. Give a compressor")
+        self._retired = False
+        self._taken_back = 0
+        self._is_complete = False
+        self._process_set = process_set
+        self._given = {id(p): name for name, p in by_name("named_parameters", named_parameters or ()).items()}
+        super().__init__(params, defaults)
+        self._names: dict[torch.Tensor, str] = {}
+        for group in self.param_groups:
+            self._name(group)
+        if process_set.included() and process_set.size() > 1:
+            TorchRanks(process_set).agree({"call": kind, **told, "groups": [self._told(g) for g in self.param_groups]})
+
+    def _told(self, group: dict[str, Any]) -> dict[str, Any]:
+        kept = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+        names = [[self._names[p], list(p.shape), str(p.dtype), p.requires_grad] for p in group["params"]]
+        return {**kept, "parameters": names}
+
+    def _complete(self) -> None:
+        """The subclass has made its carriers."""
+        self._is_complete = True
+        take_over(self, (p for p in self._names if p.requires_grad), self._kind, self)
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def _name(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """Name the parameters of a group and refuse what cannot be exchanged; returns them."""
+        names = group.get("param_names") or [None] * len(group["params"])
+        for p, own in zip(group["params"], names, strict=True):
+            name = self._given.get(id(p), own) or f"parameter.{len(self._names)}"
+            if name in self._names.values():
+                raise ValueError(f"{self._kind}: two parameters are named {name!r}; names must differ")
+            if p.is_complex() or not p.is_floating_point():
+                raise TypeError(
+                    f"{self._kind} with parameter {name!r} of {p.dtype}: parameters must be real floating-point "
+                    "numbers. Keep a complex one as torch.view_as_real"
+                )
+            self._names[p] = name
+        return list(group["params"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, on all ranks before the same step; they are compared there."""
+        super().add_param_group(param_group)
+        if self._is_complete:
+            self._take_new(self._name(self.param_groups[-1]))
+            take_over(self, (p for p in self._names if p.requires_grad), self._kind, self)
+
+    def _take_new(self, parameters: list[torch.Tensor]) -> None:
+        """Make room in the carriers for parameters that were added."""
+        raise NotImplementedError
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Name, parameter and group of all that take gradients now."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    yield self._names[p], p, group
+
+    def _owned(self) -> set[int]:
+        return {id(p) for p in self._names if p.requires_grad}
+
+    def retire(self) -> None:
+        """Another optimizer takes over the parameters: refuse to go on."""
+        self._retired = True
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Exchange and update; a collective call.
+
+        Args:
+            closure: computes the loss and the gradients of this rank, and returns the loss; called once.
+
+        Returns:
+            What the closure has returned.
+
+        Raises:
+            GradientError: another optimizer has taken over the parameters.
+            MismatchError: the ranks' parameters or steps differ; raised on all of them.
+        """
+        if self._retired:
+            refuse_retired()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with told_by_scaler(self) as told:
+            if told.get("grad_scale") is not None:
+                unscale(self.param_groups, told["grad_scale"])
+            if not self._update():
+                self._take_back(is_expected=bool(told))
+        return loss
+
+    def _update(self) -> bool:
+        """Exchange and update; returns False if something was not finite, and nothing has changed."""
+        raise NotImplementedError
+
+    def _take_back(self, is_expected: bool) -> None:
+        self._taken_back += 1
+        if not is_expected:
+            # a GradScaler expects such steps, and lowers its scale
+            warnings.warn(
+                f"{self._kind}: a gradient is not finite on some rank. No rank has made this step; parameters, "
+                "momentum and residuals are as before",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's own state, which is the same on all ranks; residuals have another method."""
+        super().load_state_dict(state_dict)
+        # torch converts what it loads to the parameters' types, and moments of halves are wider
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, p in zip(numbers, parameters, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and key in self.state[p]:
+                    self.state[p][key] = value.detach().to(device=p.device, dtype=wide(p), copy=True)
+
+    def _owed(self) -> dict[str, torch.Tensor]:
+        """What this rank alone keeps beside the residuals, by a label; sums over ranks of it count."""
+        raise NotImplementedError
+
+    def _take_owed(self, owed: dict[str, torch.Tensor]) -> None:
+        """Take over what `_owed` returned; labels that are not there have nothing."""
+        raise NotImplementedError
+
+    def compression_state_dict(self) -> dict[str, Any]:
+        """What this rank alone keeps, to be saved per rank: residuals of compression among it.
+
+        Returns:
+            A dict of tensors and plain values that `torch.save` takes; see `hvd_compress.feedback`, whose
+            `redistribute` divides it among another number of ranks.
+        """
+        state: dict[str, Any] = self._carrier.optimizer.compression_state_dict()
+        for label, tensor in self._owed().items():
+            state["residuals"][label] = {"shape": list(tensor.shape), "values": tensor.reshape(-1).cpu().clone()}
+        return state
+
+    def load_compression_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `compression_state_dict` returned on this rank.
+
+        Raises:
+            StateError: not such a state, of another rank or number of ranks, or of other parameters.
+        """
+        checked = check_state(state)
+        expected = self._labels()
+        owed = {}
+        for label in [label for label in checked["residuals"] if label in expected]:
+            entry = checked["residuals"].pop(label)
+            p, shape = expected[label]
+            if tuple(entry["shape"]) != tuple(shape):
+                raise StateError(f"{label!r} of the state has shape {tuple(entry['shape'])}: must be {tuple(shape)}")
+            values = saved.floats(label, entry["values"], dtype="float64" if wide(p) == torch.float64 else "float32")
+            owed[label] = torch.from_numpy(values.copy()).view(shape).to(p.device)
+        self._carrier.optimizer.load_compression_state_dict(checked)
+        self._take_owed(owed)
+
+    def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
+        """Parameter and shape of all labels that `_owed` may have."""
+        raise NotImplementedError
+
+    def compression_stats(self) -> dict[str, Any]:
+        """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
+
+        Returns:
+            What that returns, and "steps_taken_back": how many steps no rank has made, since something was not finite.
+        """
+        return {**self._carrier.optimizer.compression_stats(), "steps_taken_back": self._taken_back}
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"a {self._kind} cannot be copied or pickled: it exchanges the momentum of the parameters that it was made "
+            "for. Save state_dict() and compression_state_dict(), and make one of the other model"
+        )

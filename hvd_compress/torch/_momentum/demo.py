@@ -1,0 +1,160 @@
+"""`DeMo`: each rank keeps a momentum of its own, and ranks exchange its largest DCT coefficients."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress._torch.dct import Chunks
+from hvd_compress._torch.moments import gradient_of
+from hvd_compress.compressors import TopK
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.exchange import Exchange
+from hvd_compress.policy import Policy
+from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
+
+__all__ = ["DeMo"]
+
+
+class DeMo(MomentumOptimizer):
+    """SGD whose ranks exchange what is largest in their momentum, and keep the rest of it for themselves.
+
+    Each rank adds its gradient to its momentum, cuts that into chunks, transforms these (discrete cosine transform),
+    takes the k largest coefficients of each, and subtracts what they stand for from its momentum. Ranks average these
+    coefficients and step with them transformed back, or with the signs of that. Source: Peng et al., DeMo: Decoupled
+    Momentum Optimization (arXiv 2411.19870, 2024), algorithm 1. Differences: a dimension that is no multiple of the
+    chunk's size is filled up with zeros, where the authors' code takes the largest divisor; a smaller chunk, and one of
+    a vector, keeps the same share of its coefficients, at least one. Tensors below `min_numel` travel uncompressed,
+    with other coefficients as zeros.
+
+    What ranks have in common is the model alone: a momentum is its rank's own, and is saved per rank
+    (`compression_state_dict`), so that its sum over ranks is kept among another number of ranks.
+    Gradients stay those of their rank: clip and log them as such. All ranks of the process set must create this and
+    make the same steps.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
+        lr: learning rate.
+        decay: factor on the momentum for each step, in [0, 1).
+        weight_decay: AdamW's: each step multiplies parameters by 1 - lr · weight_decay.
+        k: coefficients of a chunk of full size that are sent.
+        chunk: rows and columns of a chunk of a matrix, and elements of a chunk of a vector.
+        sign: step with the signs, as the paper does for its experiments.
+        named_parameters: such as `model.named_parameters()`; names key collectives and states.
+        coding: "golomb" for losslessly coded indices, see `TopK`.
+        exchange: "allgather", in which all coefficients arrive as they are; another one of `DistributedOptimizer`, such
+            as "hierarchical", may leave some out of sums, and sends them later.
+        min_numel: see `DistributedOptimizer`.
+        bucket_bytes: likewise.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a setting out of its range; parameters with equal names.
+        TypeError: a parameter is complex or no floating type.
+        UnsupportedError: an elastic run.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        opt = hvd.DeMo(model.named_parameters(), lr=1e-3)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        ...  # train as always
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        decay: float = 0.999,
+        weight_decay: float = 0.0,
+        *,
+        k: int = 32,
+        chunk: int = 64,
+        sign: bool = True,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        coding: str | None = None,
+        exchange: str | Exchange = "allgather",
+        min_numel: int = DEFAULT_MIN_NUMEL,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        process_set: hvd.ProcessSet = hvd.global_process_set,
+    ) -> None:
+        check_real("DeMo", "lr", lr, 0.0)
+        check_real("DeMo", "decay", decay, 0.0, 1.0)
+        check_real("DeMo", "weight_decay", weight_decay, 0.0)
+        for name, value, most in (("chunk", chunk, 1024), ("k", k, chunk**2)):
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"DeMo({name}={value!r}): must be an integer from 1 to {most}")
+        self._k, self._chunk, self._sign = k, chunk, bool(sign)
+        self._momenta: dict[torch.Tensor, torch.Tensor] = {}
+        self._cut: dict[torch.Tensor, Chunks] = {}
+        told = {"k": k, "chunk": chunk, "sign": self._sign}
+        # one compressor for those that are added later, too
+        rest = TopK(ratio=k / chunk**2, coding=coding)
+        defaults = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
+        super().__init__("DeMo", params, defaults, named_parameters, rest, process_set, told)
+        rules = [(glob.escape(name), TopK(k=self._sent(p), coding=coding)) for p, name in self._names.items()]
+        self._carrier = Carrier(
+            {name: self._stand_in(p) for p, name in self._names.items()}, compression=Policy(rules, rest),
+            exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
+        )  # fmt: skip
+        self._complete()
+
+    def _chunks(self, p: torch.Tensor) -> Chunks:
+        if p not in self._cut:
+            self._cut[p] = Chunks(tuple(p.shape), self._chunk)
+        return self._cut[p]
+
+    def _sent(self, p: torch.Tensor) -> int:
+        chunks = self._chunks(p)
+        return max(1, chunks.count * chunks.kept(self._k))
+
+    def _stand_in(self, p: torch.Tensor) -> torch.Tensor:
+        chunks = self._chunks(p)
+        return stand_in(p, (chunks.count, chunks.elements))
+
+    def _take_new(self, parameters: list[torch.Tensor]) -> None:
+        for p in parameters:
+            self._carrier.add(self._names[p], self._stand_in(p))
+
+    def retire(self) -> None:
+        """Another optimizer takes over the parameters: refuse to go on."""
+        super().retire()
+        self._carrier.optimizer.retire()
+
+    def _update(self) -> bool:
+        given, momenta = {}, {}
+        for name, p, group in self._trained():
+            chunks = self._chunks(p)
+            momentum = gradient_of(p, torch.empty(p.shape, dtype=wide(p), device=p.device))
+            if p in self._momenta:
+                momentum.add_(self._momenta[p], alpha=group["decay"])
+            given[name] = chunks.largest(chunks.coefficients(momentum), self._k)
+            momenta[p] = momentum.sub_(chunks.restored(given[name]))
+        if not given:
+            return True
+        averages, finite = self._carrier.average(given)
+        if not finite:
+            return False
+        self._momenta.update(momenta)
+        for name, p, group in self._trained():
+            update = self._chunks(p).restored(averages[name])
+            rate = float(group["lr"])
+            if group["weight_decay"]:
+                p.mul_(1.0 - rate * group["weight_decay"])
+            p.add_((update.sign_() if self._sign else update).to(p.dtype), alpha=-rate)
+        return True
+
+    def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
+        return {f"momentum of {name}": (p, p.shape) for p, name in self._names.items()}
+
+    def _owed(self) -> dict[str, torch.Tensor]:
+        return {f"momentum of {self._names[p]}": momentum for p, momentum in self._momenta.items()}
+
+    def _take_owed(self, owed: dict[str, torch.Tensor]) -> None:
+        by_label = {f"momentum of {name}": p for p, name in self._names.items()}
+        self._momenta = {by_label[label]: values for label, values in owed.items()}

@@ -1,0 +1,509 @@
+"""CompressedAdam and DeMo among real ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import horovod.torch as plain
+import numpy as np
+import pytest
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress import Adaptive, Auto, OneBit, Policy, TopK
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
+from hvd_compress.feedback import redistribute
+from hvd_compress.loopback import Loopback
+from tests.parallel.cases import Cases
+
+cases = Cases()
+
+ADAMS = {
+    "onebit": {},
+    "adaptive, renewed": {"compression": Adaptive(4), "variance": "renewed", "renewals": 2},
+    "topk, two_phase": {"compression": TopK(0.05), "exchange": "two_phase", "weight_decay": 0.1},
+    "policy": {"compression": Policy({"2.*": TopK(0.1)}, OneBit()), "bucket_bytes": 0},
+}
+DEMOS = {"allgather": {}, "hierarchical, plain": {"exchange": "hierarchical", "sign": False, "lr": 1.0}}
+
+
+def network(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 30)).to(dtype)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng([step, rank]).normal(size=(16, 40))).float()
+
+
+def adam(model: torch.nn.Module, **settings):
+    return hvd.CompressedAdam(model.named_parameters(), **{"lr": 0.01, "warmup_steps": 3, **settings})
+
+
+def demo(model: torch.nn.Module, **settings):
+    return hvd.DeMo(model.named_parameters(), **{"lr": 0.01, "k": 4, "chunk": 16, **settings})
+
+
+def train(optimizer, model, begin: int, end: int) -> float:
+    loss = torch.zeros(())
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        x = batch(step, hvd.rank()).to(model[0].weight.dtype)
+        loss = (model(x) - x[:, :30]).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def assert_same_everywhere(model, optimizer=None) -> None:
+    tensors = [p.detach() for p in model.parameters()]
+    if optimizer is not None:
+        tensors += [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    for i, tensor in enumerate(tensors):
+        of_all = plain.allgather(tensor.double()[None], name=f"momentum.same.{i}")
+        assert torch.equal(of_all, of_all[:1].expand_as(of_all)), i
+
+
+def values(model) -> list[bytes]:
+    return [p.detach().double().numpy().tobytes() for p in model.parameters()]
+
+
+# -- CompressedAdam ------------------------------------------------------------------------------------------------
+
+
+@cases.add
+def the_warm_up_is_adamw_with_averaged_gradients() -> None:
+    model, other = network(), network()
+    settings = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    optimizer, adamw = adam(model, warmup_steps=6, **settings), torch.optim.AdamW(other.parameters(), **settings)
+    train(optimizer, model, 0, 6)
+    for step in range(6):
+        adamw.zero_grad()
+        for rank in range(hvd.size()):
+            x = batch(step, rank)
+            ((other(x) - x[:, :30]).square().mean() / hvd.size()).backward()
+        adamw.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert optimizer.compression_stats()["steps_by_way"] == {"warm-up": 6, "renewal": 0, "compressed": 0}
+
+
+def gradients(step: int) -> list[np.ndarray]:
+    return [np.random.default_rng([step, rank]).normal(size=(40, 40)).astype(np.float32) for rank in range(hvd.size())]
+
+
+class Oracle:
+    """Adam with compressed momentum for one parameter, on all ranks, typed from algorithm 1 of 1-bit Adam."""
+
+    def __init__(self, compressor, x: np.ndarray, warmup: int) -> None:
+        self.loop, self.warmup = Loopback(hvd.size(), compressor, exchange="two_phase"), warmup
+        self.x, self.m, self.v, self.t, self.seen = x.copy(), np.zeros_like(x), np.zeros_like(x), 0, 0
+
+    def step(self, grads: list[np.ndarray], lr: float, decay: float, renews: bool) -> None:
+        self.t += 1
+        if self.t <= self.warmup or renews:
+            g = np.mean(grads, axis=0)
+            self.m = 0.9 * self.m + 0.1 * g
+            self.v, self.seen = 0.999 * self.v + 0.001 * g * g, self.seen + 1
+            update = self.m / self.scale()
+        else:
+            d = self.scale()
+            mine = [0.9 * self.m / d + 0.1 * np.clip(g / d, -(0.001**-0.5), 0.001**-0.5) for g in grads]
+            update = self.loop.allreduce([u.astype(np.float32) for u in mine], name="w")[0]
+            self.m = update * d
+        self.x = self.x * (1 - lr * decay) - lr / (1 - 0.9**self.t) * update
+
+    def scale(self) -> np.ndarray:
+        return np.sqrt(self.v / (1 - 0.999**self.seen)) + 1e-8
+
+
+@cases.each({"frozen": "frozen", "renewed": "renewed"})
+def it_follows_the_algorithm(variance) -> None:
+    p = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = hvd.CompressedAdam(
+        [("w", p)], lr=0.01, weight_decay=0.1, warmup_steps=4, variance=variance, renewals=2, exchange="two_phase",
+        min_numel=0,
+    )  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    oracle = Oracle(OneBit(), np.ones((40, 40), np.float64), 4)
+    for step in range(16):
+        p.grad = torch.from_numpy(gradients(step)[hvd.rank()])
+        # after 4 steps every second one, two times, and then every fourth
+        renews = variance == "renewed" and step in (5, 7, 11, 15)
+        oracle.step(gradients(step), optimizer.param_groups[0]["lr"], 0.1, renews)
+        optimizer.step()
+        scheduler.step()
+    np.testing.assert_allclose(p.detach().numpy(), oracle.x, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(optimizer.state[p]["exp_avg"].numpy(), oracle.m, rtol=1e-3, atol=1e-4)
+
+
+@cases.each(ADAMS)
+def ranks_learn_and_stay_equal(settings) -> None:
+    model = network()
+    optimizer = adam(model, **settings)
+    first = train(optimizer, model, 0, 1)
+    last = train(optimizer, model, 1, 40)
+    assert last < 0.75 * first
+    assert_same_everywhere(model, optimizer)
+    stats = optimizer.compression_stats()
+    assert stats["steps_by_way"]["compressed"] >= 25
+    assert stats["total"]["bytes_sent"] > 0
+    assert (stats["steps_by_way"]["renewal"] > 0) == ("variance" in settings)
+
+
+@cases.each({"onebit": OneBit(), "topk": TopK(0.05), "adaptive": Adaptive(4)})
+def elements_that_get_no_gradient_in_the_warm_up(compression) -> None:
+    p = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = hvd.CompressedAdam(
+        [("w", p)], lr=0.01, warmup_steps=4, compression=compression, exchange="allgather", renewals=2, min_numel=0
+    )
+    moved = []
+    for step in range(40):
+        before = p.detach().clone()
+        p.grad = torch.from_numpy(gradients(step)[hvd.rank()])
+        # rows 20 to 29 come late, and on one rank alone; rows from 30 on get no gradient at all
+        p.grad[20:] = 0.0
+        if step >= 13 and hvd.rank() == 0:
+            p.grad[20:30] = 1e-3
+        optimizer.step()
+        moved.append((p.detach() - before).abs())
+        assert torch.equal(p[30:], torch.ones(10, 40))
+    largest = torch.stack(moved).amax((1, 2))
+    # 1 / sqrt(1 - beta2) is the most that one gradient counts
+    assert largest.max() < 0.01 * 32
+    late = torch.stack(moved)[:, 20:30].amax((1, 2)).nonzero().flatten()
+    # gradients came at step 13; the next step with uncompressed gradients is 15
+    assert late[0] == 15
+    assert (p[20:30] < 1 - 0.0009).all()
+    assert optimizer.compression_stats()["steps_by_way"]["renewal"] == 1
+    of_all = plain.allgather(p.detach()[None], name="late")
+    assert torch.equal(of_all, of_all[:1].expand_as(of_all))
+
+
+@cases.each({"warm-up": 2, "compressed": 6, "with late gradients": 7})
+def a_bad_number_takes_the_step_back_on_all_ranks(step) -> None:
+    model, other = network(), network()
+    optimizer, untouched = adam(model), adam(other)
+    if step == 7:
+        # their mean is 0, so that they have no variance
+        for net in (model, other):
+            net[0].weight.register_hook(lambda g: g * (g.abs() > 0.02))
+    train(optimizer, model, 0, step)
+    train(untouched, other, 0, step)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    model(batch(step, hvd.rank())).square().mean().backward()
+    if hvd.rank() == hvd.size() - 1:
+        model[2].weight.grad[3, 3] = torch.inf
+    with pytest.warns(RuntimeWarning, match="CompressedAdam: a gradient is not finite on some rank"):
+        optimizer.step()
+    assert values(model) == values(other)
+    after = optimizer.state_dict()
+    for number, kept in before["state"].items():
+        assert all(torch.equal(torch.as_tensor(after["state"][number][k]), torch.as_tensor(v)) for k, v in kept.items())
+    assert optimizer.compression_stats()["steps_taken_back"] == 1
+    train(optimizer, model, step, step + 4)
+    train(untouched, other, step, step + 4)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    assert_same_everywhere(model, optimizer)
+
+
+def saved(optimizer) -> dict:
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "own": optimizer.compression_state_dict()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@cases.each({**ADAMS, "bfloat16": {"dtype": torch.bfloat16}})
+def a_state_goes_on_as_if_it_had_not_stopped(settings) -> None:
+    dtype = settings.get("dtype", torch.float32)
+    settings = {key: value for key, value in settings.items() if key != "dtype"}
+    model = network(dtype)
+    optimizer = adam(model, **settings)
+    # one unit sleeps during the warm-up, and wakes on one rank before the state is saved
+    model[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([5]), float(awake and hvd.rank() == 0)))
+    awake = False
+    train(optimizer, model, 0, 8)
+    awake = True
+    train(optimizer, model, 8, 9)
+    state = saved(optimizer)
+    assert "late gradients of 0.weight" in state["own"]["residuals"]
+    other = copy.deepcopy(model)
+    other[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([5]), float(hvd.rank() == 0)))
+    again = adam(other, **settings)
+    again.load_state_dict(state["optimizer"])
+    again.load_compression_state_dict(state["own"])
+    train(again, other, 9, 14)
+    followed = values(other)
+    del again
+    model_again = adam(model, **settings)
+    model_again.load_state_dict(state["optimizer"])
+    model_again.load_compression_state_dict(state["own"])
+    train(model_again, model, 9, 14)
+    assert values(model) == followed
+    assert_same_everywhere(model, model_again)
+
+
+@cases.add
+def states_are_divided_among_another_number_of_ranks() -> None:
+    model = network()
+    optimizer = adam(model)
+    model[0].weight.register_hook(lambda g: g.index_fill(0, torch.tensor([5]), float(late)))
+    late = 0.0
+    train(optimizer, model, 0, 3)
+    late = 1.0 + hvd.rank()
+    train(optimizer, model, 3, 4)
+    states = hvd.allgather_object(optimizer.compression_state_dict())
+    (alone,) = redistribute(states, 1)
+    key = "late gradients of 0.weight"
+    total = sum(state["residuals"][key]["values"].double() for state in states)
+    np.testing.assert_allclose(alone["residuals"][key]["values"], total.numpy(), rtol=1e-6)
+    assert alone["residuals"][key]["values"].reshape(60, 40)[5, 0] == sum(range(1, hvd.size() + 1))
+    with pytest.raises(StateError, match="redistribute"):
+        optimizer.load_compression_state_dict(alone)
+    optimizer.load_compression_state_dict(redistribute([alone], hvd.size())[hvd.rank()])
+    wrong = copy.deepcopy(states[hvd.rank()])
+    wrong["residuals"][key]["shape"] = [40, 60]
+    with pytest.raises(StateError, match="has shape"):
+        optimizer.load_compression_state_dict(wrong)
+    train(optimizer, model, 4, 8)
+    assert_same_everywhere(model)
+
+
+@cases.add
+def missing_frozen_and_added_parameters_and_groups() -> None:
+    model = network()
+    extra = torch.nn.Parameter(torch.ones(20, 20))
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.0}]
+    optimizer = hvd.CompressedAdam(
+        groups, lr=0.01, warmup_steps=2, named_parameters=[*model.named_parameters(), ("extra", extra)]
+    )
+    unmoved = [p.clone() for p in model[2].parameters()]
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number, hvd.rank())).square().mean().backward()
+        if hvd.rank() == 0:
+            model[0].bias.grad = None
+        if number >= 8:
+            (extra * (number + hvd.rank())).sum().backward()
+        optimizer.step()
+
+    for number in range(5):
+        step(number)
+    assert all(map(torch.equal, model[2].parameters(), unmoved))
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.detach().clone()
+    for number in range(5, 8):
+        step(number)
+    assert torch.equal(model[0].weight, frozen)
+    optimizer.add_param_group({"params": [extra]})
+    for number in range(8, 12):
+        step(number)
+    assert (extra < 1).all()
+    assert optimizer.compression_stats()["steps_by_way"] == {"warm-up": 4, "renewal": 0, "compressed": 8}
+    assert "extra" in optimizer.compression_stats()["tensors"]
+    assert_same_everywhere(model)
+
+
+@cases.add
+def ranks_that_disagree_are_told() -> None:
+    model = network()
+    with pytest.raises(MismatchError, match="warmup_steps"):
+        adam(model, warmup_steps=3 + hvd.rank())
+    with pytest.raises(MismatchError, match="sign"):
+        demo(model, sign=hvd.rank() == 0)
+
+
+@cases.each({"in the warm-up": 2, "after it": 6})
+def a_state_that_one_rank_has_loaded_is_an_error_on_all(steps) -> None:
+    model = network()
+    # names of their own: what was under way when ranks were told stays so
+    named = [(f"lone {steps} {name}", p) for name, p in model.named_parameters()]
+    optimizer = hvd.CompressedAdam(named, warmup_steps=3)
+    train(optimizer, model, 0, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, model, 1, steps)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(state)
+    with pytest.raises(MismatchError):
+        train(optimizer, model, steps, steps + 1)
+
+
+@cases.add
+def a_state_of_one_rank_is_broadcast() -> None:
+    model = network()
+    optimizer = adam(model)
+    train(optimizer, model, 0, 6)
+    other = network()
+    again = adam(other)
+    if hvd.rank() == 0:
+        again.load_state_dict(optimizer.state_dict())
+        other.load_state_dict(model.state_dict())
+    hvd.broadcast_parameters(other.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(again, root_rank=0)
+    train(again, other, 6, 10)
+    assert again.compression_stats()["steps_by_way"]["compressed"] == 4
+    assert_same_everywhere(other, again)
+
+
+@cases.add
+def a_grad_scaler_and_closures() -> None:
+    model = network()
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step, hvd.rank())).square().mean()).backward()
+        if step in (1, 6) and hvd.rank() == 1:
+            model[0].weight.grad[0, 0] = torch.inf
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.compression_stats()["steps_taken_back"] == 2
+    assert optimizer.state[model[0].weight]["step"] == 6
+    assert_same_everywhere(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(9, hvd.rank())).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+
+
+@cases.add
+def sparse_gradients_are_those_of_dense_ones() -> None:
+    def rows(sparse: bool) -> torch.Tensor:
+        torch.manual_seed(1)
+        table = torch.nn.Embedding(200, 16, sparse=sparse)
+        optimizer = hvd.CompressedAdam(table.named_parameters(), lr=0.01, warmup_steps=3)
+        for step in range(8):
+            optimizer.zero_grad()
+            ids = torch.from_numpy(np.random.default_rng([step, hvd.rank()]).integers(0, 100, 300))
+            table(ids).square().mean().backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    assert torch.equal(rows(sparse=True), rows(sparse=False))
+
+
+@cases.add
+def what_is_refused() -> None:
+    model = network()
+    with pytest.raises(UnsupportedError, match="Auto chooses for gradients"):
+        adam(model, compression=Auto())
+    with pytest.raises(ValueError, match="warmup_steps"):
+        adam(model, warmup_steps=0)
+    with pytest.raises(ValueError, match='must be "frozen" or "renewed"'):
+        adam(model, variance="constant")
+    with pytest.raises(ValueError, match="betas"):
+        adam(model, betas=(0.9, 1.0))
+    with pytest.raises(TypeError, match="must be real floating-point"):
+        hvd.DeMo([torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="names must differ"):
+        hvd.DeMo(list(model.parameters()), named_parameters=[("w", p) for p in model.parameters()])
+    with pytest.raises(ValueError, match=r"DeMo\(k=300"):
+        demo(model, k=300)
+    optimizer = adam(model)
+    with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(UnsupportedError, match="CompressedAdam has wrapped"):
+        hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    later = demo(model)
+    with pytest.raises(GradientError, match="were given to another"):
+        train(optimizer, model, 0, 1)
+    train(later, model, 0, 1)
+
+
+@cases.each({"CompressedAdam": hvd.CompressedAdam, "DeMo": hvd.DeMo})
+def parameters_of_any_shape(made) -> None:
+    ps = [torch.nn.Parameter(torch.ones(shape)) for shape in [(), (1,), (1, 5), (3, 1), (0,), (2, 0), (2, 3, 4)]]
+    optimizer = made(ps, lr=0.01, min_numel=0, **({"warmup_steps": 2} if made is hvd.CompressedAdam else {}))
+    for _ in range(5):
+        for p in ps:
+            p.grad = torch.full_like(p, 1.0 + hvd.rank())
+        optimizer.step()
+    assert all((p < 1).all() and (p > 0.8).all() for p in ps)
+
+
+# -- DeMo ----------------------------------------------------------------------------------------------------------
+
+
+def cosine_matrix(n: int) -> np.ndarray:
+    k, i = np.arange(n)[:, None], np.arange(n)
+    return np.cos(np.pi * k * (i + 0.5) / n) * np.sqrt(np.where(k == 0, 1, 2) / n)
+
+
+@cases.each({"signs": True, "values": False})
+def demo_follows_the_algorithm(sign) -> None:
+    p = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = hvd.DeMo([p], lr=0.01, decay=0.9, weight_decay=0.1, k=3, chunk=8, sign=sign, min_numel=0)
+    c = cosine_matrix(8)
+    x, momenta = np.ones((40, 40)), [np.zeros((40, 40)) for _ in range(hvd.size())]
+    for step in range(10):
+        p.grad = torch.from_numpy(gradients(step)[hvd.rank()])
+        optimizer.step()
+        sent = []
+        for momentum, gradient in zip(momenta, gradients(step), strict=True):
+            momentum[...] = 0.9 * momentum + gradient
+            mine = np.zeros((40, 40))
+            for row in range(0, 40, 8):
+                for column in range(0, 40, 8):
+                    place = slice(row, row + 8), slice(column, column + 8)
+                    coefficients = c @ momentum[place] @ c.T
+                    least = np.sort(np.abs(coefficients).ravel())[-3]
+                    mine[place] = c.T @ np.where(np.abs(coefficients) >= least, coefficients, 0) @ c
+            momentum -= mine
+            sent.append(mine)
+        update = np.mean(sent, axis=0)
+        x = x * (1 - 0.01 * 0.1) - 0.01 * (np.sign(update) if sign else update)
+    assert (np.abs(p.detach().numpy() - x) < 1e-5).mean() > 0.999
+    mine = optimizer.compression_state_dict()["residuals"]["momentum of parameter.0"]["values"]
+    np.testing.assert_allclose(mine.numpy(), momenta[hvd.rank()].ravel(), atol=1e-4)
+
+
+@cases.each(DEMOS)
+def demo_goes_on_from_a_state(settings) -> None:
+    model = network()
+    optimizer = demo(model, **settings)
+    first = train(optimizer, model, 0, 1)
+    assert train(optimizer, model, 1, 16) < first
+    assert_same_everywhere(model)
+    state, other = saved(optimizer), copy.deepcopy(model)
+    train(optimizer, model, 16, 20)
+    again = demo(other, **settings)
+    again.load_state_dict(state["optimizer"])
+    again.load_compression_state_dict(state["own"])
+    train(again, other, 16, 20)
+    assert values(model) == values(other)
+    (alone,) = redistribute(hvd.allgather_object(state["own"]), 1)
+    assert "momentum of 0.weight" in alone["residuals"]
+
+
+@cases.each(DEMOS)
+def a_bad_number_takes_a_step_of_demo_back(settings) -> None:
+    model = network()
+    optimizer = demo(model, **settings)
+    train(optimizer, model, 0, 4)
+    before, kept = values(model), optimizer.compression_state_dict()["residuals"]
+    optimizer.zero_grad()
+    model(batch(4, hvd.rank())).square().mean().backward()
+    if hvd.rank() == 0:
+        model[0].weight.grad[1, 1] = torch.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert ["DeMo: a gradient is not finite" in str(w.message) for w in caught] == [True]
+    assert values(model) == before
+    for name, entry in optimizer.compression_state_dict()["residuals"].items():
+        torch.testing.assert_close(entry["values"], kept[name]["values"], rtol=1e-5, atol=1e-6)
+    train(optimizer, model, 5, 9)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert_same_everywhere(model)
