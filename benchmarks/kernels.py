@@ -41,7 +41,7 @@ import torch
 from measure import Spread
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, EFSignSGD, Key, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 # tau: 1 in 64 of the corrected values pass, the proportion of Adaptive's default
@@ -62,6 +62,7 @@ CASES: dict[str, Compressor] = {
     "top-k, golomb": TopK(ratio=0.01, coding="golomb"),
     "percentile, golomb": Percentile(90, coding="golomb"),
     "qsgd 4, elias": QSGD(bits=4, coding="elias"),
+    "ef-signsgd": EFSignSGD(),
     "bf16": BF16(),
     "fp16": FP16(),
     "none": NoCompression(),

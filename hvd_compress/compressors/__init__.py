@@ -10,6 +10,7 @@ from hvd_compress import wire
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Compressor, add_gradient, as_bytes
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
+from hvd_compress.compressors.efsignsgd import EFSignSGD
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.names import named
 from hvd_compress.compressors.onebit import OneBit
@@ -36,6 +37,7 @@ __all__ = [
     "Adaptive",
     "Body",
     "Compressor",
+    "EFSignSGD",
     "Key",
     "NoCompression",
     "OneBit",

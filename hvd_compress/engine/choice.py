@@ -13,6 +13,7 @@ from hvd_compress.compressors import (
     QSGD,
     Adaptive,
     Compressor,
+    EFSignSGD,
     NoCompression,
     OneBit,
     Percentile,
@@ -74,6 +75,7 @@ class Defaults:
     qsgd = QSGD()
     topk = TopK()
     percentile = Percentile()
+    efsignsgd = EFSignSGD()
     bf16 = BF16()
     auto = Auto()
 

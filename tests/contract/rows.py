@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import BF16, FP16, QSGD, Adaptive, EFSignSGD, NoCompression, OneBit, Percentile, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
 Bound = Callable[[np.ndarray, int], float]
@@ -113,6 +113,10 @@ def _whole(x: np.ndarray, group: int) -> float:
     return x.size * (8 if x.dtype == np.float64 else 4)
 
 
+def _efsignsgd(x: np.ndarray, group: int) -> float:
+    return math.ceil(x.size / 8) + 4 * _groups(x, group)
+
+
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
 _EVERYTHING = "the user asked for every entry of a small tensor, with its place"
 
@@ -168,4 +172,9 @@ ROWS = (
     Row("bf16", BF16(), _halves),
     Row("bf16-no-feedback", BF16(error_feedback=False), _halves),
     Row("none", NoCompression(), _whole),
+    Row("efsignsgd", EFSignSGD(), _efsignsgd),
+    Row("efsignsgd-tensor", EFSignSGD(group="tensor"), _efsignsgd),
+    Row("efsignsgd-group-13", EFSignSGD(group=13), _efsignsgd),
+    Row("efsignsgd-group-1", EFSignSGD(group=1), _efsignsgd, _TINY_GROUPS),
+    Row("efsignsgd-no-feedback", EFSignSGD(error_feedback=False), _efsignsgd),
 )

@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    EFSignSGD,
+    Key,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Threshold,
+    TopK,
+    wire,
+)
 from hvd_compress.compressors import COMPRESSORS
 
 FOLDER = Path(__file__).parent
@@ -57,6 +70,8 @@ CASES = {
     "qsgd-4-elias": (QSGD(bits=4, bucket_numel=128, coding="elias"), (3, 100)),
     "qsgd-2-elias-omega": (QSGD(bits=2, bucket_numel=32768, coding="elias"), (33000,)),
     "qsgd-7-elias-dense": (QSGD(bits=7, bucket_numel=128, coding="elias"), (3, 100)),
+    "efsignsgd": (EFSignSGD(), (5, 300)),
+    "efsignsgd-group-13": (EFSignSGD(group=13), (333,)),
     "fp16": (FP16(), (3, 100)),
     "bf16": (BF16(), (3, 100)),
     "none": (NoCompression(), (3, 100)),
