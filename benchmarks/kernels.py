@@ -41,7 +41,20 @@ import torch
 from measure import Spread
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, EFSignSGD, Key, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Key,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Threshold,
+    TopK,
+)
 from hvd_compress.compressors import Compressor
 
 # tau: 1 in 64 of the corrected values pass, the proportion of Adaptive's default
@@ -63,6 +76,9 @@ CASES: dict[str, Compressor] = {
     "percentile, golomb": Percentile(90, coding="golomb"),
     "qsgd 4, elias": QSGD(bits=4, coding="elias"),
     "ef-signsgd": EFSignSGD(),
+    "blockwise 8": Blockwise(),
+    "blockwise 4": Blockwise(bits=4),
+    "blockwise 4, hadamard": Blockwise(bits=4, hadamard=True),
     "bf16": BF16(),
     "fp16": FP16(),
     "none": NoCompression(),

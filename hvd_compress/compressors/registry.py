@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import Compressor
+from hvd_compress.compressors.blockwise import Blockwise
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.efsignsgd import EFSignSGD
 from hvd_compress.compressors.onebit import OneBit
@@ -22,7 +23,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c
     for c in (
         *(OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16),
-        *(EFSignSGD,),
+        *(EFSignSGD, Blockwise),
     )
 }
 """The compressors of this package, by id."""

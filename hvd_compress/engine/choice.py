@@ -12,6 +12,7 @@ from hvd_compress.compressors import (
     BF16,
     QSGD,
     Adaptive,
+    Blockwise,
     Compressor,
     EFSignSGD,
     NoCompression,
@@ -76,6 +77,7 @@ class Defaults:
     topk = TopK()
     percentile = Percentile()
     efsignsgd = EFSignSGD()
+    blockwise = Blockwise()
     bf16 = BF16()
     auto = Auto()
 

@@ -96,7 +96,8 @@ def uniform(counter, key_low, key_high):
 
 
 @kernel_of_finite
-def _largest_magnitude(y):
+def largest_magnitude(y):
+    """Return the largest magnitude as float32."""
     largest = _ZERO
     for i in range(y.size):
         largest = max(largest, abs(np.float32(y[i])))
@@ -122,7 +123,7 @@ def bucket_norm(y, is_max):
         v = np.float64(np.float32(y[i]))
         squares += v * v
     if is_max and np.isfinite(squares):
-        return _largest_magnitude(y)
+        return largest_magnitude(y)
     return np.float32(np.sqrt(squares))
 
 

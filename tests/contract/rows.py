@@ -11,7 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, EFSignSGD, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Threshold,
+    TopK,
+)
 from hvd_compress.compressors import Compressor
 
 Bound = Callable[[np.ndarray, int], float]
@@ -117,6 +129,10 @@ def _efsignsgd(x: np.ndarray, group: int) -> float:
     return math.ceil(x.size / 8) + 4 * _groups(x, group)
 
 
+def _blockwise(bits: int) -> Bound:
+    return lambda x, group: bits * math.ceil(x.size / 8) + 4 * _groups(x, group)
+
+
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
 _EVERYTHING = "the user asked for every entry of a small tensor, with its place"
 
@@ -177,4 +193,9 @@ ROWS = (
     Row("efsignsgd-group-13", EFSignSGD(group=13), _efsignsgd),
     Row("efsignsgd-group-1", EFSignSGD(group=1), _efsignsgd, _TINY_GROUPS),
     Row("efsignsgd-no-feedback", EFSignSGD(error_feedback=False), _efsignsgd),
+    Row("blockwise-8", Blockwise(), _blockwise(8)),
+    Row("blockwise-4-block-24", Blockwise(bits=4, block=24), _blockwise(4)),
+    Row("blockwise-4-hadamard", Blockwise(bits=4, block=128, hadamard=True), _blockwise(4)),
+    Row("blockwise-8-hadamard", Blockwise(block=8, hadamard=True), _blockwise(8)),
+    Row("blockwise-4-no-feedback", Blockwise(bits=4, block=32768, error_feedback=False), _blockwise(4)),
 )

@@ -302,7 +302,7 @@ def test_onebit_bits_are_packbits_for_every_alignment(n, group):
 def test_qsgd_codes_survive_packing_and_fill_their_bytes(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, 8 * 41).astype(np.uint8)
     packed = np.zeros(41 * bits, np.uint8)
-    qsgd._pack(codes, bits, packed)
+    qsgd.pack(codes, bits, packed)
     again = np.zeros_like(codes)
     qsgd.unpack(packed, bits, again)
     assert (again == codes).all()
