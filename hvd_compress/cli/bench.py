@@ -10,7 +10,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Blockwise, EFSignSGD, OneBit, Percentile, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    OneBit,
+    Percentile,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from hvd_compress.cli.json_output import add_json_argument, print_json
 from hvd_compress.cli.table import short, table
 from hvd_compress.compressors import Compressor
@@ -33,6 +46,8 @@ _CASES: tuple[Compressor, ...] = (
     QSGD(bits=4),
     QSGD(bits=8),
     EFSignSGD(),
+    TernGrad(),
+    Natural(),
     Blockwise(),
     Blockwise(bits=4),
     Blockwise(bits=4, hadamard=True),

@@ -24,7 +24,20 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress import BF16, QSGD, Adaptive, Blockwise, EFSignSGD, OneBit, Percentile, Threshold, TopK, __version__
+from hvd_compress import (
+    BF16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    OneBit,
+    Percentile,
+    TernGrad,
+    Threshold,
+    TopK,
+    __version__,
+)
 from hvd_compress.cli.finding import MISSING, NOTE, OK, Finding, last_line
 from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.launchers import Built, attempt, launchers
@@ -234,7 +247,7 @@ def _other_version(framework: str, told: Mapping[str, Any]) -> str:
 
 _COMPRESSORS: tuple[Compressor, ...] = (
     *(OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()),
-    *(EFSignSGD(), Blockwise()),
+    *(EFSignSGD(), Blockwise(), TernGrad(), Natural()),
 )
 
 

@@ -14,6 +14,7 @@ from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.efsignsgd import EFSignSGD
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.names import named
+from hvd_compress.compressors.natural import Natural
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.qsgd import QSGD
@@ -25,6 +26,7 @@ from hvd_compress.compressors.registry import (
     known_ids,
     register,
 )
+from hvd_compress.compressors.terngrad import TernGrad
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 from hvd_compress.errors import WireError
@@ -41,9 +43,11 @@ __all__ = [
     "Compressor",
     "EFSignSGD",
     "Key",
+    "Natural",
     "NoCompression",
     "OneBit",
     "Percentile",
+    "TernGrad",
     "Threshold",
     "TopK",
     "add_gradient",

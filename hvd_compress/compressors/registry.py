@@ -11,9 +11,11 @@ from hvd_compress.compressors.base import Compressor
 from hvd_compress.compressors.blockwise import Blockwise
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.efsignsgd import EFSignSGD
+from hvd_compress.compressors.natural import Natural
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.terngrad import TernGrad
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 
@@ -23,7 +25,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c
     for c in (
         *(OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16),
-        *(EFSignSGD, Blockwise),
+        *(EFSignSGD, Blockwise, TernGrad, Natural),
     )
 }
 """The compressors of this package, by id."""

@@ -15,9 +15,11 @@ from hvd_compress.compressors import (
     Blockwise,
     Compressor,
     EFSignSGD,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
+    TernGrad,
     Threshold,
     TopK,
 )
@@ -78,6 +80,8 @@ class Defaults:
     percentile = Percentile()
     efsignsgd = EFSignSGD()
     blockwise = Blockwise()
+    terngrad = TernGrad()
+    natural = Natural()
     bf16 = BF16()
     auto = Auto()
 

@@ -40,29 +40,60 @@ def _round(y, norm, bits, codes):
 
 
 @kernel_in_order
+def _pass(source, target):
+    """Add and subtract two halves, and interleave the results."""
+    half = source.size >> 1
+    a, b = source[:half], source[half:]
+    for i in range(half):
+        target[2 * i] = a[i] + b[i]
+        target[2 * i + 1] = a[i] - b[i]
+
+
+@kernel_in_order
+def _two_passes(source, target):
+    quarter = source.size >> 2
+    a, b = source[:quarter], source[quarter : 2 * quarter]
+    c, d = source[2 * quarter : 3 * quarter], source[3 * quarter :]
+    for i in range(quarter):
+        s, t, u, v = a[i] + c[i], a[i] - c[i], b[i] + d[i], b[i] - d[i]
+        target[4 * i] = s + u
+        target[4 * i + 1] = s - u
+        target[4 * i + 2] = t + v
+        target[4 * i + 3] = t - v
+
+
+@kernel
 def rotate(y, spare):
     """Multiply a block, of as many elements as a power of 2, by the Hadamard matrix, unscaled; `spare` is like it.
 
-    Each pass is the same, of two halves that are read in order and interleaved, so that all of them vectorize; after
-    the last one the order is that of Sylvester's matrix again. Sums are made in this order only: bits depend on it.
+    All passes are the same, so that each of them vectorizes; after the last one the order is that of Sylvester's matrix
+    again. Sums are made in this order only: bits depend on it.
     """
-    half = y.size >> 1
-    source = y
-    target = spare
-    passes = 0
-    span = 1
-    while span < y.size:
-        for i in range(half):
-            a = source[i]
-            b = source[half + i]
-            target[2 * i] = a + b
-            target[2 * i + 1] = a - b
-        source, target = target, source
-        passes += 1
-        span *= 2
-    if passes & 1:
+    left = 0
+    while 1 << left < y.size:
+        left += 1
+    is_in_spare = False
+    while left > 0:
+        if left == 1 and is_in_spare:
+            _pass(spare, y)
+        elif left == 1:
+            _pass(y, spare)
+        elif is_in_spare:
+            _two_passes(spare, y)
+        else:
+            _two_passes(y, spare)
+        is_in_spare = not is_in_spare
+        left -= 2
+    if is_in_spare:
         for i in range(y.size):
             y[i] = spare[i]
+
+
+@kernel
+def _divide(y, divisor, values):
+    share = np.float32(1) / divisor
+    for i in range(values.size):
+        values[i] = np.float32(y[i]) * share
 
 
 @kernel
@@ -70,9 +101,7 @@ def _rotated(y, block, largest, values, spare):
     """Tell whether a block is to be rotated; if so, `values` are the block rotated, divided by its size."""
     if y.size < block or block & (block - 1) or not _LEAST_ROTATED < largest < _MOST_ROTATED:
         return False
-    share = np.float32(1.0 / block)
-    for i in range(block):
-        values[i] = np.float32(y[i]) * share
+    _divide(y, np.float32(block), values)
     rotate(values, spare)
     return True
 

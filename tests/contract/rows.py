@@ -18,9 +18,11 @@ from hvd_compress import (
     Adaptive,
     Blockwise,
     EFSignSGD,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
+    TernGrad,
     Threshold,
     TopK,
 )
@@ -133,6 +135,15 @@ def _blockwise(bits: int) -> Bound:
     return lambda x, group: bits * math.ceil(x.size / 8) + 4 * _groups(x, group)
 
 
+def _terngrad(x: np.ndarray, group: int) -> float:
+    # five elements in a byte, and each group begins a new one
+    return x.size / 5 + 5 * _groups(x, group)
+
+
+def _natural(x: np.ndarray, group: int) -> float:
+    return x.size + _groups(x, group)
+
+
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
 _EVERYTHING = "the user asked for every entry of a small tensor, with its place"
 
@@ -193,6 +204,12 @@ ROWS = (
     Row("efsignsgd-group-13", EFSignSGD(group=13), _efsignsgd),
     Row("efsignsgd-group-1", EFSignSGD(group=1), _efsignsgd, _TINY_GROUPS),
     Row("efsignsgd-no-feedback", EFSignSGD(error_feedback=False), _efsignsgd),
+    Row("terngrad", TernGrad(), _terngrad),
+    Row("terngrad-tensor-unclipped", TernGrad(group="tensor", clip=None, seed=5), _terngrad),
+    Row("terngrad-group-13", TernGrad(group=13), _terngrad),
+    Row("terngrad-group-1", TernGrad(group=1), _terngrad, _TINY_GROUPS),
+    Row("natural", Natural(), _natural),
+    Row("natural-seed", Natural(seed=7), _natural),
     Row("blockwise-8", Blockwise(), _blockwise(8)),
     Row("blockwise-4-block-24", Blockwise(bits=4, block=24), _blockwise(4)),
     Row("blockwise-4-hadamard", Blockwise(bits=4, block=128, hadamard=True), _blockwise(4)),

@@ -21,9 +21,11 @@ from hvd_compress import (
     Blockwise,
     EFSignSGD,
     Key,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
+    TernGrad,
     Threshold,
     TopK,
     wire,
@@ -76,6 +78,9 @@ CASES = {
     "blockwise-8": (Blockwise(), (5, 300)),
     "blockwise-4": (Blockwise(bits=4, block=24), (3, 100)),
     "blockwise-4-hadamard": (Blockwise(bits=4, block=64, hadamard=True), (5, 300)),
+    "terngrad": (TernGrad(), (5, 300)),
+    "terngrad-unclipped": (TernGrad(group=13, clip=None), (333,)),
+    "natural": (Natural(), (5, 300)),
     "fp16": (FP16(), (3, 100)),
     "bf16": (BF16(), (3, 100)),
     "none": (NoCompression(), (3, 100)),
@@ -152,6 +157,14 @@ def test_frozen_payloads_decode_to_what_was_sent(name):
             x = dyadic(shape, step)
             assert (sent == np.where(np.abs(x) > np.percentile(np.abs(x), compressor.percentile), x, sent)).all()
             assert set(sent[sent != x].tolist()) == {0}
+    elif compressor.id == "natural":
+        for step, sent in enumerate(decoded):
+            x = dyadic(shape, step)
+            assert (np.frexp(sent)[0][sent != 0] % 0.5 == 0).all(), "no power of two"
+            assert ((np.abs(sent) < 2 * np.abs(x)) & (2 * np.abs(sent) > np.abs(x)) | (x == 0) & (sent == 0)).all()
+    elif compressor.id == "terngrad":
+        for step, sent in enumerate(decoded):
+            assert (sent * dyadic(shape, step) >= 0).all()
     elif compressor.id != "qsgd":
         np.testing.assert_allclose(decoded[0] + decoded[1], given, rtol=1e-3)
 

@@ -714,7 +714,7 @@ def test_ranks_that_do_not_find_each_other(variable: str, monkeypatch: pytest.Mo
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-NEWER = {"EFSignSGD", "Blockwise"}
+NEWER = {"EFSignSGD", "Blockwise", "TernGrad", "Natural"}
 
 
 def test_bench_shows_every_compressor(capsys: pytest.CaptureFixture[str]) -> None:
