@@ -33,6 +33,7 @@ from hvd_compress import (
     Natural,
     OneBit,
     Percentile,
+    SignSGD,
     TernGrad,
     Threshold,
     TopK,
@@ -247,7 +248,7 @@ def _other_version(framework: str, told: Mapping[str, Any]) -> str:
 
 _COMPRESSORS: tuple[Compressor, ...] = (
     *(OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()),
-    *(EFSignSGD(), Blockwise(), TernGrad(), Natural()),
+    *(EFSignSGD(), Blockwise(), TernGrad(), Natural(), SignSGD()),
 )
 
 

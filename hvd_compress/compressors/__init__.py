@@ -26,6 +26,7 @@ from hvd_compress.compressors.registry import (
     known_ids,
     register,
 )
+from hvd_compress.compressors.signsgd import SignSGD
 from hvd_compress.compressors.terngrad import TernGrad
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
@@ -47,6 +48,7 @@ __all__ = [
     "NoCompression",
     "OneBit",
     "Percentile",
+    "SignSGD",
     "TernGrad",
     "Threshold",
     "TopK",

@@ -113,6 +113,8 @@ class Compressor(ABC):
     """Whether every value arrives, to the rounding of 16 bits or better."""
     can_overflow: ClassVar[bool] = False
     """Whether a finite value may be decoded as an infinite one."""
+    votes: ClassVar[bool] = False
+    """Whether what arrives is what most ranks have sent, so that sums need an owner, who encodes them likewise."""
     seed: int = 0
     coding: str | None = None
 
@@ -183,6 +185,10 @@ class Compressor(ABC):
 
     def for_part(self, numel: int, total: int) -> Compressor:
         """Return the compressor for a part of `numel` elements of a tensor's `total`, which is exchanged in parts."""
+        return self
+
+    def for_sum(self, ranks: int) -> Compressor:
+        """Return the compressor for a sum of what so many ranks have sent; `self` by default."""
         return self
 
     def keeping(self, share: float) -> Compressor:

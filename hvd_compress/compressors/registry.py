@@ -15,6 +15,7 @@ from hvd_compress.compressors.natural import Natural
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.qsgd import QSGD
+from hvd_compress.compressors.signsgd import SignSGD
 from hvd_compress.compressors.terngrad import TernGrad
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
@@ -25,7 +26,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c
     for c in (
         *(OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16),
-        *(EFSignSGD, Blockwise, TernGrad, Natural),
+        *(EFSignSGD, Blockwise, TernGrad, Natural, SignSGD),
     )
 }
 """The compressors of this package, by id."""

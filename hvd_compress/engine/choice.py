@@ -19,6 +19,7 @@ from hvd_compress.compressors import (
     NoCompression,
     OneBit,
     Percentile,
+    SignSGD,
     TernGrad,
     Threshold,
     TopK,
@@ -82,6 +83,7 @@ class Defaults:
     blockwise = Blockwise()
     terngrad = TernGrad()
     natural = Natural()
+    signsgd = SignSGD()
     bf16 = BF16()
     auto = Auto()
 
@@ -207,6 +209,11 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: 
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
+    if adagrad is not None and any(compressor.votes for compressor in _compressors_of(compression)):
+        raise UnsupportedError(
+            f"{adagrad!r} with {compression!r}: an update that is a vote has no size that AdaGrad could give it. Use "
+            "EFSignSGD() or OneBit(), which keep magnitudes"
+        )
     if adagrad is not None:
         refuse_elastic(adagrad)
     return exchange_with(adagrad, checked_exchange(exchange))
@@ -243,6 +250,14 @@ def names_of_call(name: str | None, number: int) -> list[str]:
     return [name] if number == 1 else [f"{name}.{i}" for i in range(number)]
 
 
+def _compressors_of(compression: Any) -> list[Compressor]:
+    """Return the compressors of ours that may be used, without those that `Auto` chooses."""
+    chosen = exchanged(compression)
+    if isinstance(chosen, Policy):
+        return [*(compressor for _, compressor in chosen.rules), chosen.default]
+    return [chosen] if isinstance(chosen, Compressor) else []
+
+
 def check_settings(
     compression: Any,
     exchange: str | Exchange,
@@ -265,6 +280,8 @@ def check_settings(
             f"{compression!r} with exchange={exchange!r}: it chooses exchanges, too, by what they are predicted to "
             "take. Give a compressor or a Policy, or leave the exchange to it"
         )
+    for compressor in _compressors_of(compression):
+        checked_exchange(exchange).check_votes(compressor)
     if type(min_numel) is not int or min_numel < 0:
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
     if type(bucket_bytes) is not int or bucket_bytes < 0:

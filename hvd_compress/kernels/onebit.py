@@ -124,7 +124,7 @@ def _unpack_one(bits, bit, positive, negative, y, i, add):
 
 
 @kernel
-def _unpack(bits, first_bit, positive, negative, y, add):
+def unpack(bits, first_bit, positive, negative, y, add):
     """Write (or add) the values of the bits from `first_bit` on."""
     head = min((8 - first_bit) & 7, y.size)
     source = bits[(first_bit + head) >> 3 :]
@@ -150,7 +150,7 @@ def decode(means, bits, group, per_group, scale, out, add):
         start = g * group
         positive = out.dtype.type(means[per_group * g] * scale)
         negative = out.dtype.type(means[2 * g + 1] * scale) if per_group == 2 else -positive
-        _unpack(bits, start, positive, negative, out[start : min(start + group, out.size)], add)
+        unpack(bits, start, positive, negative, out[start : min(start + group, out.size)], add)
 
 
 @kernel

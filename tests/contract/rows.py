@@ -22,6 +22,7 @@ from hvd_compress import (
     NoCompression,
     OneBit,
     Percentile,
+    SignSGD,
     TernGrad,
     Threshold,
     TopK,
@@ -144,6 +145,10 @@ def _natural(x: np.ndarray, group: int) -> float:
     return x.size + _groups(x, group)
 
 
+def _signsgd(x: np.ndarray, group: int) -> float:
+    return math.ceil(x.size / 8)
+
+
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
 _EVERYTHING = "the user asked for every entry of a small tensor, with its place"
 
@@ -204,6 +209,8 @@ ROWS = (
     Row("efsignsgd-group-13", EFSignSGD(group=13), _efsignsgd),
     Row("efsignsgd-group-1", EFSignSGD(group=1), _efsignsgd, _TINY_GROUPS),
     Row("efsignsgd-no-feedback", EFSignSGD(error_feedback=False), _efsignsgd),
+    Row("signsgd", SignSGD(), _signsgd),
+    Row("signsgd-feedback", SignSGD(scale=0.5, error_feedback=True), _signsgd),
     Row("terngrad", TernGrad(), _terngrad),
     Row("terngrad-tensor-unclipped", TernGrad(group="tensor", clip=None, seed=5), _terngrad),
     Row("terngrad-group-13", TernGrad(group=13), _terngrad),

@@ -25,6 +25,7 @@ from hvd_compress import (
     NoCompression,
     OneBit,
     Percentile,
+    SignSGD,
     TernGrad,
     Threshold,
     TopK,
@@ -81,6 +82,8 @@ CASES = {
     "terngrad": (TernGrad(), (5, 300)),
     "terngrad-unclipped": (TernGrad(group=13, clip=None), (333,)),
     "natural": (Natural(), (5, 300)),
+    "signsgd": (SignSGD(scale=0.25), (5, 300)),
+    "signsgd-feedback": (SignSGD(error_feedback=True, seed=2), (333,)),
     "fp16": (FP16(), (3, 100)),
     "bf16": (BF16(), (3, 100)),
     "none": (NoCompression(), (3, 100)),
@@ -162,6 +165,11 @@ def test_frozen_payloads_decode_to_what_was_sent(name):
             x = dyadic(shape, step)
             assert (np.frexp(sent)[0][sent != 0] % 0.5 == 0).all(), "no power of two"
             assert ((np.abs(sent) < 2 * np.abs(x)) & (2 * np.abs(sent) > np.abs(x)) | (x == 0) & (sent == 0)).all()
+    elif compressor.id == "signsgd":
+        for step, sent in enumerate(decoded):
+            x = dyadic(shape, step)
+            assert (sent == np.where(x == 0, sent, np.sign(x) * compressor.scale)).all()
+            assert 0 < (sent[x == 0] > 0).sum() < (x == 0).sum(), "zeros have signs at random"
     elif compressor.id == "terngrad":
         for step, sent in enumerate(decoded):
             assert (sent * dyadic(shape, step) >= 0).all()

@@ -714,7 +714,7 @@ def test_ranks_that_do_not_find_each_other(variable: str, monkeypatch: pytest.Mo
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-NEWER = {"EFSignSGD", "Blockwise", "TernGrad", "Natural"}
+NEWER = {"EFSignSGD", "Blockwise", "TernGrad", "Natural", "SignSGD"}
 
 
 def test_bench_shows_every_compressor(capsys: pytest.CaptureFixture[str]) -> None:
