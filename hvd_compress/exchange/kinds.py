@@ -286,7 +286,8 @@ class FewestBytes(Exchange):
     def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
         """Do nothing: candidates are chosen by it."""
 
-    def _candidates_for(self, compressors: Sequence[Compressor]) -> list[Exchange]:
+    def candidates_for(self, compressors: Sequence[Compressor]) -> list[Exchange]:
+        """Return the exchanges to choose from: those with owners where a compressor wants a vote."""
         votes = any(compressor.votes for compressor in compressors)
         return [exchange for exchange in self.candidates if exchange.has_owners or not votes]
 
@@ -298,7 +299,7 @@ class FewestBytes(Exchange):
         return not isinstance(plan.exchange, Dense)
 
     def alone(self, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int) -> Plan:
-        candidates = self._candidates_for([compressor])
+        candidates = self.candidates_for([compressor])
         plans = [[exchange.alone(compressor, shape, ranks, itemsize)] for exchange in candidates]
         # collectives are left out here: in a bucket the tensor shares them with others
         if ranks > 1 and min(map(sent_bytes, plans)) >= ring_bytes(itemsize * math.prod(shape), ranks):
@@ -307,7 +308,7 @@ class FewestBytes(Exchange):
         return best
 
     def together(self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
-        candidates = self._candidates_for([compressor for _, compressor in tensors.values()])
+        candidates = self.candidates_for([compressor for _, compressor in tensors.values()])
         plans = [exchange.together(tensors, ranks) for exchange in candidates]
         return min(plans, key=lambda of_exchange: _priced(list(of_exchange.values())))
 

@@ -50,10 +50,10 @@ def encode(x, gradient, scale, key_low, key_high, bits):
     for begin in range(0, x.size, _BLOCK):
         y = x[begin : min(begin + _BLOCK, x.size)]
         bad += correct(y, gradient[begin : begin + y.size])
-        of_block = bits[begin >> 3 :]
-        _pack(y, begin >> 6, least, key_low, key_high, of_block)
-        if gradient.size > 0:
-            onebit.unpack(of_block, 0, y.dtype.type(-scale), y.dtype.type(scale), y, True)
+        _pack(y, begin >> 6, least, key_low, key_high, bits[begin >> 3 :])
+    # last, since a small residual would not survive that a large scale is taken from it and put back
+    if bad == 0 and gradient.size > 0:
+        onebit.unpack(bits, 0, x.dtype.type(-scale), x.dtype.type(scale), x, True)
     return bad == 0
 
 
@@ -70,7 +70,6 @@ def encode_rows(codec, scale, parameter, rows, like):
         low, high = table.key_of(rows, i)
         is_finite = encode(x, gradient, scale, low, high, bits)
         if not is_finite and gradient.size > 0:
-            onebit.unpack(bits, 0, x.dtype.type(scale), x.dtype.type(-scale), x, True)
             take_back(x, gradient)
         table.seal(rows, i, like, codec, parameter, x.size, end - body, is_finite)
 
