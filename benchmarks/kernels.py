@@ -41,7 +41,24 @@ import torch
 from measure import Spread
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, RandomK, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Key,
+    Natural,
+    NoCompression,
+    OneBit,
+    Percentile,
+    RandomK,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from hvd_compress.compressors import Compressor
 
 # tau: 1 in 64 of the corrected values pass, the proportion of Adaptive's default
@@ -63,6 +80,13 @@ CASES: dict[str, Compressor] = {
     "top-k, golomb": TopK(ratio=0.01, coding="golomb"),
     "percentile, golomb": Percentile(90, coding="golomb"),
     "qsgd 4, elias": QSGD(bits=4, coding="elias"),
+    "ef-signsgd": EFSignSGD(),
+    "blockwise 8": Blockwise(),
+    "blockwise 4": Blockwise(bits=4),
+    "blockwise 4, hadamard": Blockwise(bits=4, hadamard=True),
+    "terngrad": TernGrad(),
+    "natural": Natural(),
+    "signsgd": SignSGD(),
     "bf16": BF16(),
     "fp16": FP16(),
     "none": NoCompression(),

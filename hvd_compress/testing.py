@@ -237,7 +237,7 @@ class _Contract:
     def check_exchanges(self) -> None:
         """Three ranks in this process: all decode the same, which is about the mean in the long run."""
         arrays = [np.random.default_rng(rank).standard_normal((37, 101)).astype(np.float32) for rank in range(3)]
-        for exchange in ("two_phase", "allgather"):
+        for exchange in ("two_phase",) if self._compressor.votes else ("two_phase", "allgather"):
             ranks = Loopback(3, self._compressor, exchange)
             for _ in range(2):
                 results = ranks.allreduce(arrays)

@@ -10,7 +10,21 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    OneBit,
+    Percentile,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from hvd_compress.cli.json_output import add_json_argument, print_json
 from hvd_compress.cli.table import short, table
 from hvd_compress.compressors import Compressor
@@ -32,6 +46,13 @@ _CASES: tuple[Compressor, ...] = (
     QSGD(bits=2),
     QSGD(bits=4),
     QSGD(bits=8),
+    SignSGD(),
+    EFSignSGD(),
+    TernGrad(),
+    Natural(),
+    Blockwise(),
+    Blockwise(bits=4),
+    Blockwise(bits=4, hadamard=True),
     BF16(),
     FP16(),
 )

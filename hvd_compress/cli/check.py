@@ -24,11 +24,26 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, Threshold, TopK, __version__
+from hvd_compress import (
+    BF16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    OneBit,
+    Percentile,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    __version__,
+)
 from hvd_compress.cli.finding import MISSING, NOTE, OK, Finding, last_line
 from hvd_compress.cli.json_output import add_json_argument, print_json, working
 from hvd_compress.cli.launchers import Built, attempt, launchers
 from hvd_compress.cli.ranks import OpenRanks, is_launched, launched, open_ranks
+from hvd_compress.compressors import Compressor
 from hvd_compress.errors import MissingError
 from hvd_compress.kernels.jit import unkept
 from hvd_compress.loopback import Loopback
@@ -231,11 +246,17 @@ def _other_version(framework: str, told: Mapping[str, Any]) -> str:
     return "" if built_for in (None, version) else f"for {framework} {built_for}, but here is {version}"
 
 
+_COMPRESSORS: tuple[Compressor, ...] = (
+    *(OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()),
+    *(EFSignSGD(), Blockwise(), TernGrad(), Natural(), SignSGD()),
+)
+
+
 def _kernels() -> Iterator[Finding]:
     """Check that Numba compiles, and that every compressor's payload can be read again."""
     version = _version("numba") or "not installed"
     gradients = [np.random.default_rng(rank).standard_normal((64, 512)).astype(np.float32) for rank in range(2)]
-    for compressor in (OneBit(), Adaptive(), TopK(), Percentile(), QSGD(), Threshold(tau=2.0), BF16()):
+    for compressor in _COMPRESSORS:
         try:
             first, second = Loopback(2, compressor).allreduce(gradients)
         except Exception as error:  # the user is told whatever a broken Numba or LLVM raises

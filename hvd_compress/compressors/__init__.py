@@ -9,9 +9,12 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Compressor, add_gradient, as_bytes
+from hvd_compress.compressors.blockwise import Blockwise
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
+from hvd_compress.compressors.efsignsgd import EFSignSGD
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.names import named
+from hvd_compress.compressors.natural import Natural
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.powersgd import PowerSGD
@@ -25,6 +28,8 @@ from hvd_compress.compressors.registry import (
     known_ids,
     register,
 )
+from hvd_compress.compressors.signsgd import SignSGD
+from hvd_compress.compressors.terngrad import TernGrad
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 from hvd_compress.errors import WireError
@@ -36,14 +41,19 @@ __all__ = [
     "NOT_FINITE",
     "QSGD",
     "Adaptive",
+    "Blockwise",
     "Body",
     "Compressor",
+    "EFSignSGD",
     "Key",
+    "Natural",
     "NoCompression",
     "OneBit",
     "Percentile",
     "PowerSGD",
     "RandomK",
+    "SignSGD",
+    "TernGrad",
     "Threshold",
     "TopK",
     "add_gradient",

@@ -115,6 +115,8 @@ class Compressor(ABC):
     """Whether a finite value may be decoded as an infinite one."""
     sums_factors: ClassVar[bool] = False
     """Whether ranks sum factors of a gradient, in an exchange of their own, and there are no payloads."""
+    votes: ClassVar[bool] = False
+    """Whether what arrives is what most ranks have sent, so that sums need an owner, who encodes them likewise."""
     seed: int = 0
     coding: str | None = None
 
@@ -185,6 +187,10 @@ class Compressor(ABC):
 
     def for_part(self, numel: int, total: int) -> Compressor:
         """Return the compressor for a part of `numel` elements of a tensor's `total`, which is exchanged in parts."""
+        return self
+
+    def for_sum(self, ranks: int) -> Compressor:
+        """Return the compressor for a sum of what so many ranks have sent; `self` by default."""
         return self
 
     def keeping(self, share: float) -> Compressor:

@@ -73,8 +73,8 @@ class OneBit(TableCompressor):
 
 @cache
 def _kernels(compressor: OneBit) -> Kernels:
-    encode = partial(kernels.encode_rows, compressor.codec, compressor.sample or 0)
-    return Kernels(encode, kernels.decode_rows)
+    encode = partial(kernels.encode_rows, compressor.codec, compressor.sample or 0, 2)
+    return Kernels(encode, partial(kernels.decode_rows, 2))
 
 
 @cache

@@ -8,19 +8,28 @@ from typing import Any, TypeVar, cast
 
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import Compressor
+from hvd_compress.compressors.blockwise import Blockwise
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
+from hvd_compress.compressors.efsignsgd import EFSignSGD
+from hvd_compress.compressors.natural import Natural
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
 from hvd_compress.compressors.powersgd import PowerSGD
 from hvd_compress.compressors.qsgd import QSGD
 from hvd_compress.compressors.randomk import RandomK
+from hvd_compress.compressors.signsgd import SignSGD
+from hvd_compress.compressors.terngrad import TernGrad
 from hvd_compress.compressors.threshold import Threshold
 from hvd_compress.compressors.topk import TopK
 
 __all__ = ["COMPRESSORS", "check_registered", "class_of", "class_of_codec", "known_ids", "register"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, RandomK, NoCompression, BF16, FP16)
+    c.id: c
+    for c in (
+        *(OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, RandomK, NoCompression, BF16, FP16),
+        *(EFSignSGD, Blockwise, TernGrad, Natural, SignSGD),
+    )
 }
 """The compressors of this package that make payloads, by id."""
 

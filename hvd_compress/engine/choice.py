@@ -12,12 +12,17 @@ from hvd_compress.compressors import (
     BF16,
     QSGD,
     Adaptive,
+    Blockwise,
     Compressor,
+    EFSignSGD,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
     PowerSGD,
     RandomK,
+    SignSGD,
+    TernGrad,
     Threshold,
     TopK,
 )
@@ -79,6 +84,11 @@ class Defaults:
     powersgd = PowerSGD()
     randomk = RandomK()
     percentile = Percentile()
+    efsignsgd = EFSignSGD()
+    blockwise = Blockwise()
+    terngrad = TernGrad()
+    natural = Natural()
+    signsgd = SignSGD()
     bf16 = BF16()
     auto = Auto()
 
@@ -221,6 +231,11 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: 
             f"{adagrad!r} with {compression!r}: it divides sums of gradients where ranks own them, and here ranks sum "
             "factors, of which nobody knows a gradient before all do. Use torch's or Keras' Adagrad on the result"
         )
+    if adagrad is not None and any(compressor.votes for compressor in _given(compression)):
+        raise UnsupportedError(
+            f"{adagrad!r} with {compression!r}: an update that is a vote has no size that AdaGrad could give it. Use "
+            "EFSignSGD() or OneBit(), which keep magnitudes"
+        )
     if adagrad is not None and not carries:
         refuse_elastic(adagrad)
     return exchange_with(adagrad, checked_exchange(exchange))
@@ -284,6 +299,8 @@ def check_settings(
             "take. Give a compressor or a Policy, or leave the exchange to it"
         )
     suited(checked_exchange(exchange), _given(compression))
+    for compressor in _given(compression):
+        checked_exchange(exchange).check_votes(compressor)
     if type(min_numel) is not int or min_numel < 0:
         raise ValueError(f"min_numel={min_numel!r}: must be a number of elements, 0 or more")
     if type(bucket_bytes) is not int or bucket_bytes < 0:

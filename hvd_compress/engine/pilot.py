@@ -159,7 +159,7 @@ class Pilot:
             stages[way] = found
             if isinstance(exchange, FewestBytes) and not compressor.reducible:
                 # "auto" counts a collective as fixed bytes, whatever the link
-                explicit = {e: self._stages_of(tensors, compressor, e) for e in exchange.candidates}
+                explicit = {e: self._stages_of(tensors, compressor, e) for e in exchange.candidates_for([compressor])}
                 fastest = min(explicit, key=lambda e: _seconds(explicit[e]))
                 if _EXCHANGE_GAIN * _seconds(explicit[fastest]) < _seconds(found):
                     stages[way], exchanges[way] = explicit[fastest], fastest

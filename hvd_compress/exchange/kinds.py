@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.errors import ContractError
+from hvd_compress.errors import ContractError, UnsupportedError
 from hvd_compress.exchange.plan import Plan, chunk_bounds, cuts_within, ring_bytes, saves_bytes, sent_bytes
 
 __all__ = ["COLLECTIVE_BYTES", "AllGather", "Dense", "Exchange", "FewestBytes", "Hierarchical", "TwoPhase"]
@@ -108,6 +108,15 @@ class Exchange:
         """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
         return compressor
 
+    def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
+        """Raise UnsupportedError if a compressor wants a vote, and nobody here decides it."""
+        answers = [self.answers_of(compressor)] if answers is None else answers
+        if compressor.votes and not (self.has_owners and all(answer.votes for answer in answers)):
+            raise UnsupportedError(
+                f"{compressor!r} with {self!r}: a sum of signs is no sign, and here no owner of the sum decides the "
+                "vote. Use exchange='two_phase', 'hierarchical', 'auto', or 'parameter_server' with answer='compressed'"
+            )
+
     def of_bucket(self, number: int, ranks: int) -> Exchange:
         """Return the exchange of one bucket of an optimizer."""
         return self
@@ -180,7 +189,8 @@ class Exchange:
         bounds = (*(cuts[bisect_left(owners, chunk)] for chunk in chunks), numel)
         sizes = [b - a for a, b in pairwise(bounds)]
         parts = tuple(compressor.for_part(n, numel) if n else compressor for n in sizes)
-        answers = tuple(map(self.answers_of, parts))
+        answers = tuple(self.answers_of(part.for_sum(ranks)) for part in parts)
+        self.check_votes(compressor, answers)
         # a tensor without elements still has a payload for each owner, so that its exchange is not empty
         has_payload = [n > 0 or (numel == 0 and chunk in owners) for chunk, n in zip(chunks, sizes, strict=True)]
 
@@ -273,6 +283,14 @@ class FewestBytes(Exchange):
     collectives = ()
     candidates: ClassVar[tuple[Exchange, ...]] = (AllGather(), TwoPhase())
 
+    def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
+        """Do nothing: candidates are chosen by it."""
+
+    def candidates_for(self, compressors: Sequence[Compressor]) -> list[Exchange]:
+        """Return the exchanges to choose from: those with owners where a compressor wants a vote."""
+        votes = any(compressor.votes for compressor in compressors)
+        return [exchange for exchange in self.candidates if exchange.has_owners or not votes]
+
     def with_owners(self) -> Exchange:
         return next(exchange for exchange in self.candidates if exchange.has_owners)
 
@@ -281,7 +299,8 @@ class FewestBytes(Exchange):
         return not isinstance(plan.exchange, Dense)
 
     def alone(self, compressor: Compressor, shape: tuple[int, ...], ranks: int, itemsize: int) -> Plan:
-        plans = [[exchange.alone(compressor, shape, ranks, itemsize)] for exchange in self.candidates]
+        candidates = self.candidates_for([compressor])
+        plans = [[exchange.alone(compressor, shape, ranks, itemsize)] for exchange in candidates]
         # collectives are left out here: in a bucket the tensor shares them with others
         if ranks > 1 and min(map(sent_bytes, plans)) >= ring_bytes(itemsize * math.prod(shape), ranks):
             return Plan(Dense(), shape, ranks, 1, (0, math.prod(shape)), (), (), (), ())
@@ -289,7 +308,8 @@ class FewestBytes(Exchange):
         return best
 
     def together(self, tensors: Mapping[str, tuple[tuple[int, ...], Compressor]], ranks: int) -> dict[str, Plan]:
-        plans = [exchange.together(tensors, ranks) for exchange in self.candidates]
+        candidates = self.candidates_for([compressor for _, compressor in tensors.values()])
+        plans = [exchange.together(tensors, ranks) for exchange in candidates]
         return min(plans, key=lambda of_exchange: _priced(list(of_exchange.values())))
 
 

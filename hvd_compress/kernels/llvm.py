@@ -21,6 +21,7 @@ __all__ = [
     "count_ones",
     "fetch",
     "fetch_to_read",
+    "float32_of",
     "leading_zeros",
     "outside_64",
     "put_chosen_64",
@@ -49,6 +50,16 @@ def _spread(context: Any, builder: Any, scalar: Any) -> Any:
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+
+@intrinsic
+def float32_of(typing: Any, bits: Any) -> Any:
+    """Return the float32 that has these bits, a uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Encode one bit per element and two means per group."""
+"""Encode one bit per element, and for each group two means (one-bit) or one magnitude (EF-SignSGD)."""
 
 from __future__ import annotations
 
@@ -75,14 +75,16 @@ def _leave_residual(y, positive, negative):
 
 
 @kernel
-def encode(x, gradient, group, sample, key_low, key_high, means, bits):
-    """Fill means[2 * groups] (non-negative, negative) and zeroed bits[ceil(numel / 8)]; returns False if not finite.
+def encode(x, gradient, group, sample, key_low, key_high, per_group, means, bits):
+    """Fill means[per_group * groups] and zeroed bits[ceil(numel / 8)]; returns False if not finite.
 
-    `sample` entries per group estimate the means; 0 takes all. See `correct` for `x` and `gradient`.
+    With two means per group, these are of the non-negative and of the negative values. With one, it is the mean of all
+    magnitudes, which the bits give a sign. `sample` entries per group estimate two means; 0 takes all. See `correct`
+    for `x` and `gradient`.
     """
     feedback = gradient.size > 0
     bad = np.float32(0)
-    for g in range(means.size // 2):
+    for g in range(means.size // per_group):
         start = g * group
         stop = min(start + group, x.size)
         is_sampled = 0 < sample < stop - start
@@ -101,11 +103,15 @@ def encode(x, gradient, group, sample, key_low, key_high, means, bits):
         y = x[start:stop]
         if is_sampled:
             positive, negative = _sampled_means(y, sample, np.uint32(key_low + np.uint32(g)), key_high)
+        elif per_group == 1:
+            positive = np.float32((upper - lower) / y.size)
+            negative = -positive
         else:
             positive = np.float32(upper / max(count, 1))
             negative = np.float32(lower / max(y.size - count, 1))
-        means[2 * g] = positive
-        means[2 * g + 1] = negative
+        means[per_group * g] = positive
+        if per_group == 2:
+            means[2 * g + 1] = negative
         if feedback:
             _leave_residual(y, positive, negative)
     return bad == 0
@@ -118,7 +124,7 @@ def _unpack_one(bits, bit, positive, negative, y, i, add):
 
 
 @kernel
-def _unpack(bits, first_bit, positive, negative, y, add):
+def unpack(bits, first_bit, positive, negative, y, add):
     """Write (or add) the values of the bits from `first_bit` on."""
     head = min((8 - first_bit) & 7, y.size)
     source = bits[(first_bit + head) >> 3 :]
@@ -138,35 +144,35 @@ def _unpack(bits, first_bit, positive, negative, y, add):
 
 
 @kernel
-def decode(means, bits, group, scale, out, add):
-    """Write (or add) `scale` times the means that the bits stand for."""
-    for g in range(means.size // 2):
+def decode(means, bits, group, per_group, scale, out, add):
+    """Write (or add) `scale` times the means that the bits stand for; see `encode` for how many there are."""
+    for g in range(means.size // per_group):
         start = g * group
-        positive = out.dtype.type(means[2 * g] * scale)
-        negative = out.dtype.type(means[2 * g + 1] * scale)
-        _unpack(bits, start, positive, negative, out[start : min(start + group, out.size)], add)
+        positive = out.dtype.type(means[per_group * g] * scale)
+        negative = out.dtype.type(means[2 * g + 1] * scale) if per_group == 2 else -positive
+        unpack(bits, start, positive, negative, out[start : min(start + group, out.size)], add)
 
 
 @kernel
-def encode_rows(codec, sample, rows, like):
+def encode_rows(codec, sample, per_group, rows, like):
     """Encode a table of tensors; a body is the means, and then the bits. See `encode`."""
     for i in range(rows.shape[0]):
         x, gradient = table.given(rows, i, like)
         group = rows[i, table.GROUP]
         body = table.body_of(rows, i)
-        means, at = table.section(body, 2 * table.count_groups(x.size, group), np.float32)
+        means, at = table.section(body, per_group * table.count_groups(x.size, group), np.float32)
         bits, end = table.section(at, (x.size + 7) >> 3, np.uint8)
         bits[:] = 0
         low, high = table.key_of(rows, i)
-        is_finite = encode(x, gradient, group, sample, low, high, means, bits)
+        is_finite = encode(x, gradient, group, sample, low, high, per_group, means, bits)
         if not is_finite and gradient.size > 0:
-            decode(means, bits, group, np.float32(1), x, True)
+            decode(means, bits, group, per_group, np.float32(1), x, True)
             take_back(x, gradient)
         table.seal(rows, i, like, codec, 0, x.size, end - body, is_finite)
 
 
 @kernel
-def decode_rows(rows, like, scale):
+def decode_rows(per_group, rows, like, scale):
     """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
     for i in range(rows.shape[0]):
         if not table.has_body(rows, i, like):
@@ -174,10 +180,10 @@ def decode_rows(rows, like, scale):
         out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
         group, _, _, body, end = table.opened(rows, i)
         count = table.count_groups(out.size, group)
-        at = body + 8 * count
+        at = body + table.padded(4 * per_group * count)
         size = (out.size + 7) >> 3
         if at + table.padded(size) != end:
             return i
-        means = table.array_at(body, 2 * count, np.float32)
-        decode(means, table.array_at(at, size, np.uint8), group, scale, out, rows[i, table.ADD] != 0)
+        means = table.array_at(body, per_group * count, np.float32)
+        decode(means, table.array_at(at, size, np.uint8), group, per_group, scale, out, rows[i, table.ADD] != 0)
     return -1

@@ -36,7 +36,7 @@ def _quantize(y, first, norm, bits, key_low, key_high, codes):
 
 
 @kernel
-def _pack(codes, bits, packed):
+def pack(codes, bits, packed):
     """Pack eight codes at a time into `bits` bytes, 2 to 7."""
     if bits == 4:
         for j in range(packed.size):
@@ -60,7 +60,7 @@ def _pack(codes, bits, packed):
 
 @kernel
 def unpack(packed, bits, codes):
-    """Reverse `_pack`."""
+    """Reverse `pack`."""
     mask = np.uint8((1 << bits) - 1)
     if bits == 4:
         for j in range(packed.size):
@@ -99,12 +99,13 @@ def encode(x, bucket, bits, norm_is_max, key_low, key_high, norms, packed):
             _quantize(y, start, norm, bits, key_low, key_high, target)
         else:
             _quantize(y, start, norm, bits, key_low, key_high, codes[: 8 * octets])
-            _pack(codes[: 8 * octets], bits, target)
+            pack(codes[: 8 * octets], bits, target)
     return True
 
 
 @kernel
-def _emit(codes, levels, step, y, add):
+def emit(codes, levels, step, y, add):
+    """Write (or add) what the codes of one bucket stand for."""
     sign_bit = levels + np.int32(1)
     if add:
         for i in range(y.size):
@@ -120,6 +121,14 @@ def _emit(codes, levels, step, y, add):
 
 
 @kernel
+def step_of(norm, levels):
+    """Return the distance of two levels."""
+    step = np.float32(np.float64(norm) / levels)
+    # where the norm is next to the largest float32, the quotient may have been rounded up
+    return step - step * np.float32(2.0**-23) if np.isinf(step * np.float32(levels)) else step
+
+
+@kernel
 def decode(norms, packed, bucket, bits, scale, out, add):
     """Write (or add) `scale * norm * level / levels` with the sign."""
     codes = np.empty(bucket, np.uint8)
@@ -132,15 +141,11 @@ def decode(norms, packed, bucket, bits, scale, out, add):
         source = packed[first : first + octets * bits]
         if bits < 8:
             unpack(source, bits, codes[: 8 * octets])
-        step = np.float32(np.float64(norms[b]) / levels)
-        if np.isinf(step * np.float32(levels)):
-            # the quotient was rounded up and the norm is next to the largest float32
-            step -= step * np.float32(2.0**-23)
-        step *= scale
+        step = step_of(norms[b], levels) * scale
         if bits < 8:
-            _emit(codes, levels, step, y, add)
+            emit(codes, levels, step, y, add)
         else:
-            _emit(source, levels, step, y, add)
+            emit(source, levels, step, y, add)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

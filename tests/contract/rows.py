@@ -11,7 +11,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, RandomK, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    NoCompression,
+    OneBit,
+    Percentile,
+    RandomK,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from hvd_compress.compressors import Compressor
 
 Bound = Callable[[np.ndarray, int], float]
@@ -117,6 +133,27 @@ def _whole(x: np.ndarray, group: int) -> float:
     return x.size * (8 if x.dtype == np.float64 else 4)
 
 
+def _efsignsgd(x: np.ndarray, group: int) -> float:
+    return math.ceil(x.size / 8) + 4 * _groups(x, group)
+
+
+def _blockwise(bits: int) -> Bound:
+    return lambda x, group: bits * math.ceil(x.size / 8) + 4 * _groups(x, group)
+
+
+def _terngrad(x: np.ndarray, group: int) -> float:
+    # five elements in a byte, and each group begins a new one
+    return x.size / 5 + 5 * _groups(x, group)
+
+
+def _natural(x: np.ndarray, group: int) -> float:
+    return x.size + _groups(x, group)
+
+
+def _signsgd(x: np.ndarray, group: int) -> float:
+    return math.ceil(x.size / 8)
+
+
 _TINY_GROUPS = "the user asked for groups so small that their tables are larger than what they describe"
 _TINY_VALUES = "8 bytes say which entries were drawn, however few there are"
 _EVERYTHING = "the user asked for every entry of a small tensor, with its place"
@@ -177,4 +214,22 @@ ROWS = (
     Row("bf16", BF16(), _halves),
     Row("bf16-no-feedback", BF16(error_feedback=False), _halves),
     Row("none", NoCompression(), _whole),
+    Row("efsignsgd", EFSignSGD(), _efsignsgd),
+    Row("efsignsgd-tensor", EFSignSGD(group="tensor"), _efsignsgd),
+    Row("efsignsgd-group-13", EFSignSGD(group=13), _efsignsgd),
+    Row("efsignsgd-group-1", EFSignSGD(group=1), _efsignsgd, _TINY_GROUPS),
+    Row("efsignsgd-no-feedback", EFSignSGD(error_feedback=False), _efsignsgd),
+    Row("signsgd", SignSGD(), _signsgd),
+    Row("signsgd-feedback", SignSGD(scale=0.5, error_feedback=True), _signsgd),
+    Row("terngrad", TernGrad(), _terngrad),
+    Row("terngrad-tensor-unclipped", TernGrad(group="tensor", clip=None, seed=5), _terngrad),
+    Row("terngrad-group-13", TernGrad(group=13), _terngrad),
+    Row("terngrad-group-1", TernGrad(group=1), _terngrad, _TINY_GROUPS),
+    Row("natural", Natural(), _natural),
+    Row("natural-seed", Natural(seed=7), _natural),
+    Row("blockwise-8", Blockwise(), _blockwise(8)),
+    Row("blockwise-4-block-24", Blockwise(bits=4, block=24), _blockwise(4)),
+    Row("blockwise-4-hadamard", Blockwise(bits=4, block=128, hadamard=True), _blockwise(4)),
+    Row("blockwise-8-hadamard", Blockwise(block=8, hadamard=True), _blockwise(8)),
+    Row("blockwise-4-no-feedback", Blockwise(bits=4, block=32768, error_feedback=False), _blockwise(4)),
 )

@@ -15,10 +15,15 @@ from hvd_compress import (
     FP16,
     QSGD,
     Adaptive,
+    Blockwise,
+    EFSignSGD,
     Key,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
+    SignSGD,
+    TernGrad,
     Threshold,
     TopK,
     from_config,
@@ -521,6 +526,9 @@ def test_numbers_of_numpy_become_plain_ones():
         Percentile(np.float32(99.5)),
         Percentile(np.int64(50)),
         QSGD(bits=np.int8(3), bucket_numel=np.int64(64), seed=np.uint64(7)),
+        Blockwise(bits=np.int8(4), block=np.int64(64)),
+        TernGrad(group=np.int64(9), clip=np.float32(2), seed=np.uint64(7)),
+        SignSGD(scale=np.float32(0.5), seed=np.int64(3)),
     ]
     names = {c.__name__: c for c in COMPRESSORS.values()}
     for compressor in given:
@@ -613,6 +621,28 @@ BAD = [
     (QSGD, {"seed": 1.5}, "from 0"),
     (QSGD, {"seed": None}, "from 0"),
     (BF16, {"error_feedback": 2}, "True or False"),
+    (EFSignSGD, {"group": 0}, "1 to 2147483647"),
+    (EFSignSGD, {"error_feedback": 1}, "True or False"),
+    (Blockwise, {"bits": 2}, "from 4 to 8"),
+    (Blockwise, {"bits": 6}, "4 or 8"),
+    (Blockwise, {"bits": 8.0}, "from 4 to 8"),
+    (Blockwise, {"block": 12}, "multiple of 8"),
+    (Blockwise, {"block": 65536}, "from 8 to 32768"),
+    (Blockwise, {"block": 24, "hadamard": True}, "power of 2"),
+    (Blockwise, {"hadamard": 1}, "True or False"),
+    (Blockwise, {"error_feedback": None}, "True or False"),
+    (TernGrad, {"group": "layer"}, '"row", "tensor" or a number'),
+    (TernGrad, {"clip": 0}, "greater than 0"),
+    (TernGrad, {"clip": 0.5}, "from 1 to 1000"),
+    (TernGrad, {"clip": float("nan")}, "at most 1000"),
+    (TernGrad, {"seed": -1}, "from 0"),
+    (Natural, {"seed": 1.5}, "from 0"),
+    (SignSGD, {"scale": 0}, "greater than"),
+    (SignSGD, {"scale": -1.0}, "greater than"),
+    (SignSGD, {"scale": 1e31}, "at most"),
+    (SignSGD, {"scale": float("inf")}, "at most"),
+    (SignSGD, {"error_feedback": 1}, "True or False"),
+    (SignSGD, {"seed": None}, "from 0"),
 ]
 
 
@@ -654,14 +684,15 @@ def test_reducible_ones_are_none_and_fp16():
     assert {c for c in (row.compressor for row in ROWS) if c.reducible} == {NoCompression(), FP16()}
 
 
-def test_only_the_unbiased_percentile_and_the_casts_of_horovod_keep_no_residual():
+def test_only_the_unbiased_percentile_votes_and_the_casts_of_horovod_keep_no_residual():
     assert all(isinstance(row.compressor, Compressor) for row in ROWS)
-    defaults = [OneBit(), Threshold(1.0), Adaptive(), TopK(), BF16()]
+    defaults = [OneBit(), Threshold(1.0), Adaptive(), TopK(), BF16(), EFSignSGD(), Blockwise()]
     assert all(c.feedback for c in defaults)
-    without = (QSGD(), Percentile(), FP16(), NoCompression(), OneBit(error_feedback=False))
+    without = (QSGD(), Percentile(), FP16(), NoCompression(), OneBit(error_feedback=False), TernGrad(), SignSGD())
+    without += (Natural(), TernGrad(clip=None))
     assert not any(c.feedback for c in without)
     assert Percentile(error_feedback=True).feedback
-    assert {c for c in (*defaults, *without) if c.unbiased} == {QSGD(), NoCompression()}
+    assert {c for c in (*defaults, *without) if c.unbiased} == {QSGD(), NoCompression(), Natural(), TernGrad(clip=None)}
 
 
 @every_row

@@ -18,11 +18,16 @@ from hvd_compress import (
     FP16,
     QSGD,
     Adaptive,
+    Blockwise,
+    EFSignSGD,
     Key,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
     RandomK,
+    SignSGD,
+    TernGrad,
     Threshold,
     TopK,
     wire,
@@ -71,6 +76,16 @@ CASES = {
     "qsgd-2-elias-omega": (QSGD(bits=2, bucket_numel=32768, coding="elias"), (33000,)),
     "qsgd-7-elias-dense": (QSGD(bits=7, bucket_numel=128, coding="elias"), (3, 100)),
     "randomk": (RandomK(ratio=0.1, seed=3), (5, 300)),
+    "efsignsgd": (EFSignSGD(), (5, 300)),
+    "efsignsgd-group-13": (EFSignSGD(group=13), (333,)),
+    "blockwise-8": (Blockwise(), (5, 300)),
+    "blockwise-4": (Blockwise(bits=4, block=24), (3, 100)),
+    "blockwise-4-hadamard": (Blockwise(bits=4, block=64, hadamard=True), (5, 300)),
+    "terngrad": (TernGrad(), (5, 300)),
+    "terngrad-unclipped": (TernGrad(group=13, clip=None), (333,)),
+    "natural": (Natural(), (5, 300)),
+    "signsgd": (SignSGD(scale=0.25), (5, 300)),
+    "signsgd-feedback": (SignSGD(error_feedback=True, seed=2), (333,)),
     "fp16": (FP16(), (3, 100)),
     "bf16": (BF16(), (3, 100)),
     "none": (NoCompression(), (3, 100)),
@@ -147,6 +162,19 @@ def test_frozen_payloads_decode_to_what_was_sent(name):
             x = dyadic(shape, step)
             assert (sent == np.where(np.abs(x) > np.percentile(np.abs(x), compressor.percentile), x, sent)).all()
             assert set(sent[sent != x].tolist()) == {0}
+    elif compressor.id == "natural":
+        for step, sent in enumerate(decoded):
+            x = dyadic(shape, step)
+            assert (np.frexp(sent)[0][sent != 0] % 0.5 == 0).all(), "no power of two"
+            assert ((np.abs(sent) < 2 * np.abs(x)) & (2 * np.abs(sent) > np.abs(x)) | (x == 0) & (sent == 0)).all()
+    elif compressor.id == "signsgd":
+        for step, sent in enumerate(decoded):
+            x = dyadic(shape, step)
+            assert (sent == np.where(x == 0, sent, np.sign(x) * compressor.scale)).all()
+            assert 0 < (sent[x == 0] > 0).sum() < (x == 0).sum(), "zeros have signs at random"
+    elif compressor.id == "terngrad":
+        for step, sent in enumerate(decoded):
+            assert (sent * dyadic(shape, step) >= 0).all()
     elif compressor.id != "qsgd":
         np.testing.assert_allclose(decoded[0] + decoded[1], given, rtol=1e-3)
 

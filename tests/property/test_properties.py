@@ -12,7 +12,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import hvd_compress
-from hvd_compress import BF16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
+from hvd_compress import (
+    BF16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Key,
+    Natural,
+    NoCompression,
+    OneBit,
+    Percentile,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    wire,
+)
 from hvd_compress.errors import WireError
 from tests.contract.rows import ROWS
 from tests.forge import OFFSETS, forge, sealed
@@ -38,9 +54,21 @@ golombs = st.sampled_from([None, "golomb"])
 def biased(draw):
     """A compressor with error feedback, of any settings."""
     group = draw(st.sampled_from(["row", "tensor"]) | st.integers(1, 2000))
-    kind = draw(st.sampled_from(["onebit", "threshold", "adaptive", "topk", "percentile", "bf16"]))
+    kind = draw(
+        st.sampled_from(
+            ["onebit", "threshold", "adaptive", "topk", "percentile", "bf16", "efsignsgd", "blockwise", "signsgd"]
+        )
+    )
     if kind == "onebit":
         return OneBit(group=group, sample=draw(st.none() | st.integers(2, 100)))
+    if kind == "efsignsgd":
+        return EFSignSGD(group=group)
+    if kind == "blockwise":
+        hadamard = draw(st.booleans())
+        block = draw(st.integers(3, 11).map(lambda n: 2**n) if hadamard else st.integers(1, 200).map(lambda n: 8 * n))
+        return Blockwise(bits=draw(st.sampled_from([4, 8])), block=block, hadamard=hadamard)
+    if kind == "signsgd":
+        return SignSGD(scale=draw(st.floats(2.0**-20, 2.0**20, width=32)), error_feedback=True)
     if kind == "threshold":
         return Threshold(tau=draw(st.floats(2.0**-149, MAX, width=32)), coding=draw(golombs))
     if kind == "adaptive":
@@ -62,6 +90,10 @@ qsgds = st.builds(
     norm=st.sampled_from(["l2", "max"]),
     coding=st.sampled_from([None, "elias"]),
 )
+unbiased = qsgds | st.builds(
+    TernGrad, group=st.just("row") | st.just("tensor") | st.integers(1, 2000), clip=st.none() | st.floats(1, 1000)
+)
+unbiased |= st.builds(Natural)
 keys = st.builds(Key, seed=st.integers(0, 9), step=st.integers(0, 9))
 
 
@@ -100,7 +132,7 @@ def test_conservation(compressor, x, key, data):
 
 
 @more
-@given(compressor=biased() | qsgds, x=arrays(), key=keys)
+@given(compressor=biased() | unbiased, x=arrays(), key=keys)
 def test_payloads_hold_their_bounds_and_describe_themselves(compressor, x, key):
     payload = compressor.encode(x, key=key)
     group = compressor.group_numel(x.shape)
@@ -116,7 +148,7 @@ def test_payloads_hold_their_bounds_and_describe_themselves(compressor, x, key):
 
 
 @more
-@given(compressor=biased() | qsgds, x=arrays(), key=keys)
+@given(compressor=biased() | unbiased, x=arrays(), key=keys)
 def test_coding_is_lossless_and_never_longer_than_plain(compressor, x, key):
     coding = {
         "qsgd": "elias",
@@ -134,7 +166,7 @@ def test_coding_is_lossless_and_never_longer_than_plain(compressor, x, key):
 
 
 @more
-@given(x=arrays(st.floats(allow_nan=True, allow_infinity=True, width=32)), compressor=biased() | qsgds)
+@given(x=arrays(st.floats(allow_nan=True, allow_infinity=True, width=32)), compressor=biased() | unbiased)
 def test_nonfinite_is_never_hidden(x, compressor):
     y = compressor.decode(compressor.encode(x))
     if not np.isfinite(x).all():

@@ -714,12 +714,15 @@ def test_ranks_that_do_not_find_each_other(variable: str, monkeypatch: pytest.Mo
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
+NEWER = {"EFSignSGD", "Blockwise", "TernGrad", "Natural", "SignSGD"}
+
+
 def test_bench_shows_every_compressor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     _, head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["compressor", "bytes/element"]
     shown = {row.partition("(")[0] for row in rows}
-    assert shown == {"OneBit", "Threshold", "Adaptive", "TopK", "Percentile", "QSGD", "BF16", "FP16"}
+    assert shown == {"OneBit", "Threshold", "Adaptive", "TopK", "Percentile", "QSGD", "BF16", "FP16", *NEWER}
 
 
 def test_bench_says_where_other_work_has_spoiled_a_time(

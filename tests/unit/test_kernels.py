@@ -286,15 +286,15 @@ def test_onebit_bits_are_packbits_for_every_alignment(n, group):
     groups = -(-n // group)
     means, bits = np.zeros(2 * groups, np.float32), np.zeros((n + 7) // 8 + 4, np.uint8)
     bits[-4:] = 0xCC
-    assert onebit.encode(x, x[:0], group, 0, *KEY, means, bits[:-4])
+    assert onebit.encode(x, x[:0], group, 0, *KEY, 2, means, bits[:-4])
     assert (bits[:-4] == np.packbits(x >= 0, bitorder="little")).all()
     assert (bits[-4:] == 0xCC).all()
     out = np.full(n + 2, 9.0, np.float32)
-    onebit.decode(means, bits[:-4], group, UNIT, out[1:-1], False)
+    onebit.decode(means, bits[:-4], group, 2, UNIT, out[1:-1], False)
     which = np.arange(n) // group
     assert (out[1:-1] == np.where(x >= 0, means[2 * which], means[2 * which + 1])).all()
     assert out[0] == out[-1] == 9
-    onebit.decode(means, bits[:-4], group, np.float32(2), out[1:-1], True)
+    onebit.decode(means, bits[:-4], group, 2, np.float32(2), out[1:-1], True)
     assert np.allclose(out[1:-1], 3 * np.where(x >= 0, means[2 * which], means[2 * which + 1]), rtol=1e-6)
 
 
@@ -302,7 +302,7 @@ def test_onebit_bits_are_packbits_for_every_alignment(n, group):
 def test_qsgd_codes_survive_packing_and_fill_their_bytes(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, 8 * 41).astype(np.uint8)
     packed = np.zeros(41 * bits, np.uint8)
-    qsgd._pack(codes, bits, packed)
+    qsgd.pack(codes, bits, packed)
     again = np.zeros_like(codes)
     qsgd.unpack(packed, bits, again)
     assert (again == codes).all()

@@ -1,0 +1,92 @@
+"""Round blocks to integers of 8 or 4 bits: the gradients of ZeRO++ (Wang et al. 2023), SDP4Bit and LoCo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import ClassVar
+
+from hvd_compress import wire
+from hvd_compress.compressors.base import TableCompressor, count_groups
+from hvd_compress.compressors.settings import check_flag, check_int
+from hvd_compress.compressors.tables import Kernels
+from hvd_compress.kernels import blockwise as kernels
+
+__all__ = ["Blockwise"]
+
+_MOST_BLOCK = 32768
+
+
+@dataclass(frozen=True)
+class Blockwise(TableCompressor):
+    """Rounds each value to the nearest of the levels largest * l / s, l = -s … s, of its block, s = 127 or 7.
+
+    Payload: 8 or 4 bits per element and 4 bytes per block, which are its largest magnitude. Rounding to nearest is
+    biased; error feedback carries what it leaves out into the next step. A zero stays a zero, and the largest value of
+    a block arrives exactly, so that the error is always smaller than the source.
+
+    With `hadamard`, a block is multiplied by the Hadamard matrix before it is rounded, and after it is decoded. That
+    spreads one large value over all of its block, so that it does not make the levels of the others coarse. It is the
+    same in each step and on each rank. What it does not pay for or cannot be: a shorter last block, and one whose
+    largest magnitude is below 2**-80 or above 2**100, are rounded as they are.
+
+    Source: Wang et al. 2023 (ZeRO++), section 3.3; Jia et al. 2024 (SDP4Bit), which has the rotation; Xie et al. 2024
+    (LoCo), which has error feedback. Differences: residuals are in float32, where LoCo has 8 bits; the owner of a sum
+    keeps one, too; levels lie symmetrically around zero, where ZeRO++ also offers a minimum and a maximum.
+
+    Args:
+        bits: 8 or 4.
+        block: elements that share a scale, a multiple of 8 up to 32768; with `hadamard` a power of 2.
+        hadamard: rotate blocks.
+        error_feedback: keep the rounding error and add it to the next gradient.
+
+    Raises:
+        ValueError: a setting out of its range.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress import Blockwise
+        >>> x = np.array([7.0, -0.4, 2.6, 0.0], np.float32)
+        >>> Blockwise(bits=4, block=8).decode(Blockwise(bits=4, block=8).encode(x))
+        array([7., 0., 3., 0.], dtype=float32)
+    """
+
+    bits: int = 8
+    block: int = 256
+    hadamard: bool = False
+    error_feedback: bool = True
+
+    id: ClassVar[str] = "blockwise"
+    codec: ClassVar[int] = 15
+
+    def __post_init__(self) -> None:
+        check_int(self, "bits", self.bits, 4, 8)
+        if self.bits not in (4, 8):
+            raise ValueError(f"Blockwise(bits={self.bits!r}): bits must be 4 or 8")
+        check_int(self, "block", self.block, 8, _MOST_BLOCK)
+        check_flag(self, "hadamard", self.hadamard)
+        if self.block % 8:
+            raise ValueError(f"Blockwise(block={self.block!r}): block must be a multiple of 8")
+        if self.hadamard and self.block & (self.block - 1):
+            raise ValueError(f"Blockwise(block={self.block!r}): block must be a power of 2 with hadamard=True")
+        check_flag(self, "error_feedback", self.error_feedback)
+
+    def group_numel(self, shape: tuple[int, ...]) -> int:
+        return self.block
+
+    def body_bytes(self, numel: int, group: int) -> int:
+        return wire.padded(4 * count_groups(numel, group)) + (numel + 7) // 8 * self.bits
+
+    def misfit(self, header: wire.Header) -> str | None:
+        if header.parameter not in (4, 8) or header.group % 8 or header.group > _MOST_BLOCK:
+            return f"payload of blockwise with {header.parameter} bits and blocks of {header.group} elements"
+        return None
+
+    def kernels(self, group: int) -> Kernels:
+        return _kernels(self)
+
+
+@cache
+def _kernels(compressor: Blockwise) -> Kernels:
+    encode = partial(kernels.encode_rows, compressor.codec, compressor.bits, compressor.hadamard)
+    return Kernels(encode, kernels.decode_rows)
