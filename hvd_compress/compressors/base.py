@@ -560,8 +560,9 @@ class Compressor(ABC):
             out = np.zeros(header.numel, np.float64 if header.float64 else np.float32)
         except MemoryError:
             raise WireError(f"payload of {header.nbytes} bytes claims {header.numel} elements: no memory") from None
-        # half precision overflows without telling
-        if self.decode_into(buffer, out) and not self.can_overflow and not common.all_finite(out):
+        # of these, values travel as they are, and 16 bits overflow without telling
+        may_tell_nothing = self.reducible or self.can_overflow
+        if self.decode_into(buffer, out) and not may_tell_nothing and not common.all_finite(out):
             raise WireError(NOT_FINITE_WITHOUT_A_WORD)
         return out.reshape(header.shape)
 

@@ -127,10 +127,11 @@ class Copies:
         copy = self.of_senders[i][sender]
         try:
             if header.codec == _RAW.codec:
-                says_finite = _RAW.decode_opened(header, body, copy)
-            else:
-                says_finite = self.compressors[i].decode_opened(header, body, copy, self._scales[i], add=True)
-            # the sender's own copy is finite then, and differences to it would never mend this one
+                # brings values as they are, and replaces what was here
+                _RAW.decode_opened(header, body, copy)
+                return
+            says_finite = self.compressors[i].decode_opened(header, body, copy, self._scales[i], add=True)
+            # the sender's own copy is finite then, and later differences to it would never mend one that is not
             if says_finite and not all_finite(copy):
                 raise WireError(NOT_FINITE_WITHOUT_A_WORD)
         except WireError as error:

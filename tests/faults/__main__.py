@@ -16,7 +16,7 @@ from typing import Any
 from tests.faults.matrix import EQUAL_REPLICAS, HOWS, Case, cases
 from tests.parallel.launch import Outcome, run
 
-LIMIT_SECONDS = 75.0
+LIMIT_SECONDS = 120.0
 BEYOND_SECONDS = 30.0
 """What the others may take longer than with plain Horovod."""
 RANKS = 2
@@ -96,13 +96,17 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="run every so many-th case alone")
     parser.add_argument("--what", action="append", help="only what trains with this")
     parser.add_argument("--how", action="append", help="only this kind of fault")
+    parser.add_argument("--when", action="append", help="only this moment")
+    parser.add_argument("--add", action="store_true", help="keep what the record has of other cases")
     parser.add_argument("--minutes", type=float, default=20.0, help="start nothing after this time; the rest is said")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/faults.json"))
     options = parser.parse_args()
     chosen = [
         case
         for case in cases()
-        if (not options.what or case.what in options.what) and (not options.how or case.how in options.how)
+        if (not options.what or case.what in options.what)
+        and (not options.how or case.how in options.how)
+        and (not options.when or case.when in options.when)
     ][:: options.every]
     beside = list(dict.fromkeys(case.beside for case in chosen if case.how in HOWS))
     # each case of ours follows the one that it is compared with
@@ -110,7 +114,9 @@ def main() -> int:
     begin, shared = time.monotonic(), set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.exists() else set()
     with ThreadPoolExecutor(options.jobs) as pool:
         results = [r for r in pool.map(partial(_before, begin + 60 * options.minutes), order) if r]
-    of_plain = {(r["what"], r["how"], r["when"], r["launcher"]): r for r in results}
+    before = json.loads(options.out.read_text()) if options.add else {"cases": [], "minutes": 0.0}
+    of_plain = {_key(r): r for r in [*before["cases"], *results]}
+    results = list(of_plain.values())
     for result in results:
         case = Case(*(result[key] for key in Case._fields))
         result["verdict"] = judged(result, of_plain.get(tuple(case.beside)))
@@ -119,8 +125,8 @@ def main() -> int:
     left = sorted(set(os.listdir(_SHARED_MEMORY)) - shared) if _SHARED_MEMORY.exists() else []
     record = {
         "setting": {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": sys.version.split()[0], "ranks": RANKS},
-        "minutes": round((time.monotonic() - begin) / 60, 1),
-        "not run": [list(case) for case in order if tuple(case) not in of_plain],
+        "minutes": round(before["minutes"] + (time.monotonic() - begin) / 60, 1),
+        "not run": [list(case) for case in cases() if tuple(case) not in of_plain],
         "shared memory left": left,
         "cases": results,
     }
@@ -131,6 +137,10 @@ def main() -> int:
         f"{len(results)} starts in {record['minutes']} minutes, {len(record['not run'])} not run, {len(failed)} failed"
     )
     return len(failed)
+
+
+def _key(result: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(result[field]) for field in Case._fields)
 
 
 def _before(deadline: float, case: Case) -> dict[str, Any] | None:

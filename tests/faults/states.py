@@ -214,8 +214,9 @@ def try_file(path: Path, whole: bytes, draw: random.Random) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def tried(count: int, seed: int) -> dict[str, Counter[str]]:
-    """Try so many damaged states in all, the kinds in turns; returns how each ended, by kind."""
+def tried(count: int, seed: int, minutes: float) -> dict[str, Counter[str]]:
+    """Try so many damaged states, or for so long, the kinds in turns; returns how each ended, by kind."""
+    deadline = time.monotonic() + 60 * minutes
     found: dict[str, Counter[str]] = {}
     with _Hook() as hook, tempfile.TemporaryDirectory() as folder:
         targets = {
@@ -227,6 +228,8 @@ def tried(count: int, seed: int) -> dict[str, Counter[str]]:
         write_state(path, states(2)[0])
         whole = path.read_bytes()
         for i in range(count):
+            if time.monotonic() > deadline:
+                break
             draw = random.Random(f"{seed} {i}")
             kind = [*targets, "file"][i % (len(targets) + 1)]
             if kind == "file":
@@ -245,12 +248,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=50_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60.0, help="end after this time; the record says how many")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/states.json"))
     options = parser.parse_args()
     begin = time.monotonic()
-    found = tried(options.count, options.seed)
+    found = tried(options.count, options.seed, options.minutes)
     seconds = time.monotonic() - begin
-    record = {"count": options.count, "seed": options.seed, "seconds": round(seconds), "kinds": found}
+    count = sum(of.total() for of in found.values())
+    record = {"count": count, "seed": options.seed, "seconds": round(seconds), "kinds": found}
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     for kind, ended in found.items():
         print(f"{kind}: {dict(ended)}")

@@ -309,6 +309,11 @@ def test_a_shape_alone_sets_no_memory_aside() -> None:
         redistribute(of_all, 3)
 
 
+def test_a_number_of_ranks_alone_sets_no_memory_aside() -> None:
+    with pytest.raises(StateError, match="each of 1000000000000 ranks"):
+        redistribute([{**state, "size": 10**12} for state in states(2)], 3)
+
+
 def test_mixed_types_are_summed_in_the_larger() -> None:
     one, two = states(2)
     values = two["residuals"]["b"]["values"].astype(np.float64)
