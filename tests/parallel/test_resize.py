@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from hvd_compress.feedback import redistribute
-from tests.parallel.launch import run, thorough
+from tests.parallel.launch import run
 
 
 def owed(states: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -26,14 +25,10 @@ def owed(states: list[dict[str, Any]], name: str) -> np.ndarray:
     return total
 
 
-CHAINS = [[(4, "mpi"), (2, "gloo"), (3, "mpi")], thorough([(2, "gloo"), (3, "mpi"), (1, "gloo"), (4, "mpi")])]
-
-
-@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(str(ranks) for ranks, _ in chain))
-def test_what_is_owed_goes_from_one_number_of_ranks_to_the_next(tmp_path: Path, chain: list[tuple[int, str]]) -> None:
-    outcome = run("resize", *chain[0], str(tmp_path), "no")
+def test_from_four_ranks_to_two_to_three(tmp_path: Path) -> None:
+    outcome = run("resize", 4, "mpi", str(tmp_path), "no")
     outcome.check_ended_well()
-    for (old, _), (new, launcher) in pairwise(chain):
+    for old, new, launcher in ((4, 2, "gloo"), (2, 3, "mpi")):
         saved = [torch.load(tmp_path / f"saved-{rank}.pt", weights_only=True) for rank in range(old)]
         divided = redistribute(saved, new)
         for name in ("first.weight", "second.weight"):
