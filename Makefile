@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage lint format bench reproduce test-engines docs docs-links clean
+.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage test-faults fuzz-states soak lint format bench reproduce test-engines docs docs-links clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -51,6 +51,15 @@ test-gpu: setup      ## kernels and exchanges on the GPU that is here (a CUDA de
 bench-gpu: setup     ## how fast kernels and training steps are on that GPU, into benchmarks/results/
 	@$(WITH_VENV) $(PYTHON_VENV) benchmarks/gpu.py --out benchmarks/results/gpu.json
 	@$(WITH_VENV) horovodrun -np 2 --gloo $(PYTHON_VENV) benchmarks/gpu_steps.py --out benchmarks/results/gpu_steps.json
+
+test-faults: setup   ## ranks that are killed, raise, stop or do something else, beside plain Horovod (about 20 minutes; ARGS: see tests/faults)
+	@$(WITH_VENV) $(PYTHON_VENV) -m tests.faults $(ARGS)
+
+fuzz-states: setup   ## 50,000 damaged and foreign saved states, each taken wholly or refused (ARGS="--seed 1")
+	@$(WITH_VENV) $(PYTHON_VENV) -m tests.faults.states $(ARGS)
+
+soak: setup          ## memory, descriptors, threads and step times over 50,000 steps (about an hour; ARGS="--scale 0.01 --part drop")
+	@$(WITH_VENV) $(PYTHON_VENV) -m tests.faults.soak $(ARGS)
 
 lint: setup          ## style, format, types, direction of imports
 	@$(WITH_VENV) ruff check .

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "ARCHITECTURE.md": "how/architecture",
     "CONTRIBUTING.md": "how/contributing",
+    "SECURITY.md": "how/security",
     "CHANGELOG.md": "changelog",
     "README.md": "index",
     "benchmarks/results/README.md": "results/measured",

@@ -185,10 +185,11 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
         raise ValueError(str(error)) from None
     checked = [check_state(state) for state in states]
     by_rank = {state["rank"]: state for state in checked}
-    expected = set(range(checked[0]["size"])) if checked else set()
-    if not checked or set(by_rank) != expected or len(checked) != len(expected):
+    # a size that a damaged state claims sets no memory aside
+    ranks = checked[0]["size"] if checked else 0
+    if not checked or len(checked) != ranks or set(by_rank) != set(range(len(checked))):
         raise StateError(
-            f"need one state of each of {len(expected)} ranks, got those of ranks {sorted(s['rank'] for s in checked)}"
+            f"need one state of each of {ranks} ranks, got those of ranks {sorted(s['rank'] for s in checked)}"
         )
     _check_together(by_rank)
     return [_state_of(by_rank, new, size) for new in range(size)]

@@ -7,6 +7,7 @@ headers have one form, and an array is no longer than its file. The zip format h
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Mapping
@@ -30,12 +31,22 @@ _HEADER = re.compile(
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write flat arrays of bytes, float32 or float64 to a file, whole or not at all; its folder is made."""
+    """Write flat arrays of bytes, float32 or float64 to a file, whole or not at all; its folder is made.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk; what was there before is still there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
+    # what a killed process has left, or somebody has planted: a link here is removed, never followed
+    partial.unlink(missing_ok=True)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with partial.open("wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
+            # a full disk may show itself only here, and must before the old file goes
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

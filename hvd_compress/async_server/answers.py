@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor, NoCompression
+from hvd_compress.compressors.base import NOT_FINITE_WITHOUT_A_WORD
 from hvd_compress.errors import WireError
 from hvd_compress.gossip.copies import Copies
+from hvd_compress.kernels.common import all_finite
 from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["AnswersOfServer", "AnswersOfWorker"]
@@ -78,9 +80,13 @@ class AnswersOfWorker:
                     _RAW.decode_opened(header, body, x)
                     continue
                 if header.codec == _RAW.codec:
-                    _RAW.decode_opened(header, body, copy)
+                    says_finite = _RAW.decode_opened(header, body, copy)
                 else:
-                    compressor.decode_opened(header, body, copy, compressor.contraction(copy.size), add=True)
+                    factor = compressor.contraction(copy.size)
+                    says_finite = compressor.decode_opened(header, body, copy, factor, add=True)
+                # values that travel as they are replace the copy; a difference would never mend it
+                if header.codec != _RAW.codec and says_finite and not all_finite(copy):
+                    raise WireError(NOT_FINITE_WITHOUT_A_WORD)
             except WireError as error:
                 raise WireError(f"{self._tensors[i].name!r}: {error}") from error
             x[...] = copy

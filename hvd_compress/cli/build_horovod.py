@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import BinaryIO
 
 __all__ = ["HELP", "add_arguments", "main", "run"]
 
@@ -457,6 +458,13 @@ def why_unwritable(folder: Path) -> str:
     return ""
 
 
+def begin_file(path: Path) -> BinaryIO:
+    """Open a new file in the place of what is there; a link that is planted in a shared folder is not followed."""
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
 def cache_folder() -> Path:
     """Return the user's folder of wheels, made if need be; if it cannot be written, say so and return another."""
     users = users_cache()
@@ -725,7 +733,7 @@ def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], pat
     check_machine()
     slot.mkdir(parents=True, exist_ok=True)
     log = slot / "build.log"
-    log.write_text("")
+    begin_file(log).close()
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
         work = Path(temporary)
         tools = work / "tools"
@@ -754,7 +762,8 @@ def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], pat
         # moved last and in one step: an interrupted build must not leave half a wheel in the cache
         final = slot / wheel.name
         partial = final.with_suffix(".partial")
-        shutil.copyfile(wheel, partial)
+        with wheel.open("rb") as made, begin_file(partial) as sink:
+            shutil.copyfileobj(made, sink)
         partial.replace(final)
         shutil.rmtree(slot / "cuda", ignore_errors=True)
     return final
@@ -825,7 +834,7 @@ def run(options: argparse.Namespace) -> int:
             say(f"wheel: {options.wheel_dir / wheel.name}")
         else:
             log = wheel.parent / "install.log"
-            log.write_text("")
+            begin_file(log).close()
             pip("installing what Horovod needs", "install", *RUNTIME_REQUIREMENTS, log=log)
             pip("installing Horovod", "install", "--no-deps", "--force-reinstall", str(wheel), log=log)
             settle_open_mpi(Path(sys.prefix), Path(sysconfig.get_path("purelib")))

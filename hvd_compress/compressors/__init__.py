@@ -92,16 +92,30 @@ def from_config(config: dict[str, Any]) -> Compressor:
         raise ValueError(f"configuration {config!r}: {error}") from None
 
 
-def decode(payload: npt.ArrayLike) -> Array:
+def decode(payload: npt.ArrayLike, max_numel: int | None = None) -> Array:
     """Decode a payload of any compressor: its header says which.
 
+    A payload of a few bytes can stand for many elements, so its size does not bound the memory that decoding takes.
+    Where payloads come from people you do not trust, give `max_numel`.
+
+    Args:
+        payload: uint8 or bytes, as `encode` returns it.
+        max_numel: the most elements to believe in. By default 2^28, which are 1 GiB of float32, or 16384 for each byte
+            of the payload if that is more.
+
     Raises:
-        WireError: truncated, corrupted or foreign payload.
+        WireError: truncated, corrupted or foreign payload; one of more elements than allowed; or one whose values are
+            not finite though it says that they are.
+        ValueError: `max_numel` is no integer of at least 0.
 
     Example:
         >>> import numpy as np, hvd_compress
         >>> hvd_compress.decode(hvd_compress.TopK(k=1).encode(np.array([[1.0, -2.0]], np.float32)))
         array([[ 0., -2.]], dtype=float32)
+        >>> hvd_compress.decode(hvd_compress.OneBit().encode(np.ones(1000, np.float32)), max_numel=999)
+        Traceback (most recent call last):
+        hvd_compress.errors.WireError: payload of 176 bytes claims 1000 elements, and 999 are allowed. If it is right, \
+give max_numel=1000
     """
     buffer = as_bytes(payload)
     header, _ = wire.open_payload(buffer)
@@ -114,4 +128,4 @@ def decode(payload: npt.ArrayLike) -> Array:
             f"payload of unknown codec {header.codec}; known are the compressors {', '.join(sorted(known_ids()))}. One "
             "of your own must be registered first: import its module"
         )
-    return kind.decoder().decode(buffer)
+    return kind.decoder().decode(buffer, max_numel)

@@ -23,6 +23,10 @@ __all__ = ["NOT_FINITE", "Body", "Compressor", "TableCompressor", "add_gradient"
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
+NOT_FINITE_WITHOUT_A_WORD = (
+    "payload decodes to values that are not finite, and its header says that all are: no encoder of hvd_compress makes "
+    "such a payload, so it is damaged or forged"
+)
 _MOST_UNBACKED = 2**28  # elements that a payload of any size may claim: 1 GiB of float32
 
 
@@ -545,21 +549,29 @@ class Compressor(ABC):
         payload = np.empty(self.capacity(flat.size, group, shape), np.uint8)
         return payload[: self.encode_into(flat, kept, payload, group, key or Key(seed=self.seed), shape)]
 
-    def decode(self, payload: npt.ArrayLike) -> Array:
+    def decode(self, payload: npt.ArrayLike, max_numel: int | None = None) -> Array:
         """Decode to an array of the encoded shape: float64 if the source was, else float32.
 
+        Args:
+            payload: uint8 or bytes.
+            max_numel: the most elements to believe in; see `hvd_compress.decode`.
+
         Raises:
-            WireError: truncated, corrupted or foreign payload.
+            WireError: truncated, corrupted or foreign payload; one of more elements than allowed; or one whose values
+                are not finite though it says that they are.
+            ValueError: `max_numel` is no integer of at least 0.
         """
         buffer = as_bytes(payload)
         header, _ = wire.open_payload(buffer)
-        if header.numel > max_numel(header):
-            raise WireError(f"payload of {header.nbytes} bytes claims {header.numel} elements")
+        check_numel(header, max_numel)
         try:
             out = np.zeros(header.numel, np.float64 if header.float64 else np.float32)
         except MemoryError:
             raise WireError(f"payload of {header.nbytes} bytes claims {header.numel} elements: no memory") from None
-        self.decode_into(buffer, out)
+        # of these, values travel as they are, and 16 bits overflow without telling
+        may_tell_nothing = self.reducible or self.can_overflow
+        if self.decode_into(buffer, out) and not may_tell_nothing and not common.all_finite(out):
+            raise WireError(NOT_FINITE_WITHOUT_A_WORD)
         return out.reshape(header.shape)
 
     # -- Horovod's own interface ---------------------------------------------------------------------------------
@@ -664,11 +676,21 @@ def add_gradient(x: Array, gradient: Array) -> bool:
     return bool(common.correct(x, gradient) == 0)
 
 
-def max_numel(header: wire.Header) -> int:
-    """Return the most elements that a payload of this size is believed to have: a forged one must allocate little."""
-    # 4 bytes for 65536 elements is the least that a table of counts takes; only a group of which nothing is sent and a
-    # value that is not finite say more elements with fewer bytes
-    return max(16384 * header.nbytes, _MOST_UNBACKED)
+def check_numel(header: wire.Header, most: Any) -> None:
+    """Raise WireError if a payload claims more elements than allowed: a forged one must not make us allocate them."""
+    if most is None:
+        # 4 bytes for 65536 elements is the least that a table of counts takes; only a group of which nothing is sent
+        # and a value that is not finite say more elements with fewer bytes
+        most = max(16384 * header.nbytes, _MOST_UNBACKED)
+    elif isinstance(most, bool) or not isinstance(most, int | np.integer) or most < 0:
+        raise ValueError(
+            f"max_numel={most!r}: must be an integer of at least 0, or None for the limit that is built in"
+        )
+    if header.numel > most:
+        raise WireError(
+            f"payload of {header.nbytes} bytes claims {header.numel} elements, and {most} are allowed. If it is right, "
+            f"give max_numel={header.numel}"
+        )
 
 
 def as_bytes(payload: npt.ArrayLike) -> Bytes:

@@ -73,6 +73,7 @@ class BF16(TableCompressor):
     id: ClassVar[str] = "bf16"
     codec: ClassVar[int] = 7
     is_dense: ClassVar[bool] = True
+    can_overflow: ClassVar[bool] = True  # the largest values of float32 are rounded up
 
     def __post_init__(self) -> None:
         check_flag(self, "error_feedback", self.error_feedback)

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from hvd_compress import saved, wire
 from hvd_compress.compressors import Compressor, Key, NoCompression
+from hvd_compress.compressors.base import NOT_FINITE_WITHOUT_A_WORD
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.kernels import gossip as kernels
-from hvd_compress.kernels.common import norm
+from hvd_compress.kernels.common import all_finite, norm
 from hvd_compress.tensors import ParameterSpec
 
 __all__ = ["Copies", "smaller"]
@@ -121,14 +122,18 @@ class Copies:
         """Take over a payload of tensor `i` that `open` has opened.
 
         Raises:
-            WireError: a payload of another compressor or size.
+            WireError: a payload of another compressor or size, or one that is not finite and does not say so.
         """
         copy = self.of_senders[i][sender]
         try:
             if header.codec == _RAW.codec:
+                # brings values as they are, and replaces what was here
                 _RAW.decode_opened(header, body, copy)
-            else:
-                self.compressors[i].decode_opened(header, body, copy, self._scales[i], add=True)
+                return
+            says_finite = self.compressors[i].decode_opened(header, body, copy, self._scales[i], add=True)
+            # the sender's own copy is finite then, and later differences to it would never mend one that is not
+            if says_finite and not all_finite(copy):
+                raise WireError(NOT_FINITE_WITHOUT_A_WORD)
         except WireError as error:
             raise WireError(f"{self._tensors[i].name!r}: {error}") from error
 

@@ -81,7 +81,9 @@ def _alone(folder: str) -> Iterator[None]:
     # errors of the work inside are the caller's
     descriptor = None
     with suppress(OSError):
-        descriptor = os.open(os.path.join(folder, _LOCK), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        # a link that somebody has planted in a shared folder is not followed
+        flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(os.path.join(folder, _LOCK), flags, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         yield

@@ -252,7 +252,7 @@ def join_server(
     size, position, server = int(comm.size), int(comm.rank), settings.server
     # ranks compare first: what is refused below is then refused on all of them
     told = settings.description(tensors)
-    agree(told, lambda data, name: b"".join(_gathered(mpi, comm, data)), "hvd_compress.fingerprint.mpi")
+    agree(told, lambda data, _: _gathered(mpi, comm, data), "hvd_compress.fingerprint.mpi")
     for compression in (settings.compression, settings.answer):
         check_patterns(compression, [t.name for t in tensors])
     if size < 2:
@@ -264,7 +264,7 @@ def join_server(
         raise ValueError(f"server={server}: must be one of the ranks 0 to {size - 1}")
     if not tensors:
         raise ValueError("no parameters: give those that are trained")
-    if not _gathered(mpi, comm, values.has_update)[server]:
+    if not _gathered(mpi, comm, bytes([values.has_update]))[server]:
         raise TypeError(
             f"rank {server} is the server and was given update=None: give it the function that applies gradients"
         )
@@ -282,12 +282,15 @@ def join_server(
     return member
 
 
-def _gathered(mpi: Session, comm: Any, value: Any) -> list[Any]:
-    """Return what each rank gives; a collective call."""
+def _gathered(mpi: Session, comm: Any, mine: bytes) -> bytes:
+    """Join what each rank gives, in their order; a collective call, by buffers: nothing that comes is unpickled."""
     mpi.meet(comm)
+    sizes = np.empty(comm.size, np.int64)
     with mpi:
-        values: list[Any] = comm.allgather(value)
-        return values
+        comm.Allgather(np.array([len(mine)], np.int64), sizes)
+        everyone = np.empty(int(sizes.sum()), np.uint8)
+        comm.Allgatherv(np.frombuffer(mine, np.uint8), [everyone, sizes])
+    return everyone.tobytes()
 
 
 class _MpiMember(Member):

@@ -124,8 +124,9 @@ class Watch(ABC):
             if mine.dtype == np.int64:
                 checked[key] = saved.integers(what, given[key], mine.shape)
                 continue
-            # what was sent last may have had no finite norm, and thresholds may grow without bound
-            values = saved.floats(what, given[key], mine.shape, mine.dtype, finite=False)
+            # what was sent last may have had no finite norm, and thresholds may grow without bound; but a slope that is
+            # infinite would make the next threshold so, and its tensor would never be sent again
+            values = saved.floats(what, given[key], mine.shape, mine.dtype, finite=key == "slopes")
             if key != "norms" and not (values >= 0).all():
                 raise StateError(f"{what} are negative, or no numbers: they must be 0 or more")
             checked[key] = values

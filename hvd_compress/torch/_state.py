@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress.torch._collectives import broadcast_async_, synchronize
+from hvd_compress.torch._plain import Sent, dumps, loads
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
@@ -55,7 +56,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         model: not needed; it is taken because Horovod's function takes it.
 
     Raises:
-        TypeError: not an optimizer of torch.
+        TypeError: not an optimizer of torch; or the root's state holds something else than numbers, text, tensors and
+            containers of these, which would have to be unpickled; then on all ranks.
         MismatchError: the ranks' optimizers have other parameters, or they name other roots; raised on all of them.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -67,14 +69,27 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     TorchRanks().agree({"root_rank": root_rank, "parameter groups": shapes})
     tensors: list[torch.Tensor] = []
     is_root = hvd.rank() == root_rank
-    told = _packed(_content(optimizer), tensors) if is_root else None
-    told = hvd.broadcast_object(told, root_rank, name="hvd_compress.optimizer_state")
+    told = _of_root(_packed(_content(optimizer), tensors) if is_root else None)
     if not is_root:
         told = _Unpacking(optimizer, tensors).run(told)
     labels = [f"optimizer_state.{i}" for i in range(len(tensors))]
     _broadcast([(f"hvd_compress.{label}", label, t) for label, t in zip(labels, tensors, strict=True)], root_rank)
     if not is_root:
         _take_over(optimizer, told)
+
+
+def _of_root(mine: Any) -> Any:
+    """What the root gives, which others give None for; raises TypeError on all ranks where it cannot be sent."""
+    said = b""
+    if mine is not None:
+        try:
+            said = dumps([True, mine])
+        except TypeError as error:
+            said = dumps([False, str(error)])
+    is_good, told = loads(TorchRanks().gather_bytes(said, "hvd_compress.optimizer_state"))
+    if not is_good:
+        raise TypeError(told)
+    return told
 
 
 # -- tensors ---------------------------------------------------------------------------------------------------------
@@ -120,14 +135,6 @@ def _broadcast(named: Iterable[tuple[str | None, str, torch.Tensor]], root_rank:
 # -- states ----------------------------------------------------------------------------------------------------------
 
 
-class _Sent(NamedTuple):
-    """Stands for a tensor that is broadcast by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_on_host: bool
-
-
 def _content(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Settings of each group, and the state of each parameter by its group and its place there."""
     params = [(p, (i, j)) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
@@ -139,10 +146,10 @@ def _content(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A value in which `_Sent` stands for each plain tensor, which `tensors` gets."""
+    """A value in which `Sent` stands for each plain tensor, which `tensors` gets."""
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
         tensors.append(value.detach())
-        return _Sent(tuple(value.shape), value.dtype, value.device.type == "cpu")
+        return Sent(tuple(value.shape), value.dtype, value.device.type == "cpu")
     return _rebuilt(value, lambda inner: _packed(inner, tensors))
 
 
@@ -171,7 +178,7 @@ class _Unpacking:
         return {"groups": groups, "state": state}
 
     def _unpacked(self, value: Any, mine: Any, like: torch.Tensor | None) -> Any:
-        if isinstance(value, _Sent):
+        if isinstance(value, Sent):
             tensor = self._room(value, mine, like)
             self._tensors.append(tensor)
             return tensor
@@ -180,7 +187,7 @@ class _Unpacking:
             return _like(value, ((k, self._unpacked(v, own.get(k), like)) for k, v in value.items()))
         return _rebuilt(value, lambda inner: self._unpacked(inner, None, like))
 
-    def _room(self, sent: _Sent, mine: Any, like: torch.Tensor | None) -> torch.Tensor:
+    def _room(self, sent: Sent, mine: Any, like: torch.Tensor | None) -> torch.Tensor:
         device = torch.device("cpu") if sent.is_on_host or like is None else like.device
         if isinstance(mine, torch.Tensor) and (mine.shape, mine.dtype, mine.device) == (
             torch.Size(sent.shape), sent.dtype, device,

@@ -22,6 +22,7 @@ import pytest
 from tests.parallel.rank import WITNESSES
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ("tests.parallel.rank", "tests.faults.rank")
 BIN = Path(sys.executable).parent
 _TORCH = {
     "adagrad": "test_adagrad",
@@ -166,16 +167,20 @@ def run(
     *arguments: str,
     limit_seconds: float = 200.0,
     environment: Mapping[str, str] | None = None,
+    program: str = "tests.parallel.rank",
 ) -> Outcome:
-    """Run `tests/parallel/workers/<topic>.py` on real ranks, until no rank has reported for `limit_seconds`."""
+    """Run a topic of a program on real ranks, until no rank has reported for `limit_seconds`.
+
+    The program is one of `PROGRAMS`; the topics of the first are the files of `tests/parallel/workers/`.
+    """
     command = LAUNCHERS[launcher](ranks)
     environment = {**_environment(), **(environment or {})}
-    program = shutil.which(command[0], path=environment["PATH"])
-    if program is None:
+    starter = shutil.which(command[0], path=environment["PATH"])
+    if starter is None:
         pytest.fail(f"{command[0]} is not on PATH; `make setup` installs it")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [program, *command[1:], sys.executable, "-m", "tests.parallel.rank", topic, name, *arguments]
+        command = [starter, *command[1:], sys.executable, "-m", program, topic, name, *arguments]
         begin = time.monotonic()
         with (folder / "output").open("wb") as output:
             # a session of its own: a time limit ends this start and nothing else
@@ -276,8 +281,12 @@ def _is_rank(pid: int) -> bool:
     # the number may have gone to another process, and a rank that waits to be reaped has ended
     with contextlib.suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z" and b"tests.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return state != "Z" and any(p.encode() in _command_of(pid) for p in PROGRAMS)
     return False
+
+
+def _command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _pids(folder: Path) -> dict[int, int]:

@@ -86,6 +86,13 @@ def test_an_event_state_is_taken_wholly_or_not_at_all(trigger: Any) -> None:
     check_refusals(averager.state_dict(), lambda s: averager.load(averager.check(s)), averager.state_dict, 250)
 
 
+def test_an_infinite_slope_would_silence_a_tensor() -> None:
+    watch = SlopeThreshold(horizon=1.0).watch(2)
+    state = watch.state_dict()
+    with pytest.raises(StateError, match=r"slopes .* not finite"):
+        watch.load_state_dict({**state, "slopes": np.full(state["slopes"].shape, np.inf)})
+
+
 @pytest.mark.parametrize("way", ["raw", "adaptive-delta", "rotate-qsgd"])
 def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
     def program(groups: Any) -> int:
@@ -300,6 +307,11 @@ def test_a_shape_alone_sets_no_memory_aside() -> None:
     of_all = [{**state, "residuals": {}, "owner_residuals": {"w": big}} for state in states(2)]
     with pytest.raises(StateError, match="all states together 6 values"):
         redistribute(of_all, 3)
+
+
+def test_a_number_of_ranks_alone_sets_no_memory_aside() -> None:
+    with pytest.raises(StateError, match="each of 1000000000000 ranks"):
+        redistribute([{**state, "size": 10**12} for state in states(2)], 3)
 
 
 def test_mixed_types_are_summed_in_the_larger() -> None:

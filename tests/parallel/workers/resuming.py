@@ -200,6 +200,20 @@ def states_of_any_structure_are_broadcast() -> None:
 
 
 @cases.add
+def a_state_that_would_have_to_be_unpickled_is_refused_on_all_ranks() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if horovod.rank() == 0:
+        optimizer.param_groups[0]["schedule"] = print
+    for root in range(horovod.size()):
+        if root == 0:
+            raises(TypeError, lambda: hvd.broadcast_optimizer_state(optimizer, 0), "['schedule']", "never unpickled")
+        else:
+            hvd.broadcast_optimizer_state(optimizer, root)
+    assert "schedule" not in optimizer.param_groups[0]
+
+
+@cases.add
 def frozen_parameters_need_no_state() -> None:
     model = network()
     model[0].requires_grad_(False)
