@@ -9,6 +9,7 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Compressor, add_gradient, as_bytes
+from hvd_compress.compressors.chunked import ChunkedTopK
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.names import named
@@ -35,6 +36,7 @@ __all__ = [
     "QSGD",
     "Adaptive",
     "Body",
+    "ChunkedTopK",
     "Compressor",
     "Key",
     "NoCompression",

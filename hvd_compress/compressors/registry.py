@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import Compressor
+from hvd_compress.compressors.chunked import ChunkedTopK
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.onebit import OneBit
 from hvd_compress.compressors.percentile import Percentile
@@ -18,7 +19,7 @@ from hvd_compress.compressors.topk import TopK
 __all__ = ["COMPRESSORS", "check_registered", "class_of", "class_of_codec", "known_ids", "register"]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
-    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, NoCompression, BF16, FP16)
+    c.id: c for c in (OneBit, Threshold, Adaptive, TopK, ChunkedTopK, Percentile, QSGD, NoCompression, BF16, FP16)
 }
 """The compressors of this package, by id."""
 

@@ -12,6 +12,7 @@ from hvd_compress.compressors import (
     BF16,
     QSGD,
     Adaptive,
+    ChunkedTopK,
     Compressor,
     NoCompression,
     OneBit,
@@ -73,6 +74,7 @@ class Defaults:
     adaptive = Adaptive()
     qsgd = QSGD()
     topk = TopK()
+    chunkedtopk = ChunkedTopK()
     percentile = Percentile()
     bf16 = BF16()
     auto = Auto()

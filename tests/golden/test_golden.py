@@ -13,7 +13,20 @@ import numpy as np
 import pytest
 
 import hvd_compress
-from hvd_compress import BF16, FP16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    ChunkedTopK,
+    Key,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Threshold,
+    TopK,
+    wire,
+)
 from hvd_compress.compressors import COMPRESSORS
 
 FOLDER = Path(__file__).parent
@@ -42,6 +55,10 @@ CASES = {
     "adaptive-32-bit": (Adaptive(pi=1024, group="tensor"), (33000,)),
     "topk": (TopK(ratio=0.02), (5, 300)),
     "topk-two-blocks": (TopK(k=40), (66000,)),
+    "chunked": (ChunkedTopK(ratio=0.1, chunk=256), (5, 300)),
+    "chunked-1-bit": (ChunkedTopK(0.05, 4096, 1), (5, 1000)),
+    "chunked-4-bits": (ChunkedTopK(0.1, 100, 4), (333,)),
+    "chunked-golomb": (ChunkedTopK(ratio=0.1, chunk=256, coding="golomb"), (5, 300)),
     "percentile": (Percentile(90), (5, 300)),
     "percentile-99": (Percentile(99), (5, 300)),
     "percentile-feedback": (Percentile(75, error_feedback=True), (333,)),

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import hvd_compress
-from hvd_compress import BF16, QSGD, Adaptive, Key, NoCompression, OneBit, Percentile, Threshold, TopK, wire
+from hvd_compress import (
+    BF16,
+    QSGD,
+    Adaptive,
+    ChunkedTopK,
+    Key,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Threshold,
+    TopK,
+    wire,
+)
 from hvd_compress.errors import WireError
 from tests.contract.rows import ROWS
 from tests.forge import OFFSETS, forge, sealed
@@ -38,7 +50,7 @@ golombs = st.sampled_from([None, "golomb"])
 def biased(draw):
     """A compressor with error feedback, of any settings."""
     group = draw(st.sampled_from(["row", "tensor"]) | st.integers(1, 2000))
-    kind = draw(st.sampled_from(["onebit", "threshold", "adaptive", "topk", "percentile", "bf16"]))
+    kind = draw(st.sampled_from(["onebit", "threshold", "adaptive", "topk", "chunkedtopk", "percentile", "bf16"]))
     if kind == "onebit":
         return OneBit(group=group, sample=draw(st.none() | st.integers(2, 100)))
     if kind == "threshold":
@@ -49,6 +61,9 @@ def biased(draw):
     if kind == "topk":
         ratios = st.builds(TopK, ratio=st.floats(0, 1, exclude_min=True), coding=golombs)
         return draw(ratios | st.builds(TopK, k=st.integers(1, 2000), coding=golombs))
+    if kind == "chunkedtopk":
+        ratio = draw(st.floats(0, 1, exclude_min=True))
+        return ChunkedTopK(ratio, draw(st.integers(8, 2000)), draw(st.integers(1, 8)), coding=draw(golombs))
     if kind == "percentile":
         percentile = draw(st.floats(3.125, 100) | st.integers(32, 999).map(lambda n: n / 10))
         return Percentile(percentile, error_feedback=True, coding=draw(golombs))
@@ -123,6 +138,7 @@ def test_coding_is_lossless_and_never_longer_than_plain(compressor, x, key):
         "threshold": "golomb",
         "adaptive": "golomb",
         "topk": "golomb",
+        "chunkedtopk": "golomb",
         "percentile": "golomb",
     }.get(compressor.id)
     if coding is None:
