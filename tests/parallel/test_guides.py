@@ -41,7 +41,7 @@ OTHERS = [
     "reference/keras_names.py hvd_compress.tensorflow.keras",
 ]
 # ranks that torchrun starts, without Horovod; README has a shorter form of the second
-WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.py"]
+WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.py", "guides/diloco_ddp.py"]
 # what these need or return is checked below with the engines
 APART = [
     "guides/async_server.py",
