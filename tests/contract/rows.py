@@ -171,7 +171,6 @@ ROWS = (
     Row("chunked-3-bits-chunk-100-all", ChunkedTopK(1.0, 100, 3), _chunked(1000, 3, 7)),
     Row("chunked-chunk-8", ChunkedTopK(0.25, 8, 4), _chunked(250, 4, 3), _TINY_GROUPS),
     Row("chunked-golomb", ChunkedTopK(coding="golomb"), _chunked(16, 2, 12)),
-    Row("chunked-golomb-4-bits", ChunkedTopK(0.25, 300, 4, coding="golomb"), _chunked(250, 4, 9)),
     Row("chunked-no-feedback", ChunkedTopK(0.1, 1000, error_feedback=False), _chunked(100, 2, 10)),
     Row("percentile", Percentile(90), _percentile(900)),
     Row("percentile-99", Percentile(99), _percentile(990)),
