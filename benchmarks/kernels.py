@@ -69,6 +69,7 @@ CASES: dict[str, Compressor] = {
     "threshold": Threshold(tau=TAU),
     "adaptive(64)": Adaptive(pi=64),
     "top-k 1 %": TopK(ratio=0.01),
+    "top-k, chunked": TopK(chunk=4096, ratio=1 / 64, value_bits=2),
     "percentile 90": Percentile(90),
     "random-k 1 %": RandomK(ratio=0.01),
     "qsgd 1 bit": QSGD(bits=1),

@@ -66,6 +66,18 @@ def replicas_of_shards() -> None:
     print(ddp.stats(net)["total"]["ratio"])
 
 
+def many_steps_alone() -> None:
+    net = model()  # not in DistributedDataParallel, which would exchange gradients
+    inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    opt = ddp.DiLoCo(inner, net.named_parameters(), sync_every=4, fragments=2, delay=1, compression=OneBit())
+    for _ in range(9):
+        opt.zero_grad()
+        net(torch.randn(32, 64)).square().mean().backward()
+        opt.step()
+    opt.average_parameters()  # all ranks have the same parameters now
+    print(opt.diloco_stats()["bytes_between_nodes"])
+
+
 def arrays() -> None:
     group: Any = dist.new_group(backend="gloo")  # nobody else may use it
     ranks = ddp.GlooRanks(group, "sums")
@@ -75,7 +87,7 @@ def arrays() -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for part in (a_hook, residuals, replicas_of_shards, arrays):
+    for part in (a_hook, residuals, replicas_of_shards, many_steps_alone, arrays):
         part()
     dist.destroy_process_group()
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from hvd_compress._torch.outer import Make, OuterOptimizer
-from hvd_compress._torch.parameters import Buffers, Parameters
+from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors
 from hvd_compress.averaging import Groups
 from hvd_compress.diloco import DiLoCoSettings, Member, Outcome
 from hvd_compress.schedules import Turn
 
-__all__ = ["LocalSteps"]
+__all__ = ["LocalSteps", "LocalStepsMethods"]
 
 
 class LocalSteps:
@@ -77,6 +77,48 @@ class LocalSteps:
             warnings.warn(outcome.problem, RuntimeWarning, stacklevel=4)
         self.parameters.write_at(outcome.changed)
         _forget_spoiled(state, self.parameters.at(outcome.restored))
+
+
+class LocalStepsMethods:
+    """What an optimizer that DiLoCo has wrapped has beside those of torch."""
+
+    # of torch.optim.Optimizer
+    param_groups: list[dict[str, Any]]
+    state: dict[torch.Tensor, Any]
+
+    _local_steps: LocalSteps
+
+    def average_parameters(self) -> None:
+        """Make the parameters and named buffers of all ranks their mean; a collective call, after the same step.
+
+        To be called at the end, and before ranks evaluate or save one model. What is under way arrives before. The
+        mean is what the ranks agree on then; the outer optimizer does not step, and keeps its momentum. What
+        compression owes stays owed. Training may go on, and the turns of fragments stay as they were.
+
+        Raises:
+            MismatchError: ranks have made other numbers of steps, or have other buffers; raised on all of them.
+        """
+        self._local_steps.check(self.param_groups)
+        self._local_steps.average_parameters(self.state)
+
+    def diloco_state_dict(self) -> dict[str, Any]:
+        """What the ranks agreed on last, the outer optimizer's state, what is owed and under way, of this rank.
+
+        To be saved per rank, by all ranks after the same step. What is under way is waited for, and merged when it is
+        due.
+
+        Returns:
+            A dict of tensors and plain values that `torch.save` takes.
+        """
+        return as_tensors(self._local_steps.member.state_dict())
+
+    def load_diloco_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `diloco_state_dict` returned on this rank; training goes on as if it had not stopped.
+
+        Raises:
+            StateError: not such a state, or of another rank, network, nodes or settings.
+        """
+        self._local_steps.member.load_state_dict(state)
 
 
 def _forget_spoiled(state: MutableMapping[torch.Tensor, Any], parameters: Iterable[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Buffers", "Parameters", "as_tensors", "by_name", "trained"]
+__all__ = ["Buffers", "Parameters", "as_tensors", "by_name", "named_or_numbered", "trained"]
 
 Array = np.ndarray[Any, Any]
 
@@ -171,6 +171,13 @@ def trained(
             f"parameter {unnamed[0]} of shape {tuple(params[unnamed[0]].shape)} is missing"
         )
     return {known[id(p)]: p for p in params if p.requires_grad}
+
+
+def named_or_numbered(optimizer: torch.optim.Optimizer, named: Any) -> list[tuple[str, torch.Tensor]]:
+    """Named parameters as a list; by their numbers if no names are given."""
+    if named is not None:
+        return list(named)
+    return [(f"parameter.{i}", p) for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])]
 
 
 def by_name(argument: str, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from hvd_compress import wire
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Compressor, add_gradient, as_bytes
 from hvd_compress.compressors.blockwise import Blockwise
+from hvd_compress.compressors.chunked import ChunkedTopK
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.efsignsgd import EFSignSGD
 from hvd_compress.compressors.key import Key
@@ -43,6 +44,7 @@ __all__ = [
     "Adaptive",
     "Blockwise",
     "Body",
+    "ChunkedTopK",
     "Compressor",
     "EFSignSGD",
     "Key",

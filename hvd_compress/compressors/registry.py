@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from hvd_compress.compressors.adaptive import Adaptive
 from hvd_compress.compressors.base import Compressor
 from hvd_compress.compressors.blockwise import Blockwise
+from hvd_compress.compressors.chunked import ChunkedTopK
 from hvd_compress.compressors.dense import BF16, FP16, NoCompression
 from hvd_compress.compressors.efsignsgd import EFSignSGD
 from hvd_compress.compressors.natural import Natural
@@ -27,7 +28,7 @@ __all__ = ["COMPRESSORS", "check_registered", "class_of", "class_of_codec", "kno
 COMPRESSORS: dict[str, type[Compressor]] = {
     c.id: c
     for c in (
-        *(OneBit, Threshold, Adaptive, TopK, Percentile, QSGD, RandomK, NoCompression, BF16, FP16),
+        *(OneBit, Threshold, Adaptive, TopK, ChunkedTopK, Percentile, QSGD, RandomK, NoCompression, BF16, FP16),
         *(EFSignSGD, Blockwise, TernGrad, Natural, SignSGD),
     )
 }

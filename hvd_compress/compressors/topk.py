@@ -5,11 +5,12 @@ from __future__ import annotations
 import numbers
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hvd_compress import wire
 from hvd_compress.compressors import entries
 from hvd_compress.compressors.base import TableCompressor, top_count
+from hvd_compress.compressors.chunked import ChunkedTopK
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import coded
@@ -34,9 +35,12 @@ class TopK(TableCompressor):
         error_feedback: keep what was not sent and add it to the next gradient.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
+        chunk: elements of a chunk, from each of which a share of `ratio` is sent, with values of few bits: what is made
+            is a `ChunkedTopK` then. By name only, as is `value_bits`.
+        value_bits: bits of each value, with `chunk`; 2 by default.
 
     Raises:
-        ValueError: a setting out of its range.
+        ValueError: a setting out of its range; `value_bits` without `chunk`, or `k` with it.
 
     Example:
         >>> import numpy as np
@@ -54,6 +58,25 @@ class TopK(TableCompressor):
     id: ClassVar[str] = "topk"
     codec: ClassVar[int] = 4
     coded_codec: ClassVar[int | None] = 132
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            ratio: float = 0.01,
+            k: int | None = None,
+            error_feedback: bool = True,
+            coding: str | None = None,
+            *,
+            chunk: int | None = None,
+            value_bits: int | None = None,
+        ) -> None: ...
+
+    # Payloads of chunks are another codec, so another class, whose instances Python does not initialize as TopK.
+    def __new__(cls, *args: Any, chunk: int | None = None, value_bits: int | None = None, **settings: Any) -> Any:
+        if cls is not TopK or (chunk is None and value_bits is None):
+            return super().__new__(cls)
+        return _of_chunks(*args, chunk=chunk, value_bits=value_bits, **settings)
 
     def __post_init__(self) -> None:
         given: Any = self.ratio
@@ -103,6 +126,22 @@ class TopK(TableCompressor):
     def device_kernels(self, group: int) -> DeviceKernels | None:
         # coded gaps are for hosts
         return None if self.coding is not None or group > entries.BLOCK else _device_kernels()
+
+
+def _of_chunks(
+    ratio: float = 0.01,
+    k: int | None = None,
+    error_feedback: bool = True,
+    coding: str | None = None,
+    *,
+    chunk: int | None,
+    value_bits: int | None,
+) -> ChunkedTopK:
+    if chunk is None:
+        raise ValueError(f"TopK(value_bits={value_bits!r}): only with chunk, as in TopK(chunk=4096, value_bits=2)")
+    if k is not None:
+        raise ValueError(f"TopK(k={k!r}) with chunk={chunk!r}: give a ratio, which each chunk sends of its elements")
+    return ChunkedTopK(ratio, chunk, 2 if value_bits is None else value_bits, error_feedback, coding)
 
 
 _KERNELS = Kernels(

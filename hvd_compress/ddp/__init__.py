@@ -1,4 +1,4 @@
-"""Compressors as hooks of PyTorch's DistributedDataParallel and of FSDP2 with replicas; Horovod is not needed.
+"""Compressors as hooks of PyTorch's DistributedDataParallel and of FSDP2 with replicas, and DiLoCo; without Horovod.
 
 Example, one line after the model is wrapped::
 
@@ -18,8 +18,17 @@ except Exception as error:
     raise missing_torch(error) from error
 
 from hvd_compress.ddp._books import load_state_dict, state_dict, stats
+from hvd_compress.ddp._diloco import DiLoCo
 from hvd_compress.ddp._fsdp import fsdp_all_reduce_hook
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.ddp._register import register_comm_hook
 
-__all__ = ["GlooRanks", "fsdp_all_reduce_hook", "load_state_dict", "register_comm_hook", "state_dict", "stats"]
+__all__ = [
+    "DiLoCo",
+    "GlooRanks",
+    "fsdp_all_reduce_hook",
+    "load_state_dict",
+    "register_comm_hook",
+    "state_dict",
+    "stats",
+]

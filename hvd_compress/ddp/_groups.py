@@ -57,7 +57,8 @@ def groups_like(group: dist.ProcessGroup, timeout: timedelta | None) -> Callable
         except RuntimeError as error:
             raise LostRankError(
                 f"rank {rank} of {len(members)} has not met all others: {str(error).strip()}. All ranks of the process "
-                f"group must call ddp.register_comm_hook, or ddp.fsdp_all_reduce_hook, within its timeout of {limit}"
+                "group must call ddp.register_comm_hook, ddp.fsdp_all_reduce_hook or ddp.DiLoCo within its timeout of "
+                f"{limit}"
             ) from error
         return GlooRanks(made, f"{name}.{number}")
 

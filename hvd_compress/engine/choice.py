@@ -13,6 +13,7 @@ from hvd_compress.compressors import (
     QSGD,
     Adaptive,
     Blockwise,
+    ChunkedTopK,
     Compressor,
     EFSignSGD,
     Natural,
@@ -83,6 +84,7 @@ class Defaults:
     topk = TopK()
     powersgd = PowerSGD()
     randomk = RandomK()
+    chunkedtopk = ChunkedTopK()
     percentile = Percentile()
     efsignsgd = EFSignSGD()
     blockwise = Blockwise()

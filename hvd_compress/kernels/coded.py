@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvd_compress.kernels import bitmap, elias, golomb, qsgd, signs, table, topk
+from hvd_compress.kernels import bitmap, chunked, elias, golomb, qsgd, signs, table, topk
 from hvd_compress.kernels.jit import kernel
 
 _SHORT, _LONG = np.empty(0, np.uint16), np.empty(0, np.uint32)  # types of counts and entries
@@ -242,6 +242,51 @@ def decode_bitmap_rows(parameter, parameter_of_indices, rows, like, scale):
         else:
             is_known = table.opened(rows, i)[1] == parameter_of_indices
             fits = is_known and _decode_values_row(rows, i, like, scale)
+        if not fits:
+            return i
+    return -1
+
+
+# -- values of few bits and their indices: chunked top-k --------------------------------------------------------------
+
+
+@kernel
+def shorten_chunked_rows(codec, rows):
+    """Shorten the payloads of a table; `codec` is that of the coded form."""
+    for i in range(rows.shape[0]):
+        if table.is_empty(rows, i):
+            continue
+        counts, _, at, _ = chunked.sections_of(rows, i)
+        entries, _ = chunked.entries_of(rows, i, at)
+        group, bits, number, body, end = table.opened(rows, i)
+        words, size = _stream(counts, entries, group, rows[i, table.NUMEL], bits)
+        if size >= 0 and at + 8 * size < end:
+            table.array_at(at, size, np.uint64)[:] = words[:size]
+            table.reseal(rows, i, codec, bits, number, at - body + 8 * size)
+
+
+@kernel
+def _decode_chunked_row(rows, i, like, scale):
+    """Do for a coded payload what `chunked.decode_row` does for a plain one."""
+    out = table.array_at(rows[i, table.X], rows[i, table.NUMEL], like.dtype)
+    counts, scales, at, fits = chunked.sections_of(rows, i)
+    if not fits:
+        return False
+    group, bits, _, _, _ = table.opened(rows, i)
+    entries, fits = _entries(rows, i, counts, _LONG, at, bits)
+    return fits and chunked.decode(counts, scales, entries, group, bits, scale, out, rows[i, table.ADD] != 0)
+
+
+@kernel
+def decode_chunked_rows(rows, like, scale):
+    """Decode a table of checked payloads; returns the number of the first whose body does not fit, or -1."""
+    for i in range(rows.shape[0]):
+        if not table.has_body(rows, i, like):
+            continue
+        if rows[i, table.FLAGS] & table.CODED:
+            fits = _decode_chunked_row(rows, i, like, scale)
+        else:
+            fits = chunked.decode_row(rows, i, like, scale)
         if not fits:
             return i
     return -1

@@ -17,6 +17,7 @@ from hvd_compress import (
     QSGD,
     Adaptive,
     Blockwise,
+    ChunkedTopK,
     EFSignSGD,
     Natural,
     NoCompression,
@@ -82,6 +83,18 @@ def _adaptive(pi: int) -> Bound:
 
 def _topk(kept: Callable[[int], int]) -> Bound:
     return lambda x, group: 6 * kept(x.size) + 4 * math.ceil(x.size / 65536)
+
+
+def _chunked(thousandths: int, bits: int, index: int) -> Bound:
+    """An index and a value for each entry, and for each chunk its count, base and (from 2 bits on) step."""
+
+    def bound(x: np.ndarray, group: int) -> float:
+        sizes = [min(group, x.size - start) for start in range(0, x.size, group)]
+        kept = sum(max(1, math.ceil(n * thousandths / 1000)) for n in sizes)
+        # its words are filled up
+        return (index + bits) * kept / 8 + 7 + (6 if bits == 1 else 10) * len(sizes)
+
+    return bound
 
 
 def _qsgd(bits: int) -> Bound:
@@ -184,6 +197,13 @@ ROWS = (
     Row("topk-golomb", TopK(ratio=0.1, coding="golomb"), _topk_golomb(lambda n: math.ceil(0.1 * n))),
     Row("topk-golomb-all", TopK(ratio=1.0, coding="golomb"), _topk_golomb(lambda n: n), _EVERYTHING),
     Row("topk-no-feedback", TopK(ratio=0.1, error_feedback=False), _topk(lambda n: math.ceil(0.1 * n))),
+    Row("chunked", TopK(chunk=4096, ratio=1 / 64, value_bits=2), _chunked(16, 2, 12)),
+    Row("chunked-1-bit", ChunkedTopK(0.1, 4096, 1), _chunked(100, 1, 12)),
+    Row("chunked-8-bits-chunk-32768", ChunkedTopK(0.01, 32768, 8), _chunked(10, 8, 15)),
+    Row("chunked-3-bits-chunk-100-all", ChunkedTopK(1.0, 100, 3), _chunked(1000, 3, 7)),
+    Row("chunked-chunk-8", ChunkedTopK(0.25, 8, 4), _chunked(250, 4, 3), _TINY_GROUPS),
+    Row("chunked-golomb", ChunkedTopK(coding="golomb"), _chunked(16, 2, 12)),
+    Row("chunked-no-feedback", ChunkedTopK(0.1, 1000, error_feedback=False), _chunked(100, 2, 10)),
     Row("percentile", Percentile(90), _percentile(900)),
     Row("percentile-99", Percentile(99), _percentile(990)),
     Row("percentile-feedback", Percentile(75, error_feedback=True), _percentile(750)),

@@ -65,6 +65,7 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
             "tensorflow_eventgrad": "test_eventgrad",
         },
     ),
+    (2, "torchrun"): ({"ddp": "test_ddp", "ddp_diloco": "test_ddp"},),
     (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (_TORCH, {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"}),
 }

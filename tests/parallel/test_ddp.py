@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.launch import BIN, LAUNCHERS, ROOT, launched, run, thorough
-from tests.parallel.workers import ddp, fsdp
+from tests.parallel.workers import ddp, ddp_diloco, fsdp
 
 STARTS = [2, thorough(4)]
 
@@ -20,6 +20,12 @@ STARTS = [2, thorough(4)]
 @pytest.mark.parametrize("size", STARTS)
 def test_ddp(case: str, size: int) -> None:
     launched("ddp", size, "torchrun").check(case)
+
+
+@pytest.mark.parametrize("case", ddp_diloco.cases)
+@pytest.mark.parametrize("size", STARTS)
+def test_diloco(case: str, size: int) -> None:
+    launched("ddp_diloco", size, "torchrun").check(case)
 
 
 @pytest.mark.parametrize("size", STARTS)

@@ -41,7 +41,7 @@ OTHERS = [
     "reference/keras_names.py hvd_compress.tensorflow.keras",
 ]
 # ranks that torchrun starts, without Horovod; README has a shorter form of the second
-WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.py"]
+WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.py", "guides/diloco_ddp.py"]
 # what these need or return is checked below with the engines
 APART = [
     "guides/async_server.py",
@@ -58,7 +58,7 @@ APART = [
 WRITTEN_OUT = [
     page.name
     for page in sorted((ROOT / "docs" / "guides").glob("*.md"))
-    if "{literalinclude}" not in page.read_text() and "```python\nimport " in page.read_text()
+    if "```python\nimport " in page.read_text().partition("{literalinclude}")[0]
 ]
 
 
@@ -105,9 +105,10 @@ def test_a_program_under_torchrun(program: str) -> None:
 @pytest.mark.parametrize("page", WRITTEN_OUT)
 def test_a_program_in_a_page(tmp_path: Path, page: str) -> None:
     text = (ROOT / "docs" / "guides" / page).read_text()
-    launcher = "torchrun" if "torchrun" in text else "gloo"
+    source = "import " + text.partition("```python\nimport ")[2].partition("```")[0]
+    launcher = "torchrun" if "torch.distributed" in source else "gloo"
     program = tmp_path / "train.py"
-    program.write_text("import " + text.partition("```python\nimport ")[2].partition("```")[0])
+    program.write_text(source)
     run(str(program), *LAUNCHERS[launcher](2))
 
 

@@ -17,6 +17,7 @@ from hvd_compress import (
     QSGD,
     Adaptive,
     Blockwise,
+    ChunkedTopK,
     EFSignSGD,
     Key,
     Natural,
@@ -56,7 +57,18 @@ def biased(draw):
     group = draw(st.sampled_from(["row", "tensor"]) | st.integers(1, 2000))
     kind = draw(
         st.sampled_from(
-            ["onebit", "threshold", "adaptive", "topk", "percentile", "bf16", "efsignsgd", "blockwise", "signsgd"]
+            [
+                "onebit",
+                "threshold",
+                "adaptive",
+                "topk",
+                "chunkedtopk",
+                "percentile",
+                "bf16",
+                "efsignsgd",
+                "blockwise",
+                "signsgd",
+            ]
         )
     )
     if kind == "onebit":
@@ -77,6 +89,9 @@ def biased(draw):
     if kind == "topk":
         ratios = st.builds(TopK, ratio=st.floats(0, 1, exclude_min=True), coding=golombs)
         return draw(ratios | st.builds(TopK, k=st.integers(1, 2000), coding=golombs))
+    if kind == "chunkedtopk":
+        ratio = draw(st.floats(0, 1, exclude_min=True))
+        return ChunkedTopK(ratio, draw(st.integers(8, 2000)), draw(st.integers(1, 8)), coding=draw(golombs))
     if kind == "percentile":
         percentile = draw(st.floats(3.125, 100) | st.integers(32, 999).map(lambda n: n / 10))
         return Percentile(percentile, error_feedback=True, coding=draw(golombs))
@@ -155,6 +170,7 @@ def test_coding_is_lossless_and_never_longer_than_plain(compressor, x, key):
         "threshold": "golomb",
         "adaptive": "golomb",
         "topk": "golomb",
+        "chunkedtopk": "golomb",
         "percentile": "golomb",
     }.get(compressor.id)
     if coding is None:

@@ -8,12 +8,12 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors, by_name, trained
+from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors, by_name, named_or_numbered, trained
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoSettings, Member, number_of
 from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.schedules import DasoSchedule, Moment
-from hvd_compress.torch._averaging.in_nodes import named_or_numbered, refuse_complex, update_in_node, wrapped_in_node
+from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
 

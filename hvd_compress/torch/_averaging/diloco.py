@@ -8,11 +8,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress._torch.local_steps import LocalSteps
+from hvd_compress._torch.local_steps import LocalSteps, LocalStepsMethods
 from hvd_compress._torch.outer import nesterov
-from hvd_compress._torch.parameters import as_tensors, by_name, trained
+from hvd_compress._torch.parameters import by_name, named_or_numbered, trained
 from hvd_compress.diloco import DiLoCoSettings
-from hvd_compress.torch._averaging.in_nodes import named_or_numbered, refuse_complex, update_in_node, wrapped_in_node
+from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
 
@@ -45,18 +45,9 @@ class _Overrides:
         self._local_steps.after_update(self.state)
         return loss
 
-    def average_parameters(self) -> None:
-        """Make the parameters and named buffers of all ranks their mean; a collective call, after the same step.
-
-        To be called at the end, and before ranks evaluate or save one model. What is under way arrives before. The
-        mean is what the ranks agree on then; the outer optimizer does not step, and keeps its momentum. What
-        compression owes stays owed. Training may go on, and the turns of fragments stay as they were.
-
-        Raises:
-            MismatchError: ranks have made other numbers of steps, or have other buffers; raised on all of them.
-        """
-        self._local_steps.check(self.param_groups)
-        self._local_steps.average_parameters(self.state)
+    average_parameters = LocalStepsMethods.average_parameters
+    diloco_state_dict = LocalStepsMethods.diloco_state_dict
+    load_diloco_state_dict = LocalStepsMethods.load_diloco_state_dict
 
     def diloco_stats(self) -> dict[str, Any]:
         """What this rank has done so far.
@@ -70,25 +61,6 @@ class _Overrides:
         """
         gradient_bytes = self._gradient_bytes_of_step * self._steps_taken
         return {**self._local_steps.member.stats(), "gradient_bytes": gradient_bytes}
-
-    def diloco_state_dict(self) -> dict[str, Any]:
-        """What the ranks agreed on last, the outer optimizer's state, what is owed and under way, of this rank.
-
-        To be saved per rank, by all ranks after the same step. What is under way is waited for, and merged when it is
-        due.
-
-        Returns:
-            A dict of tensors and plain values that `torch.save` takes.
-        """
-        return as_tensors(self._local_steps.member.state_dict())
-
-    def load_diloco_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `diloco_state_dict` returned on this rank; training goes on as if it had not stopped.
-
-        Raises:
-            StateError: not such a state, or of another rank, network, nodes or settings.
-        """
-        self._local_steps.member.load_state_dict(state)
 
 
 def DiLoCo(

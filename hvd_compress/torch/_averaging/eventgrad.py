@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress._torch.parameters import by_name, trained
+from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import GossipSettings
@@ -16,7 +17,6 @@ from hvd_compress.schedules import ConstantThreshold, SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
 from hvd_compress.torch._averaging.gossip import Gossip
 from hvd_compress.torch._gradients.owners import check_sole_step, refuse_retired, take_over
-from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
 from hvd_compress.torch._horovod import laid_over, step_below
 
 __all__ = ["DPSGDOptimizer", "EventGraDOptimizer"]

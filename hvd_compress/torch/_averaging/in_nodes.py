@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy
 from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
 from hvd_compress.torch._gradients.owners import disown, refuse_retired, take_over
-from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
 from hvd_compress.torch._horovod import relay
 
-__all__ = ["named_or_numbered", "refuse_complex", "update_in_node", "wrapped_in_node"]
+__all__ = ["refuse_complex", "update_in_node", "wrapped_in_node"]
 
 
 def update_in_node(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
@@ -73,13 +73,6 @@ def wrapped_in_node(
     wrapped._combiner.wrapping.on_refusal = on_refusal
     take_over(wrapped, parameters.values(), kind, optimizer)
     return wrapped
-
-
-def named_or_numbered(optimizer: torch.optim.Optimizer, named: Any) -> list[tuple[str, torch.Tensor]]:
-    """Named parameters as a list; by their numbers if no names are given."""
-    if named is not None:
-        return list(named)
-    return [(f"parameter.{i}", p) for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])]
 
 
 def refuse_complex(kind: str, parameters: Mapping[str, torch.Tensor]) -> None:

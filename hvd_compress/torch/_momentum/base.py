@@ -12,13 +12,13 @@ import torch
 
 from hvd_compress import saved
 from hvd_compress._torch.parameters import by_name
+from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.elastic import refuse_elastic
 from hvd_compress.engine import exchanged, resolved
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.feedback import check_state
 from hvd_compress.policy import Auto
 from hvd_compress.torch._gradients.owners import refuse_retired, take_over
-from hvd_compress.torch._gradients.scaling import told_by_scaler, unscale
 from hvd_compress.torch._momentum.carrier import Carrier, wide
 from hvd_compress.torch._ranks import TorchRanks
 

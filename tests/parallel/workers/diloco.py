@@ -155,6 +155,11 @@ COMPRESSED = {
     "fragments": {"fragments": 2, "alpha": 0.5},
     "adaptive": {"compression": Adaptive(8)},
     "topk-decay": {"compression": TopK(0.1), "feedback_decay": 0.95, "outer": lambda ps: torch.optim.SGD(ps, lr=1.0)},
+    "sparseloco": {
+        "compression": TopK(chunk=256, ratio=1 / 16, value_bits=2),
+        "feedback_decay": 0.95,
+        "outer": lambda ps: torch.optim.SGD(ps, lr=1.0),
+    },
     "policy-adam": {
         "compression": Policy([("*.weight", OneBit()), ("*", BF16())]),
         "outer": lambda ps: torch.optim.Adam(ps, lr=0.01),
@@ -426,6 +431,28 @@ def bytes_are_told() -> None:
     assert stats["nodes"] == hvd.size()
     if hvd.size() > 1:
         assert 0 < stats["bytes_between_nodes"] < 2 * 2 * stats["parameter_bytes"] / 30
+
+
+@cases.add
+def settings_of_sparseloco_send_2000_times_fewer_bytes() -> None:
+    """Of a transformer's layer, with biases and norms, which are too small to be compressed."""
+    torch.manual_seed(3)
+    model = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0)
+    optimizer = hvd.DiLoCo(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters(), sync_every=30,
+        compression=TopK(chunk=4096, ratio=1 / 64, value_bits=2), feedback_decay=0.95,
+        outer=lambda params: torch.optim.SGD(params, lr=1.0),
+    )  # fmt: skip
+    for step in range(60):
+        optimizer.zero_grad()
+        torch.manual_seed(step * hvd.size() + hvd.rank())
+        model(torch.randn(2, 1, 256))[0].square().mean().backward()
+        optimizer.step()
+    assert_same_everywhere(model)
+    stats = optimizer.diloco_stats()
+    if hvd.size() > 1:
+        dense = 60 * 2 * (hvd.size() - 1) / hvd.size() * stats["parameter_bytes"]
+        assert dense / stats["bytes_between_nodes"] > 2000, stats
 
 
 # -- nodes and process sets ----------------------------------------------------------------------------------------
