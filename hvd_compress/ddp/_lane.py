@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -12,11 +14,15 @@ __all__ = ["Lane"]
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]
 
+_PATIENCE_SECONDS = 1.0
+_running: dict[threading.Thread, SimpleQueue[_Call | None]] = {}
+"""The threads of all lanes, and their calls."""
+
 
 class Lane:
     """Runs calls on a thread of its own.
 
-    A process ends without waiting for it: a call may wait for a rank that never answers.
+    A process that ends waits a second for it, and no longer: a call may wait for a rank that never answers.
 
     Args:
         name: of the thread.
@@ -33,7 +39,9 @@ class Lane:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # it refers to the queue alone, so that whoever owns the lane can be forgotten while the thread waits
-        threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
+        thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        _running[thread] = self._calls
+        thread.start()
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run a call after all those before; returns its end."""
@@ -51,6 +59,21 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         _run(*given)
         # not kept alive until the next call comes
         del given
+    _running.pop(threading.current_thread(), None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads that are idle.
+
+    One that comes back from torch, or frees a tensor of its, while the interpreter ends would abort the process.
+    """
+    running = dict(_running)
+    for calls in running.values():
+        calls.put(None)
+    limit = time.monotonic() + _PATIENCE_SECONDS
+    for thread in running:
+        thread.join(max(0.0, limit - time.monotonic()))
 
 
 def _run(call: Callable[..., Any], arguments: tuple[Any, ...], end: Future[Any]) -> None:
