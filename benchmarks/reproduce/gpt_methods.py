@@ -12,6 +12,7 @@ __all__ = ["DENSE", "METHODS", "sent_by", "wrapped"]
 
 DENSE = "dense fp32"
 _DECAY, _BETAS = 0.1, (0.9, 0.95)
+_WARM_UP = 45  # CompressedAdam's uncompressed steps, a tenth of the short form
 
 
 def wrapped(method: str, network: nn.Module, rate: float, sync_every: int, prefix: str = "") -> Any:
@@ -89,15 +90,33 @@ def _dpsgd(named: Any, rate: float, sync_every: int) -> Any:
     return hvd.DPSGDOptimizer(_adamw(named, rate), named)
 
 
+def _compressed_adam(named: Any, rate: float, sync_every: int) -> Any:
+    import hvd_compress.torch as hvd
+
+    return hvd.CompressedAdam(
+        [p for _, p in named], rate, _BETAS, weight_decay=_DECAY, named_parameters=named, warmup_steps=_WARM_UP
+    )
+
+
+def _demo(named: Any, rate: float, sync_every: int) -> Any:
+    import hvd_compress.torch as hvd
+
+    return hvd.DeMo([p for _, p in named], rate, weight_decay=_DECAY, named_parameters=named)
+
+
 METHODS: dict[str, Callable[[Any, float, int], Any]] = {
     DENSE: _gradients(lambda h: h.NoCompression()),
     "dense bf16": _gradients(lambda h: h.BF16()),
     "one-bit": _gradients(lambda h: h.OneBit()),
     "adaptive(64)": _gradients(lambda h: h.Adaptive(pi=64)),
     "top-k 1 %": _gradients(lambda h: h.TopK(0.01)),
+    "PowerSGD(2)": _gradients(lambda h: h.PowerSGD(rank=2)),
+    "CompressedAdam, one-bit": _compressed_adam,
+    "DeMo": _demo,
     "D-PSGD": _dpsgd,
     "DASO": _daso,
     "DiLoCo": _diloco(lambda h: None),
     "DiLoCo, one-bit": _diloco(lambda h: h.OneBit()),
     "DiLoCo, adaptive(64)": _diloco(lambda h: h.Adaptive(pi=64)),
+    "SparseLoCo": _diloco(lambda h: h.TopK(chunk=4096, ratio=1 / 64, value_bits=2), momentum=False, decay=0.95),
 }

@@ -16,7 +16,7 @@ from .show import Record, all_groups, complete, figure_of, of_seeds, plot_of, sh
 __all__ = ["parts"]
 
 # at most six lines in a panel
-_DRAWN = (DENSE, "one-bit", "top-k 1 %", "DiLoCo", "DiLoCo, adaptive(64)", "DASO")
+_DRAWN = (DENSE, "one-bit", "top-k 1 %", "DiLoCo", "DeMo", "SparseLoCo")
 
 
 def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
