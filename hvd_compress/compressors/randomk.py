@@ -78,10 +78,10 @@ class RandomK(Compressor):
         values[:] = x[chosen]
         if gradient.size:
             x[chosen] -= values
-        return Body(sections.used, entries=chosen.size)
+        return Body(sections.used, entries=chosen.size, parameter=_sizes(x.size, chosen.size))
 
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
-        if not 1 <= header.entries <= out.size:
+        if not 1 <= header.entries <= out.size or header.parameter != _sizes(out.size, header.entries):
             return False
         taken: Any = body
         low, high = taken.take(2, np.uint32)
@@ -90,6 +90,11 @@ class RandomK(Compressor):
             out[:] = 0
         out[drawn((low, high), out.size, header.entries)] += values
         return True
+
+
+def _sizes(numel: int, entries: int) -> int:
+    """Mix both numbers: the body alone fits any number of elements, and padding one entry more."""
+    return (numel * 0x9E3779B1 + entries) % 2**32
 
 
 def drawn(words: tuple[np.uint32, np.uint32], numel: int, count: int) -> npt.NDArray[np.int64]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_compress.compressors import Compressor
+from hvd_compress.compressors import Compressor, from_config
 from hvd_compress.engine import Ledger, survivor_state
 from hvd_compress.fingerprint import Place
 from hvd_compress.torch._gradients.carrying import Carried
@@ -95,6 +95,17 @@ def forget_residuals() -> None:
     _owed.clear()
 
 
+def _said(key: CallKey) -> list[Any]:
+    """A key as plain values."""
+    return [key.process_set, [list(tensor) for tensor in key.tensors], key.compressor.get_config()]
+
+
+def _heard(said: Any) -> CallKey:
+    process_set, tensors, config = said
+    tensors = tuple((name, tuple(shape), dtype) for name, shape, dtype in tensors)
+    return CallKey(process_set, tensors, from_config(config))
+
+
 class CarriedCalls(Carried):
     """Of all named calls; see `Carried`."""
 
@@ -131,7 +142,8 @@ class CarriedCalls(Carried):
         states = self._states()
         owes, seen = self._meet(commits, list(states.values()))
         # who joins begins at the same step, which randomness depends on
-        common = self._from_root({key: {**s, "residuals": {}, "owner_residuals": {}} for key, s in states.items()})
+        told = [[_said(key), {**s, "residuals": {}, "owner_residuals": {}}] for key, s in states.items()]
+        common = {_heard(key): state for key, state in self._from_root(told)}
         self._count(seen)
         # who joins has agreed on none
         agreed.clear()

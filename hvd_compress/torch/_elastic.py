@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as hvd
 import horovod.torch.elastic as horovods
+import numpy as np
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic.state import ModelStateHandler, OptimizerStateHandler
 
@@ -14,6 +14,7 @@ from hvd_compress.ranks import forget_numbers
 from hvd_compress.torch._calls import CarriedCalls
 from hvd_compress.torch._collectives import forget_count_of_calls
 from hvd_compress.torch._gradients.carrying import Carried, CarriedOptimizer
+from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 
 __all__ = ["TorchState"]
@@ -121,7 +122,8 @@ class TorchState(horovods.TorchState):
         super().sync()
         for carried in self._carried():
             carried.sync(self._commits)
-        self._commits = max(0, hvd.broadcast_object(self._commits, 0, name="hvd_compress.elastic.commits"))
+        commits = TorchRanks().run("broadcast", "hvd_compress.elastic.commits", np.array([self._commits], np.int64))
+        self._commits = max(0, int(commits[0]))
         # a step that fails before the next commit goes back to here, on ranks that have joined, too
         self.save()
         self._share(live=False)

@@ -57,7 +57,7 @@ def cases() -> list[Case]:
     Example:
         >>> found = cases()
         >>> len(found), len({(case.what, case.how) for case in found if case.how in HOWS})
-        (103, 27)
+        (104, 27)
     """
     of_moments = [
         Case(what, HOWS[(i + j) % 3], when, launcher_of(what, i + j // 3))
@@ -71,4 +71,4 @@ def cases() -> list[Case]:
         for how in ODD
         if not (what == "async" and how == "one step more")
     ]
-    return of_moments + others[: len(others)]
+    return of_moments + others

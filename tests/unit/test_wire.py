@@ -316,7 +316,7 @@ def test_forged_entries(row):
     for entries in {0, 1, true - 1, true + 1, true + 4, 300, 301, 2**16, 2**31, 2**32 - 1} - {true, -1}:
         refused = refuses(row.compressor, forge(payload, entries=entries), 300)
         sparse = (
-            row.compressor.id in ("threshold", "adaptive", "topk", "percentile")
+            row.compressor.id in ("threshold", "adaptive", "topk", "chunkedtopk", "randomk", "percentile")
             or getattr(row.compressor, "bits", 0) == 1
         )
         sparse = sparse or field(payload, "codec") == row.compressor.coded_codec

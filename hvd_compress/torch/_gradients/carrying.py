@@ -27,6 +27,7 @@ from hvd_compress.errors import StateError
 from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.wrapping import label_for
+from hvd_compress.torch._plain import dumps, loads
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["Carried", "CarriedOptimizer"]
@@ -101,8 +102,9 @@ class Carried(ABC):
 
     def _from_root(self, states: Any) -> Any:
         """What rank 0 gives as `states`, on all ranks, which also take over its norms and losses."""
-        told = hvd.broadcast_object((self._norms, self._lost, states), 0, name=f"{self._label}.root")
-        self._norms, self._lost, states = told
+        said = dumps([self._norms, tuple(self._lost), states]) if hvd.rank() == 0 else b""
+        self._norms, lost, states = loads(TorchRanks().gather_bytes(said, f"{self._label}.root"))
+        self._lost = Lost(*lost)
         return states
 
     def _count(self, seen: Sequence[Seen]) -> None:
@@ -162,8 +164,8 @@ class CarriedOptimizer(Carried):
         super().share(live)
         if self._combiner.wrapping.adagrad is not None:
             mine = [{**state, "residuals": {}} for state in self._owing(live)]
-            everyone = hvd.allgather_object(mine, name=f"{self._label}.accumulators")
-            states = [state for of_rank in everyone for state in of_rank]
+            everyone = TorchRanks().gather_bytes(dumps(mine) + b"\n", f"{self._label}.accumulators")
+            states = [state for of_rank in everyone.splitlines() for state in loads(of_rank)]
             self._united = united_accumulators(states) if states else {}
 
     def sync(self, commits: int) -> None:
