@@ -183,8 +183,10 @@ def _compare(everyone: bytes, text: bytes, mine: bytes, name: str, allgather: Ca
 
 def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:
     if isinstance(a, dict) and isinstance(b, dict):
-        # another release may differ in anything; and which compressor says more than a setting that only one has
-        for key in sorted(a.keys() | b.keys(), key=lambda key: (key not in _VERSIONS, key != "id", key)):
+        # another release may differ in anything; and which optimizer or compressor says more than a setting that only
+        # one has
+        names = ("optimizer", "id")
+        for key in sorted(a.keys() | b.keys(), key=lambda key: (key not in _VERSIONS, key not in names, key)):
             inner = _first_difference(a.get(key), b.get(key), f"{where}.{key}" if where else str(key))
             if inner:
                 return inner

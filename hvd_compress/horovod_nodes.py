@@ -93,7 +93,7 @@ class HorovodNodes:
             raise ValueError(
                 f"{user} on rank {hvd.rank()} with process_set of the ranks {list(of_whole)}: only these ranks call it"
             )
-        told = {"ranks_per_node": ranks_per_node, "process sets may be added": may_add}
+        told = {"optimizer": user, "ranks_per_node": ranks_per_node, "process sets may be added": may_add}
         everyone = self._ranks_of(whole)
         everyone.agree(told)
         if ranks_per_node is not None:

@@ -42,7 +42,7 @@ class Member:
         self.groups = groups
         self._described = {**settings.description(tensors), "nodes": [list(ranks) for ranks in groups.nodes.members]}
         if groups.everyone is not None:
-            groups.everyone.agree(self._described)
+            groups.everyone.agree({"optimizer": "DASO", **self._described})
         for compression in (settings.compression, settings.blocking_compression):
             check_patterns(compression, [t.name for t in tensors])
         self._meeting = Meeting(groups, "DASO's moment")

@@ -74,7 +74,9 @@ class Member:
             "nodes": [list(ranks) for ranks in groups.nodes.members],
         }
         if groups.everyone is not None:
-            groups.everyone.agree({**self._described, "outer": [f.outer.describe() for f in self._fragments]})
+            groups.everyone.agree(
+                {"optimizer": "DiLoCo", **self._described, "outer": [f.outer.describe() for f in self._fragments]}
+            )
         check_patterns(settings.compression, [t.name for t in tensors])
         self._meeting = Meeting(groups, "DiLoCo's moment")
         self._has_begun = False

@@ -106,7 +106,7 @@ class Wrapping:
         Raises:
             MismatchError: on all ranks, naming the first difference.
         """
-        TorchRanks(self.process_set).agree(self.description(groups, names))
+        TorchRanks(self.process_set).agree({"optimizer": "DistributedOptimizer", **self.description(groups, names)})
 
     def agree_again(self, combiner: Combiner, engine: Engine) -> None:
         """Compare with all ranks after parameters were frozen, unfrozen, added or converted; a collective call.

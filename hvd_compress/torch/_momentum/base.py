@@ -78,7 +78,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._name(group)
         if process_set.included() and process_set.size() > 1:
-            TorchRanks(process_set).agree({"call": kind, **told, "groups": [self._told(g) for g in self.param_groups]})
+            groups = [self._told(group) for group in self.param_groups]
+            TorchRanks(process_set).agree({"optimizer": kind, **told, "groups": groups})
 
     def _told(self, group: dict[str, Any]) -> dict[str, Any]:
         kept = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}

@@ -515,6 +515,25 @@ def process_sets_train_apart() -> None:
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
+@cases.each({"gradients": "DistributedOptimizer", "neighbours": "EventGraDOptimizer", "momentum": "CompressedAdam"})
+def another_optimizer_on_one_rank_is_named(other) -> None:
+    if hvd.size() == 1:
+        return
+    model = network()
+
+    def wrap() -> None:
+        if hvd.rank() != 1:
+            wrapped(model)
+        elif other == "CompressedAdam":
+            hvd.CompressedAdam(model.named_parameters())
+        else:
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            getattr(hvd, other)(sgd, model.named_parameters())
+
+    with pytest.raises(MismatchError, match=f"disagree on optimizer: rank 0 has 'DiLoCo', rank 1 has '{other}'"):
+        wrap()
+
+
 @cases.add
 def wrong_use_is_told_on_all_ranks() -> None:
     model = network()
