@@ -13,7 +13,7 @@ from hvd_compress.torch._collectives import broadcast_async_, synchronize
 from hvd_compress.torch._plain import Sent, dumps, loads
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "of_root"]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -69,7 +69,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     TorchRanks().agree({"root_rank": root_rank, "parameter groups": shapes})
     tensors: list[torch.Tensor] = []
     is_root = hvd.rank() == root_rank
-    told = _of_root(_packed(_content(optimizer), tensors) if is_root else None)
+    told = of_root(_packed(_content(optimizer), tensors) if is_root else None, "hvd_compress.optimizer_state")
     if not is_root:
         told = _Unpacking(optimizer, tensors).run(told)
     labels = [f"optimizer_state.{i}" for i in range(len(tensors))]
@@ -78,7 +78,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         _take_over(optimizer, told)
 
 
-def _of_root(mine: Any) -> Any:
+def of_root(mine: Any, name: str) -> Any:
     """What the root gives, which others give None for; raises TypeError on all ranks where it cannot be sent."""
     said = b""
     if mine is not None:
@@ -86,7 +86,7 @@ def _of_root(mine: Any) -> Any:
             said = dumps([True, mine])
         except TypeError as error:
             said = dumps([False, str(error)])
-    is_good, told = loads(TorchRanks().gather_bytes(said, "hvd_compress.optimizer_state"))
+    is_good, told = loads(TorchRanks().gather_bytes(said, name))
     if not is_good:
         raise TypeError(told)
     return told

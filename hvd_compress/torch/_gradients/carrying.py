@@ -29,6 +29,7 @@ from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.wrapping import label_for
 from hvd_compress.torch._plain import dumps, loads
 from hvd_compress.torch._ranks import TorchRanks
+from hvd_compress.torch._state import of_root
 
 __all__ = ["Carried", "CarriedOptimizer"]
 
@@ -102,8 +103,8 @@ class Carried(ABC):
 
     def _from_root(self, states: Any) -> Any:
         """What rank 0 gives as `states`, on all ranks, which also take over its norms and losses."""
-        said = dumps([self._norms, tuple(self._lost), states]) if hvd.rank() == 0 else b""
-        self._norms, lost, states = loads(TorchRanks().gather_bytes(said, f"{self._label}.root"))
+        mine = [self._norms, tuple(self._lost), states] if hvd.rank() == 0 else None
+        self._norms, lost, states = of_root(mine, f"{self._label}.root")
         self._lost = Lost(*lost)
         return states
 
