@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from measure import table
 
 from .papers import DRYDEN, DRYDEN_ALONE, Figure
-from .show import MISSING, Record, all_groups, complete, figure_of, of_seeds, plot_of, said_settings, shown
+from .show import MISSING, Record, all_groups, beside, complete, figure_of, of_seeds, plot_of, said_settings, shown
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _accuracy(rows: Mapping[str, list[Record]]) -> str:
         paper = PAPER[method]
         ours = [best_of_ranks(record) for record in records]
         sent = [mean(record["result"]["bytes_sent"]) / record["result"]["steps"] / 1e3 for record in records]
-        differs = [o - best_of_ranks(normal) for o, normal in _beside_normal(records, ours, rows)]
+        differs = [o - best_of_ranks(normal) for o, normal in beside(records, ours, rows.get(NORMAL, []))]
         lines.append(
             [
                 method,
@@ -164,14 +164,6 @@ def _accuracy(rows: Mapping[str, list[Record]]) -> str:
 def best_of_ranks(record: Record) -> float:
     """Return the test accuracy at the end; of ranks that learned alone, the best one's, as in the paper."""
     return max(record["result"]["test"][-1])
-
-
-def _beside_normal(
-    records: Sequence[Record], values: Sequence[float], rows: Mapping[str, list[Record]]
-) -> list[tuple[float, Record]]:
-    normal = {record["settings"]["seed"]: record for record in rows.get(NORMAL, [])}
-    seeds = [record["settings"]["seed"] for record in records]
-    return [(value, normal[seed]) for value, seed in zip(values, seeds, strict=True) if seed in normal]
 
 
 def _curves(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:

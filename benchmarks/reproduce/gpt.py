@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from .gpt_methods import METHODS, sent_by, wrapped
@@ -92,10 +93,10 @@ def _learning(settings: Mapping[str, Any]) -> dict[str, Any]:
                 # ranks that have trained alone become one model
                 optimizer.average_parameters()
             found["step"].append(step)
-            found["train"].append(_mean(all_ranks(_mean(losses))))
+            found["train"].append(mean(all_ranks(mean(losses))))
             with torch.no_grad():
-                found["test"].append(_mean(all_ranks(float(_loss(network, *held_out)))))
-            found["bytes"].append(_mean(all_ranks(sent_by(optimizer))))
+                found["test"].append(mean(all_ranks(float(_loss(network, *held_out)))))
+            found["bytes"].append(mean(all_ranks(sent_by(optimizer))))
             losses = []
             r.done(f"step {step}: {found['test'][-1]:.3f} nats")
     return {**found, "steps": settings["steps"], "parameters": _parameters(network), "data": text.source}
@@ -155,10 +156,6 @@ def _rate(step: int, steps: int) -> float:
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARM_UP) / max(1, steps - WARM_UP)))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _parameters(network: Any) -> int:

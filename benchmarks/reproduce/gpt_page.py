@@ -11,7 +11,7 @@ from measure import Spread, ratios, table
 
 from .gpt import LEARNING, NAME, TIMES
 from .gpt_methods import DENSE, METHODS
-from .show import Record, all_groups, complete, figure_of, of_seeds, plot_of, shown
+from .show import Record, all_groups, beside, complete, figure_of, of_seeds, plot_of, shown
 
 __all__ = ["parts"]
 
@@ -25,7 +25,7 @@ def parts(records: Sequence[Record], folder: Path) -> dict[str, str]:
     learned = []
     for settings, rows in all_groups(learning, "steps"):
         name = plot_of(NAME, settings, "loss")
-        learned += [_title(settings, rows), "", _table(settings, rows), "", _plot(rows, folder, name), ""]
+        learned += [_title(settings, rows), "", _table(rows), "", _plot(rows, folder, name), ""]
     steps = [text for record in timed for text in (_steps(record), "")]
     return {"learning": "\n".join(learned).strip(), "steps": "\n".join(steps).strip()}
 
@@ -39,18 +39,19 @@ def _title(settings: Mapping[str, Any], rows: Mapping[str, list[Record]]) -> str
     )
 
 
-def _table(settings: Mapping[str, Any], rows: Mapping[str, list[Record]]) -> str:
+def _table(rows: Mapping[str, list[Record]]) -> str:
     lines: list[list[object]] = []
     for method, records in complete(rows, list(METHODS)):
-        losses = [record["result"]["test"][-1] for record in records]
-        against = [100 * (loss / dense - 1) for loss, dense in _beside_dense(records, losses, rows)]
-        fewer = [dense / sent for sent, dense in _beside_dense(records, [_bytes(r) for r in records], rows, _bytes)]
+        losses, sent = [record["result"]["test"][-1] for record in records], [_bytes(record) for record in records]
+        dense = rows.get(DENSE, [])
+        against = [100 * (loss / of["result"]["test"][-1] - 1) for loss, of in beside(records, losses, dense)]
+        fewer = [_bytes(of) / nbytes for nbytes, of in beside(records, sent, dense)]
         lines.append(
             [
                 method,
                 of_seeds(losses, 3),
                 of_seeds(against, 1, sign=True) if against and method != DENSE else "",
-                of_seeds([_bytes(record) / 1e3 for record in records], 1),
+                of_seeds([nbytes / 1e3 for nbytes in sent], 1),
                 f"{mean(fewer):,.0f}" if fewer and method != DENSE else "",
                 len(records),
             ]
@@ -65,18 +66,6 @@ def _table(settings: Mapping[str, Any], rows: Mapping[str, list[Record]]) -> str
 def _bytes(record: Record) -> float:
     """Return the bytes of a rank in a step, the mean of ranks and steps."""
     return record["result"]["bytes"][-1] / record["result"]["steps"]
-
-
-def _last_loss(record: Record) -> float:
-    return record["result"]["test"][-1]
-
-
-def _beside_dense(
-    records: Sequence[Record], values: Sequence[float], rows: Mapping[str, list[Record]], of_dense: Any = _last_loss
-) -> list[tuple[float, float]]:
-    dense = {record["settings"]["seed"]: of_dense(record) for record in rows.get(DENSE, [])}
-    seeds = [record["settings"]["seed"] for record in records]
-    return [(value, dense[seed]) for value, seed in zip(values, seeds, strict=True) if seed in dense]
 
 
 def _plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:

@@ -15,6 +15,7 @@ __all__ = [
     "MISSING",
     "Record",
     "all_groups",
+    "beside",
     "complete",
     "figure_of",
     "of_seeds",
@@ -70,6 +71,13 @@ def of_seeds(values: Sequence[float], digits: int, sign: bool = False) -> str:
     if len(values) == 1:
         return f"{values[0]:{form}}"
     return f"{mean(values):{form}} ({min(values):{form}}–{max(values):{form}})"
+
+
+def beside(records: Sequence[Record], values: Sequence[float], others: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Pair a value of each record with the record of the same seed among `others`; without one it is left out."""
+    of_seed = {record["settings"]["seed"]: record for record in others}
+    seeds = [record["settings"]["seed"] for record in records]
+    return [(value, of_seed[seed]) for value, seed in zip(values, seeds, strict=True) if seed in of_seed]
 
 
 def said_settings(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
