@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
-import subprocess
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.parallel import launch
+from tests.parallel.elastic_run import elastic_run
 from tests.parallel.workers.elastic import DEATH, DOOMED, STEPS
-
-LIMIT_SECONDS = 150.0
 
 # two hosts that are both this one, so that no ssh is needed; the one that a rank died on is not used again
 HOSTS = f"""#!/bin/sh
@@ -26,31 +19,11 @@ if [ -e {{folder}}/died ]; then echo localhost:2; else echo localhost:1; fi
 """
 
 
-def elastic_run(folder: Path, way: str, package: str, **environment: str) -> list[list[dict[str, Any]]]:
+def run(folder: Path, way: str, package: str, **environment: str) -> list[list[dict[str, Any]]]:
     """What each process that took part has noted, those that began first before the others."""
-    hosts = folder / "hosts.sh"
-    hosts.write_text(HOSTS.format(folder=folder))
-    hosts.chmod(0o755)
-    environment = {**launch._environment(), **environment}
-    command = [
-        str(shutil.which("horovodrun", path=environment["PATH"])), "-np", "2", "--min-np", "1", "--max-np", "2",
-        "--host-discovery-script", str(hosts),
-        sys.executable, "-m", "tests.parallel.workers.elastic", way, package, str(folder),
-    ]  # fmt: skip
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=launch.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        returncode = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                returncode = process.wait(LIMIT_SECONDS)
-        finally:
-            if process.poll() is None:
-                launch._end(process)
-    assert returncode == 0, f"returned {returncode}\n{(folder / 'output').read_text(errors='replace')[-4000:]}"
-    files = sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    worker = ["tests.parallel.workers.elastic", way, package, str(folder)]
+    ranks = "-np 2 --min-np 1 --max-np 2"
+    return [*elastic_run(folder, HOSTS.format(folder=folder), ranks, worker, **environment).values()]
 
 
 def check(processes: list[list[dict[str, Any]]]) -> dict[int, float]:
@@ -73,7 +46,7 @@ def test_a_rank_that_dies_is_replaced_as_with_horovod(tmp_path: Path) -> None:
     for package in ("horovod", "hvd_compress"):
         folder = tmp_path / package
         folder.mkdir()
-        totals[package] = check(elastic_run(folder, "torch", package))
+        totals[package] = check(run(folder, "torch", package))
     steps = totals["horovod"].keys() & totals["hvd_compress"].keys()
     assert steps >= set(range(STEPS))
     # every rank has the same gradient, so it does not matter when the other one joined
@@ -84,13 +57,13 @@ def test_a_rank_that_dies_is_replaced_as_with_horovod(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 def test_models_of_any_type_and_layout_go_on(tmp_path: Path) -> None:
-    totals = check(elastic_run(tmp_path, "types", "hvd_compress"))
+    totals = check(run(tmp_path, "types", "hvd_compress"))
     assert len(set(totals.values())) == len(totals)
 
 
 @pytest.mark.thorough
 def test_tapes_go_on(tmp_path: Path) -> None:
-    totals = check(elastic_run(tmp_path, "tensorflow", "hvd_compress"))
+    totals = check(run(tmp_path, "tensorflow", "hvd_compress"))
     assert totals[STEPS - 1] < totals[0]
 
 
@@ -100,5 +73,5 @@ KERAS = [] if find_spec("keras") is None or version("keras").startswith("2.") el
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", KERAS)
 def test_keras_goes_on(tmp_path: Path, backend: str) -> None:
-    totals = check(elastic_run(tmp_path, "keras", "hvd_compress", KERAS_BACKEND=backend))
+    totals = check(run(tmp_path, "keras", "hvd_compress", KERAS_BACKEND=backend))
     assert totals[STEPS - 1] != totals[0]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
-import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.parallel import launch
+from tests.parallel.elastic_run import elastic_run
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 
-LIMIT_SECONDS = 150.0
 WORKER = "tests.parallel.workers.elastic_compression"
 # hosts and ranks to begin with; both names are this machine, so that no ssh is needed
 BEGINNINGS = {
@@ -32,35 +26,17 @@ BEGINNINGS = {
 Line = dict[str, Any]
 
 
-def elastic_run(folder: Path, setting: str, scenario: str) -> list[list[Line]]:
+def run(folder: Path, setting: str, scenario: str) -> list[list[Line]]:
     """What each process that took part has noted, in the order of their numbers."""
-    text, ranks = BEGINNINGS[scenario]
-    (folder / "hosts").write_text(text)
-    hosts = folder / "hosts.sh"
-    hosts.write_text(f"#!/bin/sh\ncat {folder}/hosts\n")
-    hosts.chmod(0o755)
-    environment = launch._environment()
-    command = [
-        str(shutil.which("horovodrun", path=environment["PATH"])), "-np", str(ranks), "--min-np", "1", "--max-np", "4",
-        "--network-interface", "lo", "--host-discovery-script", str(hosts),
-        sys.executable, "-m", WORKER, setting, scenario, str(folder),
-    ]  # fmt: skip
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=launch.ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        returncode = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                returncode = process.wait(LIMIT_SECONDS)
-        finally:
-            if process.poll() is None:
-                launch._end(process)
-    assert returncode == 0, f"returned {returncode}\n{(folder / 'output').read_text(errors='replace')[-4000:]}"
-    files = sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem))
-    left = [file.stem for file in files if _runs(int(file.stem))]
+    hosts, ranks = BEGINNINGS[scenario]
+    (folder / "hosts").write_text(hosts)
+    found = elastic_run(
+        folder, f"#!/bin/sh\ncat {folder}/hosts\n", f"-np {ranks} --min-np 1 --max-np 4 --network-interface lo",
+        [WORKER, setting, scenario, str(folder)],
+    )  # fmt: skip
+    left = [process for process in found if _runs(process)]
     assert not left, f"processes {left} are left behind"
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [*found.values()]
 
 
 def _runs(pid: int) -> bool:
@@ -135,7 +111,7 @@ def check_accumulators(processes: list[list[Line]]) -> None:
 
 def check(folder: Path, setting: str, scenario: str) -> None:
     taking_part, ending = {"replace": (3, 2), "three": (4, 3), "alone": (3, 2), "asked": (3, 2)}[scenario]
-    processes = elastic_run(folder, setting, scenario)
+    processes = run(folder, setting, scenario)
     assert len(processes) == taking_part
     assert sum(lines[-1]["at"] == "end" for lines in processes) == ending
     check_replicas(processes)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import json
 import threading
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,12 @@ import torch.distributed as dist
 
 from hvd_compress import OneBit, TopK, ddp
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from tests.diloco_golden import RUNS, check_trajectory
 from tests.diloco_oracle import Oracle
 from tests.parallel.cases import Cases
 
 FRAMEWORK = "distributed"
 cases = Cases()
-
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "diloco.json").read_text())
 
 
 def network() -> torch.nn.Module:
@@ -62,22 +59,9 @@ def check_same_everywhere(model: torch.nn.Module) -> None:
     assert len(set(everyone)) == 1, everyone
 
 
-@cases.each({f"delay={r['delay']}-alpha={r['alpha']}": r for r in GOLDEN["runs"]})
+@cases.each(RUNS)
 def trajectories_of_another_implementation_are_followed_exactly(golden: dict[str, Any]) -> None:
-    setting = GOLDEN["setting"]
-    names = [str(i) for i in range(setting["fragments"])]
-    for fragments in (len(names), [[name] for name in names]):
-        ps = [torch.nn.Parameter(torch.tensor([setting["start"]])) for _ in names]
-        optimizer = ddp.DiLoCo(
-            torch.optim.SGD(ps, lr=1.0), zip(names, ps, strict=True), sync_every=setting["sync_every"],
-            fragments=fragments, delay=golden["delay"], alpha=golden["alpha"],
-            outer=lambda params: torch.optim.SGD(params, lr=2.0),
-        )  # fmt: skip
-        for local in golden["local"]:
-            assert [p.item() for p in ps] == local
-            for p in ps:
-                p.grad = torch.full_like(p, setting["gradient"])
-            optimizer.step()
+    check_trajectory(ddp.DiLoCo, golden)
 
 
 @cases.add

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import json
 import os
 import time
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import horovod.torch as plain
@@ -21,6 +19,7 @@ import hvd_compress.torch as hvd
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Policy, TopK
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.ranks import Ranks
+from tests.diloco_golden import RUNS, check_trajectory
 from tests.diloco_oracle import Nesterov, Oracle
 from tests.parallel.cases import Cases
 
@@ -29,7 +28,6 @@ cases = Cases()
 SIZE = int(os.environ.get("HOROVOD_SIZE") or os.environ["OMPI_COMM_WORLD_SIZE"])
 RANKS_PER_NODE = {1: 1, 2: 1, 4: 2}[SIZE]
 PROCESS_SETS = hvd.daso_process_sets(ranks_per_node=RANKS_PER_NODE)
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "diloco.json").read_text())
 
 
 def network(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -74,23 +72,9 @@ def assert_equal(model, other) -> None:
 # -- trajectories --------------------------------------------------------------------------------------------------
 
 
-@cases.each({f"delay={r['delay']}-alpha={r['alpha']}": r for r in GOLDEN["runs"]})
+@cases.each(RUNS)
 def trajectories_of_another_implementation_are_followed_exactly(golden) -> None:
-    setting = GOLDEN["setting"]
-    names = [str(i) for i in range(setting["fragments"])]
-    # by a number, and by names, which mean the same here
-    for fragments in (len(names), [[name] for name in names]):
-        ps = [torch.nn.Parameter(torch.tensor([setting["start"]])) for _ in names]
-        optimizer = hvd.DiLoCo(
-            torch.optim.SGD(ps, lr=1.0), zip(names, ps, strict=True), sync_every=setting["sync_every"],
-            fragments=fragments, delay=golden["delay"], alpha=golden["alpha"],
-            outer=lambda params: torch.optim.SGD(params, lr=2.0),
-        )  # fmt: skip
-        for local in golden["local"]:
-            assert [p.item() for p in ps] == local
-            for p in ps:
-                p.grad = torch.full_like(p, setting["gradient"])
-            optimizer.step()
+    check_trajectory(hvd.DiLoCo, golden)
 
 
 class Adagrad:
