@@ -74,6 +74,9 @@ class CompressedAdam(MomentumOptimizer):
         ...  # train as always
     """
 
+    # of elements without a variance: those that ranks have not averaged yet
+    _OWN = "late gradients"
+
     def __init__(
         self,
         params: Any,
@@ -113,8 +116,6 @@ class CompressedAdam(MomentumOptimizer):
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
         self._unseen: dict[torch.Tensor, torch.Tensor] | None = None
         """Where elements have no variance, of the parameters that have such elements; None is to be looked up."""
-        self._pending: dict[torch.Tensor, torch.Tensor] = {}
-        """Gradients of these elements that ranks have not averaged yet."""
         self._way: str | None = None
         self._has_loaded = False
         """Whether a state was loaded since the last step."""
@@ -162,7 +163,7 @@ class CompressedAdam(MomentumOptimizer):
             return True
         if not self._look(moments):
             return False
-        mine = any(bool(pending.any()) for pending in self._pending.values())
+        mine = any(bool(pending.any()) for pending in self._own.values())
         if self._carrier.engine is None:
             return mine
         return TorchRanks(self._process_set).maximum([float(mine)])[0] > 0
@@ -181,8 +182,8 @@ class CompressedAdam(MomentumOptimizer):
         given = {}
         for name, m in moments.items():
             given[name] = gradient_of(m.parameter, self._buffer(m.parameter))
-            if m.parameter in self._pending:
-                given[name].add_(self._pending[m.parameter])
+            if m.parameter in self._own:
+                given[name].add_(self._own[m.parameter])
         averages, finite = self._plain.average(given)
         if not finite:
             return False
@@ -190,7 +191,7 @@ class CompressedAdam(MomentumOptimizer):
             is_known = not self._schedule.is_warming(m.steps)
             m.take_gradient(averages[name], is_frozen=is_known and not self._is_renewed)
             add_update(m, m.momentum / m.scale())
-        self._unseen, self._pending = None, {}
+        self._unseen, self._own = None, {}
         return True
 
     def _with_momentum(self, moments: dict[str, Moments]) -> bool:
@@ -217,7 +218,7 @@ class CompressedAdam(MomentumOptimizer):
             return
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         late = torch.where(mask, gradient.to(wide(p)), 0.0)
-        self._pending[p] = self._pending[p].add_(late) if p in self._pending else late
+        self._own[p] = self._own[p].add_(late) if p in self._own else late
 
     def _moments(self, p: torch.Tensor, group: dict[str, Any]) -> Moments:
         state = self.state[p]
@@ -239,16 +240,6 @@ class CompressedAdam(MomentumOptimizer):
         """Load the optimizer's own state, which is the same on all ranks; residuals have another method."""
         super().load_state_dict(state_dict)
         self._unseen, self._has_loaded = None, True
-
-    def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
-        return {f"late gradients of {name}": (p, p.shape) for p, name in self._names.items()}
-
-    def _owed(self) -> dict[str, torch.Tensor]:
-        return {f"late gradients of {self._names[p]}": pending for p, pending in self._pending.items()}
-
-    def _take_owed(self, owed: dict[str, torch.Tensor]) -> None:
-        by_label = {f"late gradients of {name}": p for p, name in self._names.items()}
-        self._pending = {by_label[label]: values for label, values in owed.items()}
 
     def compression_stats(self) -> dict[str, Any]:
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.

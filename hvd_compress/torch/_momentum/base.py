@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import horovod.torch as hvd
 import torch
@@ -53,6 +53,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
     # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
     _step_supports_amp_scaling = True
     _carrier: Carrier
+    _OWN: ClassVar[str]
+    """What the values of `_own` are called in states."""
 
     def __init__(
         self,
@@ -71,6 +73,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self._retired = False
         self._taken_back = 0
         self._is_complete = False
+        self._own: dict[torch.Tensor, torch.Tensor] = {}
+        """What this rank alone keeps of parameters beside the residuals; sums over ranks of it count."""
         self._process_set = process_set
         self._given = {id(p): name for name, p in by_name("named_parameters", named_parameters or ()).items()}
         super().__init__(params, defaults)
@@ -190,14 +194,6 @@ class MomentumOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor) and key in self.state[p]:
                     self.state[p][key] = value.detach().to(device=p.device, dtype=wide(p), copy=True)
 
-    def _owed(self) -> dict[str, torch.Tensor]:
-        """What this rank alone keeps beside the residuals, by a label; sums over ranks of it count."""
-        raise NotImplementedError
-
-    def _take_owed(self, owed: dict[str, torch.Tensor]) -> None:
-        """Take over what `_owed` returned; labels that are not there have nothing."""
-        raise NotImplementedError
-
     def compression_state_dict(self) -> dict[str, Any]:
         """What this rank alone keeps, to be saved per rank: residuals of compression among it.
 
@@ -206,8 +202,9 @@ class MomentumOptimizer(torch.optim.Optimizer):
             `redistribute` divides it among another number of ranks.
         """
         state: dict[str, Any] = self._carrier.optimizer.compression_state_dict()
-        for label, tensor in self._owed().items():
-            state["residuals"][label] = {"shape": list(tensor.shape), "values": tensor.reshape(-1).cpu().clone()}
+        for p, tensor in self._own.items():
+            values = tensor.reshape(-1).cpu().clone()
+            state["residuals"][self._label(p)] = {"shape": list(tensor.shape), "values": values}
         return state
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,21 +214,20 @@ class MomentumOptimizer(torch.optim.Optimizer):
             StateError: not such a state, of another rank or number of ranks, or of other parameters.
         """
         checked = check_state(state)
-        expected = self._labels()
-        owed = {}
-        for label in [label for label in checked["residuals"] if label in expected]:
-            entry = checked["residuals"].pop(label)
-            p, shape = expected[label]
-            if tuple(entry["shape"]) != tuple(shape):
-                raise StateError(f"{label!r} of the state has shape {tuple(entry['shape'])}: must be {tuple(shape)}")
+        own = {}
+        for p, label in ((p, self._label(p)) for p in self._names):
+            entry = checked["residuals"].pop(label, None)
+            if entry is None:
+                continue
+            if tuple(entry["shape"]) != tuple(p.shape):
+                raise StateError(f"{label!r} of the state has shape {tuple(entry['shape'])}: must be {tuple(p.shape)}")
             values = saved.floats(label, entry["values"], dtype="float64" if wide(p) == torch.float64 else "float32")
-            owed[label] = torch.from_numpy(values.copy()).view(shape).to(p.device)
+            own[p] = torch.from_numpy(values.copy()).view(p.shape).to(p.device)
         self._carrier.optimizer.load_compression_state_dict(checked)
-        self._take_owed(owed)
+        self._own = own
 
-    def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
-        """Parameter and shape of all labels that `_owed` may have."""
-        raise NotImplementedError
+    def _label(self, p: torch.Tensor) -> str:
+        return f"{self._OWN} of {self._names[p]}"
 
     def compression_stats(self) -> dict[str, Any]:
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.

@@ -66,6 +66,8 @@ class DeMo(MomentumOptimizer):
         ...  # train as always
     """
 
+    _OWN = "momentum"
+
     def __init__(
         self,
         params: Any,
@@ -90,7 +92,6 @@ class DeMo(MomentumOptimizer):
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"DeMo({name}={value!r}): must be an integer from 1 to {most}")
         self._k, self._chunk, self._sign = k, chunk, bool(sign)
-        self._momenta: dict[torch.Tensor, torch.Tensor] = {}
         self._cut: dict[torch.Tensor, Chunks] = {}
         told = {"k": k, "chunk": chunk, "sign": self._sign}
         # one compressor for those that are added later, too
@@ -131,8 +132,8 @@ class DeMo(MomentumOptimizer):
         for name, p, group in self._trained():
             chunks = self._chunks(p)
             momentum = gradient_of(p, torch.empty(p.shape, dtype=wide(p), device=p.device))
-            if p in self._momenta:
-                momentum.add_(self._momenta[p], alpha=group["decay"])
+            if p in self._own:
+                momentum.add_(self._own[p], alpha=group["decay"])
             given[name] = chunks.largest(chunks.coefficients(momentum), self._k)
             momenta[p] = momentum.sub_(chunks.restored(given[name]))
         if not given:
@@ -140,7 +141,7 @@ class DeMo(MomentumOptimizer):
         averages, finite = self._carrier.average(given)
         if not finite:
             return False
-        self._momenta.update(momenta)
+        self._own.update(momenta)
         for name, p, group in self._trained():
             update = self._chunks(p).restored(averages[name])
             rate = float(group["lr"])
@@ -148,13 +149,3 @@ class DeMo(MomentumOptimizer):
                 p.mul_(1.0 - rate * group["weight_decay"])
             p.add_((update.sign_() if self._sign else update).to(p.dtype), alpha=-rate)
         return True
-
-    def _labels(self) -> dict[str, tuple[torch.Tensor, torch.Size]]:
-        return {f"momentum of {name}": (p, p.shape) for p, name in self._names.items()}
-
-    def _owed(self) -> dict[str, torch.Tensor]:
-        return {f"momentum of {self._names[p]}": momentum for p, momentum in self._momenta.items()}
-
-    def _take_owed(self, owed: dict[str, torch.Tensor]) -> None:
-        by_label = {f"momentum of {name}": p for p, name in self._names.items()}
-        self._momenta = {by_label[label]: values for label, values in owed.items()}
