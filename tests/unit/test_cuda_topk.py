@@ -120,7 +120,6 @@ def assert_decodes_its_own(tables):
 def test_rows_that_are_summed_in_several_steps(compressor, monkeypatch):
     for module, name, value in (
         (select, "_STEP", 4),
-        (select, "_SMALL_STEP", 4),
         (select, "_DRAWN", 64),
         (bitmap, "_STEP", 2),
         (topk, "_CHUNK", 16),

@@ -13,9 +13,9 @@ import triton.language as tl
 from hvd_compress.kernels.cuda import select, topk
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import GROUP, GROUPS_AT, HEADER, NUMEL, PAYLOAD, column, entry, pointer, state_of
-from hvd_compress.kernels.cuda.select import TILE, TILES
+from hvd_compress.kernels.cuda.select import TILE, TILES, count_ones
 from hvd_compress.kernels.cuda.start import start
-from hvd_compress.kernels.cuda.topk import count_ones, has_bits, has_body
+from hvd_compress.kernels.cuda.topk import has_bits, has_body
 
 _STEP = 1024  # tiles that are summed at once
 _GROUPS_AT = tl.constexpr(GROUPS_AT)

@@ -36,6 +36,8 @@ class Launch:
         self.numels: Numbers = rows[:, table.NUMEL].copy()
         self.groups: Numbers = np.minimum(rows[:, table.GROUP], np.maximum(self.numels, 1))
         """Elements per group, at most those of the row."""
+        self.limits: Numbers = rows[:, table.LIMIT].copy()
+        """The most entries that each row sends, for compressors that have such a limit."""
         self._rooms: Numbers = rows[:, table.ROOM].copy()
         self.counts: Numbers = -(-self.numels // rows[:, table.GROUP])
         """Groups of each row."""

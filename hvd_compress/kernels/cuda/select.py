@@ -1,11 +1,11 @@
 """Select the k largest magnitudes of each row, exactly, and write the bodies of top-k and percentile.
 
 A magnitude is what a float32 has in its bits beside the sign: an integer, in the order of the numbers. A short row is
-done by one program. In a long one a sample says between which magnitudes the k-th very likely lies; the first look at
-all elements lists those between them for each tile, if they are few, so that the next launches need not read the
-others. Each launch counts those above and in equal bins between them, and the program that ends last chooses the bin
-with the k-th for the next launch, until a bin is one magnitude. Then it is known how many entries each tile sends, and
-where they go. If the sample has misled, the bins begin anew with what it has ruled out.
+done by one program. In a long one a sample says between which magnitudes the k-th very likely lies. The first look at
+all elements marks the sectors of memory that have one from the lower bound on, a bit for each, so that the next launches
+read these alone. Each launch counts those above and in equal bins between the bounds, and the program that ends last
+chooses the bin with the k-th for the next launch, until a bin is one magnitude. Then it is known how many entries each
+tile sends, and where they go. If the sample has misled, the bins begin anew with what it has ruled out.
 """
 
 from __future__ import annotations
@@ -47,17 +47,16 @@ TILES = 16
 """Tiles in as many elements as 16 bits reach."""
 
 _SHORT = 16384  # the most elements of a row that one program holds
-_SAMPLE = 32768  # magnitudes that bound the k-th
-_DRAWN = 2048  # of them by one program
-_STEP = 1024  # bins that are summed at once by the warps that scan
-_SMALL_STEP = 512  # bins or tiles by those that narrow
-_SLOT = 64  # numbers kept of each tile: how many are listed, how many are above, and what is listed
-_CHUNK = 1024  # elements that a program reads at once where they are not listed
+SECTOR = 8
+"""Elements of float32 that memory gives at once."""
+
+_SAMPLE = 8192  # magnitudes that bound the k-th
+_DRAWN = 1024  # of them by one program
+_STEP = 2048  # bins or tiles that are summed at once
+_LEAST_SECTORS = 64  # that a program reads at once
 # warps, and the most registers of a thread
 _SHORT_WARPS, _SHORT_REGISTERS = 16, 64
 _SCAN_WARPS, _SCAN_REGISTERS = 8, 64
-_NARROW_WARPS, _NARROW_REGISTERS = 4, 32
-_WRITE_WARPS, _WRITE_REGISTERS = 8, 64
 _MOST_BITS = 16  # of the number of bins
 _BINS = 512  # for each group of TILE * 16 elements
 
@@ -67,13 +66,15 @@ _SPAN = tl.constexpr(1)  # how many magnitudes from there on
 _SHIFT = tl.constexpr(2)  # a bin is 2**shift of them
 _ABOVE = tl.constexpr(3)  # elements that are larger than all of them
 _TICKET = tl.constexpr(4)  # parts that have counted
-_ANEW = tl.constexpr(5)  # not zero if all parts must count, also those that had nothing within the span before
+_ANEW = tl.constexpr(5)  # not zero if sectors must be marked anew, since lower magnitudes are wanted, too
 _DONE = tl.constexpr(6)  # not zero if the places of all parts are known
-_LISTED = tl.constexpr(7)  # not zero if the span is within that of the lists
+_COUNTED = tl.constexpr(7)  # not zero if the span is no guess any more, and all that is above it is counted
 _KNOWN = tl.constexpr(8)
 
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
 _TILES = tl.constexpr(TILES)
+_SECTOR = tl.constexpr(SECTOR)
+_PER_WORD = tl.constexpr(32 * SECTOR)  # elements that a word of marks stands for
 _INFINITY = tl.constexpr(0x7F800000)
 _FEW_BINS = tl.constexpr(4096)  # enough where the next launch can tell the rest, and quicker to sum
 _ALL = tl.constexpr(1 << 31)  # more than any magnitude
@@ -155,13 +156,23 @@ def _put_bits(words, chosen, size, TILE: tl.constexpr):
 
 
 @triton.jit
+def _put_sector_bits(body, start, sectors, chosen, SECTORS: tl.constexpr):
+    """Write the bits of sectors of a tile, a byte for each; those without a bit are zero already."""
+    bits = tl.reshape(chosen.to(tl.int32), (SECTORS, _SECTOR)) << tl.arange(0, _SECTOR)[None, :]
+    byte = tl.sum(bits, 1)
+    tl.store(pointer(body, tl.uint8) + start // _SECTOR + sectors, byte.to(tl.uint8), mask=byte != 0)
+
+
+@triton.jit
 def _send(
-    rows, i, y, chosen, rank, start, before, size, found, TILE: tl.constexpr, bitmaps: tl.constexpr,
+    rows, i, y, o, sectors, chosen, rank, start, before, found, SECTORS: tl.constexpr, bitmaps: tl.constexpr,
     is_even: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen elements of a tile into the body of row `i`, behind `before` entries of `found`."""
+    """Write the chosen of some elements of a tile into the body of row `i`, behind `before` entries of `found`.
+
+    `o` says where in the tile they are, `sectors` where those are that they belong to.
+    """
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    o = tl.arange(0, TILE)
     body = column(rows, i, PAYLOAD) + HEADER
     has_bits = False
     if bitmaps:
@@ -170,12 +181,13 @@ def _send(
     values_at = indices_at + padded(2 * found)
     if has_bits:
         values_at = body + 8 * ((numel + 63) >> 6)
-        words = pointer(body, tl.int32) + (start >> 5)
         if is_even:
-            _put_bits(words, chosen, size, TILE)
+            _put_sector_bits(body, start, sectors, chosen, SECTORS)
         else:
             at = o + (start & 31).to(tl.int32)
-            tl.atomic_or(words + (at >> 5), tl.full((TILE,), 1, tl.int32) << (at & 31), mask=chosen, sem="relaxed")
+            words = pointer(body, tl.int32) + (start >> 5)
+            one = tl.full((SECTORS * _SECTOR,), 1, tl.int32)
+            tl.atomic_or(words + (at >> 5), one << (at & 31), mask=chosen, sem="relaxed")
     else:
         g = start // group
         index = o + (start - g * group).to(tl.int32)
@@ -400,7 +412,7 @@ def _guess(
             at = known + i * _KNOWN
             tl.store(at + _ANEW, 0)
             tl.store(at + _DONE, 0)
-            tl.store(at + _LISTED, 1)
+            tl.store(at + _COUNTED, 0)
             zero = tl.zeros((), tl.int64)
             # the sample is read before its memory is cleared
             tl.debug_barrier()
@@ -408,78 +420,103 @@ def _guess(
 
 
 @triton.jit
-def _scan(
-    rows, work, state, known, bins, tiles, slots, BINS: tl.constexpr, SHORT: tl.constexpr, MOST_BITS: tl.constexpr,
-    STEP: tl.constexpr, TILE: tl.constexpr, SLOT: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
-    is_even: tl.constexpr,
-):  # fmt: skip
-    """Correct the long rows, count the magnitudes above and within their spans, and list those within."""
-    program = tl.program_id(0)
-    i, _, part = entry(work)
-    if column(rows, i, NUMEL) > SHORT:
-        at = known + i * _KNOWN
-        row_bins = _row_of_bins(rows, i, bins, BINS)
-        parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
-        o = tl.arange(0, TILE)
-        # no promise of alignment: four at once would have to change threads for what follows, one by one
-        x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
-        gradient = pointer(column(rows, i, GRADIENT), kind) + start
-        y, good = corrected(x, gradient, o, o < size, feedback)
-        shift = tl.load(at + _SHIFT).to(tl.int32)
-        low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
-        note_bad(state, i, good)
-        if feedback:
-            tl.store(x + o, y, mask=o < size)
-        # low is 1 at least, so that zeros are below, and nothing overflows
-        d = _magnitude(y) - low
-        is_within = (d >= 0) & (d < span)
-        # above, and within, in one number
-        counted = (d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16)
-        both = tl.sum(counted, 0)
-        above, within = both & 0xFFFF, both >> 16
-        tl.store(tiles + 2 * program, above)
-        tl.store(tiles + 2 * program + 1, within)
-        if above > 0:
-            tl.atomic_add(at + _ABOVE, above.to(tl.int64), sem="relaxed")
-        slot = slots + program.to(tl.int64) * SLOT
-        is_listed = within <= SLOT - 2
-        tl.store(slot, tl.where(is_listed, 0, -1))
-        tl.store(slot + 1, above)
-        if is_listed:
-            if within > 0:
-                tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
-                # the list has any order, which takes fewer instructions; it is counted from zero
-                tl.debug_barrier()
-                place = tl.atomic_add(slot + tl.zeros((TILE,), tl.int32), 1, mask=is_within, sem="relaxed")
-                tl.store(slot + 2 + place, d + low, mask=is_within)
-        else:
-            _count_bins(row_bins, d, is_within, span - 1, shift)
-        # all threads have written before one of them takes the ticket
-        tl.debug_barrier()
-        done = tl.atomic_add(at + _TICKET, 1)
-        if done == parts - 1:
-            _choose(at, row_bins, column(rows, i, LIMIT), _most_bins(rows, i, BINS, MOST_BITS), STEP)
+def _mark(marks, y, low, TILE: tl.constexpr):
+    """Mark the sectors of a tile that have a magnitude of at least `low`."""
+    is_candidate = tl.reshape((_magnitude(y) >= low).to(tl.uint32), (TILE // _SECTOR, _SECTOR))
+    bits = tl.reshape(tl.max(is_candidate, 1), (TILE // _PER_WORD, 32))
+    words = tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
+    tl.store(marks + tl.arange(0, TILE // _PER_WORD), words.to(tl.int32, bitcast=True))
 
 
 @triton.jit
-def _count_bins(bins, d, is_within, top, shift):
-    """Count elements into bins, first those at the ends of a span, which many may have in common."""
-    ends = tl.sum((is_within & (d == top)).to(tl.int32) + ((is_within & (d == 0)).to(tl.int32) << 16), 0)
-    of_top, of_low = ends & 0xFFFF, ends >> 16
-    if of_top > 0:
-        tl.atomic_add(bins + (top >> shift), of_top, sem="relaxed")
-    if (of_low > 0) & (top > 0):
-        tl.atomic_add(bins, of_low, sem="relaxed")
-    tl.atomic_add(bins + (d >> shift), 1, mask=is_within & (d != top) & (d > 0), sem="relaxed")
+def count_ones(word):
+    """Count the bits that are set in words given as uint32; the compiler makes one instruction of it."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _nth_bit(word, n):
+    """Return which bit is the one of number `n`, from 0 on, of those set in words given as uint32."""
+    at = tl.zeros_like(n)
+    for halved in tl.static_range(5):
+        WIDTH: tl.constexpr = 16 >> halved
+        ones = count_ones((word >> at.to(tl.uint32)) & ((1 << WIDTH) - 1))
+        is_above = n >= ones
+        at += tl.where(is_above, WIDTH, 0)
+        n -= tl.where(is_above, ones, 0)
+    return at
+
+
+@triton.jit
+def _count_marks(marks, TILE: tl.constexpr):
+    word = tl.load(marks + tl.arange(0, TILE // _PER_WORD))
+    return tl.sum(count_ones(word.to(tl.uint32, bitcast=True)), 0)
+
+
+@triton.jit
+def _marked(marks, first, TILE: tl.constexpr, SECTORS: tl.constexpr):
+    """Return the numbers of marked sectors of a tile, from the `first` one on; behind the last one they are too large.
+
+    Also returns where in the tile their elements are.
+    """
+    WORDS: tl.constexpr = TILE // _PER_WORD
+    word = tl.load(marks + tl.arange(0, WORDS)).to(tl.uint32, bitcast=True)
+    ends = tl.cumsum(count_ones(word), 0)
+    e = first + tl.arange(0, SECTORS)
+    is_before = ends[None, :] <= e[:, None]
+    number = tl.sum(is_before.to(tl.int32), 1)
+    passed = tl.max(tl.where(is_before, ends[None, :], 0), 1)
+    of = tl.load(marks + tl.minimum(number, WORDS - 1)).to(tl.uint32, bitcast=True)
+    sectors = tl.where(number < WORDS, 32 * number + _nth_bit(of, e - passed), TILE // _SECTOR)
+    o = sectors[:, None] * _SECTOR + tl.arange(0, _SECTOR)[None, :]
+    return sectors, tl.reshape(o, (SECTORS * _SECTOR,))
+
+
+@triton.jit
+def _scan(
+    rows, work, state, known, marks, SHORT: tl.constexpr, TILE: tl.constexpr, feedback: tl.constexpr,
+    kind: tl.constexpr, is_even: tl.constexpr,
+):  # fmt: skip
+    """Correct the long rows, and mark the sectors that have magnitudes within or above their spans."""
+    i, _, part = entry(work)
+    if column(rows, i, NUMEL) > SHORT:
+        _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
+        o = tl.arange(0, TILE)
+        x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+        gradient = pointer(column(rows, i, GRADIENT), kind) + start
+        y, good = corrected(x, gradient, o, o < size, feedback)
+        note_bad(state, i, good)
+        if feedback:
+            tl.store(x + o, y, mask=o < size)
+        low = tl.load(known + i * _KNOWN + _LOW).to(tl.int32)
+        _mark(marks + tl.program_id(0).to(tl.int64) * (TILE // _PER_WORD), y, low, TILE)
+
+
+@triton.jit
+def _count_bins(bins, d, is_within, within, top, shift, MANY: tl.constexpr):
+    """Count elements into bins; of many, first those at the ends of a span, which they may have in common."""
+    counts_alone = is_within
+    if within > MANY:
+        ends = tl.sum((is_within & (d == top)).to(tl.int32) + ((is_within & (d == 0)).to(tl.int32) << 16), 0)
+        of_top, of_low = ends & 0xFFFF, ends >> 16
+        if of_top > 0:
+            tl.atomic_add(bins + (top >> shift), of_top, sem="relaxed")
+        if (of_low > 0) & (top > 0):
+            tl.atomic_add(bins, of_low, sem="relaxed")
+        counts_alone = is_within & (d != top) & (d > 0)
+    tl.atomic_add(bins + (d >> shift), 1, mask=counts_alone, sem="relaxed")
 
 
 @triton.jit
 def _narrow(
-    rows, work, state, known, bins, tiles, starts, slots, BINS: tl.constexpr, SHORT: tl.constexpr,
-    MOST_BITS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOT: tl.constexpr, CHUNK: tl.constexpr,
-    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
+    rows, work, state, known, bins, tiles, starts, marks, BINS: tl.constexpr, SHORT: tl.constexpr,
+    MOST_BITS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SECTORS: tl.constexpr, feedback: tl.constexpr,
+    kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
-    """Count again within the spans of long rows; the last program of a row draws the conclusion."""
+    """Count the magnitudes above and within the spans of long rows; the last program of a row draws the conclusion."""
     program = tl.program_id(0)
     i, _, part = entry(work)
     at = known + i * _KNOWN
@@ -487,41 +524,40 @@ def _narrow(
     if is_needed:
         is_needed = tl.load(at + _DONE) == 0
     if is_needed:
-        tile = tiles + 2 * program
-        slot = slots + program.to(tl.int64) * SLOT
         row_bins = _row_of_bins(rows, i, bins, BINS)
         parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
-        listed = tl.load(slot)
-        is_listed = (tl.load(at + _LISTED) != 0) & (listed >= 0)
-        if (tl.load(at + _ANEW) != 0) | (tl.load(tile + 1) > 0):
-            shift = tl.load(at + _SHIFT).to(tl.int32)
-            low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
-            if is_listed:
-                n = tl.arange(0, SLOT)
-                d = tl.load(slot + n, mask=(n >= 2) & (n < listed + 2), other=0) - low
-                is_within = (d >= 0) & (d < span)
-                both = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0) + tl.load(slot + 1)
-                if span > 1:
-                    tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
-            else:
-                both = tl.zeros((), tl.int32)
-                x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
-                for chunk in range(0, TILE, CHUNK):
-                    o = chunk + tl.arange(0, CHUNK)
-                    d = _magnitude(tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)) - low
-                    is_within = (d >= 0) & (d < span)
-                    of_chunk = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0)
-                    both += of_chunk
-                    if ((of_chunk >> 16) > 0) & (span > 1):
-                        _count_bins(row_bins, d, is_within, tl.max(tl.where(is_within, d, -1), 0), shift)
-            tl.store(tile, both & 0xFFFF)
-            tl.store(tile + 1, both >> 16)
+        x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+        shift = tl.load(at + _SHIFT).to(tl.int32)
+        low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
+        is_counted = tl.load(at + _COUNTED) != 0
+        tile_marks = marks + program.to(tl.int64) * (TILE // _PER_WORD)
+        if tl.load(at + _ANEW) != 0:
+            n = tl.arange(0, TILE)
+            _mark(tile_marks, tl.load(x + n, mask=n < size, other=0.0).to(tl.float32), low, TILE)
+            # other threads have marked
+            tl.debug_barrier()
+        both = tl.zeros((), tl.int32)
+        for first in range(0, _count_marks(tile_marks, TILE), SECTORS):
+            _sectors, o = _marked(tile_marks, first, TILE, SECTORS)
+            # low is 1 at least, so that zeros are below, and nothing overflows
+            d = _magnitude(tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)) - low
+            is_within = (d >= 0) & (d < span)
+            # above, and within, in one number
+            of_these = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0)
+            both += of_these
+            within = of_these >> 16
+            if (within > 0) & ((span > 1) | (is_counted == 0)):
+                top = tl.max(tl.where(is_within, d, -1), 0)
+                _count_bins(row_bins, d, is_within, within, top, shift, SECTORS)
+        tl.store(tiles + 2 * program, both & 0xFFFF)
+        tl.store(tiles + 2 * program + 1, both >> 16)
+        if (is_counted == 0) & ((both & 0xFFFF) > 0):
+            tl.atomic_add(at + _ABOVE, (both & 0xFFFF).to(tl.int64), sem="relaxed")
         # all threads have written before one of them takes the ticket
         tl.debug_barrier()
         done = tl.atomic_add(at + _TICKET, 1)
         if done == parts - 1:
-            # what the sample says is only a guess
-            if tl.load(at + _SPAN) == 1:
+            if is_counted & (span == 1):
                 first = program - part.to(tl.int32)
                 allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
                 found = _place_tiles(tiles + 2 * first, starts + 2 * first, parts, allowed, STEP)
@@ -555,7 +591,6 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
     anew = tl.zeros((), tl.int64)
     if need <= 0:
         # the sample was too small here
-        anew += 1
         low += span
         span = _ALL - low
         above = tl.zeros((), tl.int64)
@@ -573,10 +608,8 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
     else:
         # fewer than k are not zero, and all of them are sent
         span = tl.full((), 1, tl.int64)
-        anew += 1
     tl.store(known + _ANEW, anew)
-    if anew != 0:
-        tl.store(known + _LISTED, 0)
+    tl.store(known + _COUNTED, 1)
     _begin(known, bins, low, span, above, most, STEP)
 
 
@@ -585,8 +618,8 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
 
 @triton.jit
 def _write(
-    rows, work, state, known, tiles, starts, tile_starts, SHORT: tl.constexpr, TILE: tl.constexpr,
-    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
+    rows, work, state, known, tiles, starts, tile_starts, marks, SHORT: tl.constexpr, TILE: tl.constexpr,
+    SECTORS: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
     """Write what the tiles of long rows send, and leave zeros in the residuals."""
     i, _, part = entry(work)
@@ -602,14 +635,24 @@ def _write(
             tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + part, before)
         if above + left > 0:
             _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
-            o = tl.arange(0, TILE)
             x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
-            y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
-            chosen, rank, _counted = _chosen(tl.abs(y), tl.load(at + _LOW).to(tl.int32), left)
             found = tl.load(state_of(state, i, 1))
-            _send(rows, i, y, chosen, rank, start, before, size, found, TILE, bitmaps, is_even)
-            if feedback:
-                tl.store(x + o, tl.zeros((TILE,), tl.float32), mask=chosen)
+            threshold = tl.load(at + _LOW).to(tl.int32)
+            tile_marks = marks + program.to(tl.int64) * (TILE // _PER_WORD)
+            # above, and equal, that were passed
+            passed = tl.zeros((), tl.int32)
+            for first in range(0, _count_marks(tile_marks, TILE), SECTORS):
+                sectors, o = _marked(tile_marks, first, TILE, SECTORS)
+                y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
+                of_ties = tl.minimum(passed >> 16, left)
+                chosen, rank, counted = _chosen(tl.abs(y), threshold, left - of_ties)
+                _send(
+                    rows, i, y, o, sectors, chosen, rank, start, before + (passed & 0xFFFF) + of_ties, found, SECTORS,
+                    bitmaps, is_even,
+                )  # fmt: skip
+                if feedback:
+                    tl.store(x + o, tl.zeros((SECTORS * _SECTOR,), tl.float32), mask=chosen)
+                passed += tl.sum(counted, 0)
 
 
 def is_even(launch: Launch, tile: int = TILE) -> bool:
@@ -652,11 +695,10 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
     known = launch.scratch("known", 8 * len(launch.numels), "int64")
     tiles = launch.scratch("tiles", 2 * count, "int32")
     starts = launch.scratch("starts", 2 * count, "int64")
+    marks = launch.scratch("marks", count * (TILE // (32 * SECTOR)), "int32")
     # memory is a fixed share of the elements, whatever a group is
     shortest = triton.next_power_of_2(int(launch.groups[is_long].min()))
     in_group = max(1, _BINS * shortest // (16 * TILE))
-    slot = max(2, min(_SLOT, _SLOT * shortest // TILE))
-    slots = launch.scratch("slots", slot * count, "int32")
     most = int(launch.counts[is_long].min()) * in_group
     bits = min(most.bit_length() - 1, _MOST_BITS)
     bins = launch.scratch("bins", int(launch.counts.sum()) * in_group, "int32")
@@ -668,18 +710,27 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
         num_warps=max(4, min(32, sample // 1024)), num_stages=1,
     )  # fmt: skip
     start(_scan, count,
-        rows, work, state, known, bins, tiles, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE, slot, feedback, kind,
-        even,
+        rows, work, state, known, marks, _SHORT, TILE, feedback, kind, even,
         num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, num_stages=1,
     )  # fmt: skip
-    # if the sample misleads, all bits of a magnitude are told by these; the last one only counts
-    for _ in range(1 + -(-31 // bits)):
+    sectors = _sectors_at_once(float((launch.limits[is_long] / launch.numels[is_long]).max()))
+    warps = max(4, sectors // 64)
+    # the first one counts what the sample says, the last one only counts; should the sample mislead, all bits of a
+    # magnitude are told by those between them
+    for _ in range(2 + -(-31 // bits)):
         start(_narrow, count,
-            rows, work, state, known, bins, tiles, starts, slots, in_group, _SHORT, _MOST_BITS, _SMALL_STEP, TILE,
-            slot, _CHUNK, feedback, kind, even, bitmaps,
-            num_warps=_NARROW_WARPS, maxnreg=_NARROW_REGISTERS, num_stages=1,
+            rows, work, state, known, bins, tiles, starts, marks, in_group, _SHORT, _MOST_BITS, _STEP, TILE, sectors,
+            feedback, kind, even, bitmaps,
+            num_warps=warps, num_stages=1,
         )  # fmt: skip
     start(_write, count,
-        rows, work, state, known, tiles, starts, tile_starts, _SHORT, TILE, feedback, kind, even, bitmaps,
-        num_warps=_WRITE_WARPS, maxnreg=_WRITE_REGISTERS, num_stages=1,
+        rows, work, state, known, tiles, starts, tile_starts, marks, _SHORT, TILE, sectors, feedback, kind, even,
+        bitmaps,
+        num_warps=warps, num_stages=1,
     )  # fmt: skip
+
+
+def _sectors_at_once(share: float) -> int:
+    """Return about how many sectors of a tile have an element that is sent, if `share` of all are: a power of two."""
+    expected = TILE // SECTOR * (1 - (1 - min(share, 1.0)) ** SECTOR)
+    return int(min(max(triton.next_power_of_2(int(expected)), _LEAST_SECTORS), TILE // SECTOR))

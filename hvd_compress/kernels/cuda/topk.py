@@ -28,7 +28,7 @@ from hvd_compress.kernels.cuda.rows import (
     pointer,
     state_of,
 )
-from hvd_compress.kernels.cuda.select import TILE, TILES, padded, wants_bits
+from hvd_compress.kernels.cuda.select import TILE, TILES, count_ones, padded, wants_bits
 from hvd_compress.kernels.cuda.start import start
 
 _MOST_SUMMED = 1024  # groups whose counts each program sums by itself
@@ -230,15 +230,6 @@ def _found(
     index = tl.load(indices + low, mask=low < last, other=0).to(tl.int32)
     is_there = (low < last) & (index == wanted) & (o < size)
     return is_there, tl.load(values + low, mask=is_there, other=0.0)
-
-
-@triton.jit
-def count_ones(word):
-    """Count the bits that are set in words given as uint32; the compiler makes one instruction of it."""
-    word -= (word >> 1) & 0x55555555
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
