@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hvd_compress.kernels import table
+from hvd_compress.kernels.cuda.envelope import complete, mixed
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
     GRADIENT,
@@ -26,6 +28,7 @@ from hvd_compress.kernels.cuda.start import start
 
 _LONGEST = 8192  # elements of a group that one program holds in registers
 _BLOCK = 1024  # elements that one program decodes
+_FIRST = tl.constexpr(table.HEADER // 4)  # the first word of a body
 
 
 @triton.jit
@@ -46,12 +49,30 @@ def _put_bits(bits, first, last, is_positive, BLOCK: tl.constexpr, aligned: tl.c
         is_whole = (32 * number >= first) & (32 * number + 32 <= last)
         tl.store(bits + number, words, mask=is_whole)
         tl.atomic_or(bits + number, words, mask=(is_whole == 0) & (32 * number < last))
+    return words
+
+
+@triton.jit
+def _counted(words, positive, negative, g, groups, start, end, numel, BLOCK: tl.constexpr):
+    """Return what the words of a group count for in the checksum: bits, both means, and behind the last group zeros."""
+    number = tl.arange(0, BLOCK // 32)
+    bits_at = 2 * groups + (start >> 5) + _FIRST
+    of_bits = mixed(words.to(tl.uint32, bitcast=True), bits_at + number)
+    total = tl.sum(tl.where(start + 32 * number < end, of_bits, 0), 0)
+    total += mixed(positive.to(tl.uint32, bitcast=True), 2 * g + _FIRST)
+    total += mixed(negative.to(tl.uint32, bitcast=True), 2 * g + (_FIRST + 1))
+    written = (numel + 31) >> 5
+    if (g == groups - 1) & ((written & 1) != 0):
+        total += mixed(tl.zeros((), tl.uint32), 2 * groups + written + _FIRST)
+    return total
 
 
 @triton.jit
 def _encode_groups(
-    rows, work, state, BLOCK: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr
-):
+    rows, work, state, BLOCK: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr,
+    codec: tl.constexpr,
+):  # fmt: skip
+    """Encode a group; where words are not shared by groups, the last one of a row to end completes the payload."""
     i, _, g = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     start = g * group
@@ -83,9 +104,13 @@ def _encode_groups(
     tl.store(means, positive)
     tl.store(means + 1, negative)
     groups = (numel + group - 1) // group
-    _put_bits(pointer(body + 8 * groups, tl.int32), start, start + size, is_positive, BLOCK, aligned)
-    if g == 0:
-        note_body(state, i, numel, 8 * groups + ((numel + 7) >> 3))
+    words = _put_bits(pointer(body + 8 * groups, tl.int32), start, start + size, is_positive, BLOCK, aligned)
+    nbytes = 8 * groups + ((numel + 7) >> 3)
+    if aligned:
+        counted = _counted(words, positive, negative, g, groups, start, start + size, numel, BLOCK)
+        complete(rows, state, i, codec, tl.zeros((), tl.int64), counted, groups, numel, nbytes)
+    elif g == 0:
+        note_body(state, i, numel, nbytes)
 
 
 # groups that are too long for one program: parts are summed, then the means are made, then the residuals
@@ -240,8 +265,10 @@ def encode(launch: Launch, codec: int) -> None:
         # with 64 registers enough programs run at a time for memory to be busy: a fifth faster on an H200
         start(
             _encode_groups, work.shape[0], launch.rows, work, launch.state, block, launch.feedback, launch.kind,
-            aligned, num_warps=max(1, min(16, block // 512)), maxnreg=64,
+            aligned, codec, num_warps=max(1, min(16, block // 512)), maxnreg=64,
         )  # fmt: skip
+        if aligned:
+            return
     else:
         work = launch.work_by_parts(_LONGEST)
         count = work.shape[0]

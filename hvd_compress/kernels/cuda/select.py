@@ -52,11 +52,12 @@ SECTOR = 8
 
 _SAMPLE = 8192  # magnitudes that bound the k-th
 _DRAWN = 1024  # of them by one program
-_STEP = 2048  # bins or tiles that are summed at once
-_LEAST_SECTORS = 64  # that a program reads at once
+_STEP = 1024  # bins or tiles that are summed at once
+_LEAST_SECTORS, _MOST_SECTORS = 64, 256  # that a program reads at once
 # warps, and the most registers of a thread
 _SHORT_WARPS, _SHORT_REGISTERS = 16, 64
 _SCAN_WARPS, _SCAN_REGISTERS = 8, 64
+_SECTORS_OF_WARP, _SECTORS_REGISTERS = 16, 64
 _MOST_BITS = 16  # of the number of bins
 _BINS = 512  # for each group of TILE * 16 elements
 
@@ -441,11 +442,10 @@ def count_ones(word):
 def _nth_bit(word, n):
     """Return which bit is the one of number `n`, from 0 on, of those set in words given as uint32."""
     at = tl.zeros_like(n)
-    for halved in tl.static_range(5):
-        WIDTH: tl.constexpr = 16 >> halved
-        ones = count_ones((word >> at.to(tl.uint32)) & ((1 << WIDTH) - 1))
+    for half in tl.static_range(5):
+        ones = count_ones((word >> at.to(tl.uint32)) & ((1 << (16 >> half)) - 1))
         is_above = n >= ones
-        at += tl.where(is_above, WIDTH, 0)
+        at += tl.where(is_above, 16 >> half, 0)
         n -= tl.where(is_above, ones, 0)
     return at
 
@@ -714,23 +714,23 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
         num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, num_stages=1,
     )  # fmt: skip
     sectors = _sectors_at_once(float((launch.limits[is_long] / launch.numels[is_long]).max()))
-    warps = max(4, sectors // 64)
+    warps = sectors // _SECTORS_OF_WARP
     # the first one counts what the sample says, the last one only counts; should the sample mislead, all bits of a
     # magnitude are told by those between them
     for _ in range(2 + -(-31 // bits)):
         start(_narrow, count,
             rows, work, state, known, bins, tiles, starts, marks, in_group, _SHORT, _MOST_BITS, _STEP, TILE, sectors,
             feedback, kind, even, bitmaps,
-            num_warps=warps, num_stages=1,
+            num_warps=warps, maxnreg=_SECTORS_REGISTERS, num_stages=1,
         )  # fmt: skip
     start(_write, count,
         rows, work, state, known, tiles, starts, tile_starts, marks, _SHORT, TILE, sectors, feedback, kind, even,
         bitmaps,
-        num_warps=warps, num_stages=1,
+        num_warps=warps, maxnreg=_SECTORS_REGISTERS, num_stages=1,
     )  # fmt: skip
 
 
 def _sectors_at_once(share: float) -> int:
     """Return about how many sectors of a tile have an element that is sent, if `share` of all are: a power of two."""
     expected = TILE // SECTOR * (1 - (1 - min(share, 1.0)) ** SECTOR)
-    return int(min(max(triton.next_power_of_2(int(expected)), _LEAST_SECTORS), TILE // SECTOR))
+    return int(min(max(triton.next_power_of_2(int(expected)), _LEAST_SECTORS), _MOST_SECTORS))
