@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from hvd_compress.kernels.cuda.cast import rounded
+from hvd_compress.kernels.cuda.draws import key_words, uniform
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
     ABSENT,
     ADD,
     HEADER,
-    KEY,
     NONFINITE,
     NUMEL,
     PAYLOAD,
@@ -30,23 +30,7 @@ _ELEMENTS = 1024
 """Elements of a warp, 32 of each thread: a warp has whole buckets, where these are short."""
 
 _HUGE = tl.constexpr(3e38)  # factors beyond it are multiplied in float64, as no float32 may hold them
-_DRAW = tl.constexpr(2.0**-24)
 _ULP = tl.constexpr(2.0**-23)
-
-
-@triton.jit
-def _uniform(counter, low, high):
-    """Draw a float32 in [0, 1) for each counter, which is given as uint32; see `kernels.common.uniform`."""
-    h = counter * 0x9E3779B1 + low
-    h ^= h >> 16
-    h *= 0x7FEB352D
-    h ^= h >> 15
-    h ^= high
-    h *= 0x846CA68B
-    h ^= h >> 16
-    h *= 0x9E3779B1
-    h ^= h >> 15
-    return (h >> 8).to(tl.int32).to(tl.float32) * _DRAW
 
 
 @triton.jit
@@ -127,8 +111,8 @@ def _encode(
     if tl.max(is_huge.to(tl.int32), 0) != 0:
         exact = (tl.abs(y).to(tl.float64) * factor[:, None]).to(tl.float32)
         scaled = tl.where(is_huge[:, None], exact, scaled)
-    key = column(rows, i, KEY)
-    scaled += _uniform(start.to(tl.uint32) + o.to(tl.uint32), key.to(tl.uint32), (key >> 32).to(tl.uint32))
+    low, high = key_words(rows, i)
+    scaled += uniform(start.to(tl.uint32) + o.to(tl.uint32), low, high)
     codes = tl.minimum(scaled, levels * 1.0).to(tl.int32)
     codes |= tl.where(y < 0, levels + 1, 0)
     body = column(rows, i, PAYLOAD) + HEADER
