@@ -28,6 +28,7 @@ from hvd_compress import (
     QSGD,
     Adaptive,
     EFSignSGD,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
@@ -58,6 +59,7 @@ COMPRESSORS: list[Compressor] = [
     Percentile(90, error_feedback=True),
     EFSignSGD(),
     SignSGD(),
+    Natural(),
 ]
 
 

@@ -11,6 +11,7 @@ from hvd_compress import (
     FP16,
     QSGD,
     EFSignSGD,
+    Natural,
     NoCompression,
     OneBit,
     Percentile,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HEADER = 40
 PART = 4096 * 4  # bytes that one program sums
 MADE = [OneBit(), TopK(), Threshold(0.5), Percentile(), QSGD(), QSGD(bits=3), BF16(), FP16(), NoCompression()]
-MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True)]
+MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True), Natural()]
 rng = np.random.default_rng(8)
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from hvd_compress.kernels.cuda import onebit
+from hvd_compress.kernels.cuda.cast import load_block, store_block, wide_pointer
 from hvd_compress.kernels.cuda.draws import key_words, mix
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.onebit import packed
@@ -41,12 +42,16 @@ def _encode(rows, work, state, BLOCK: tl.constexpr, feedback: tl.constexpr, kind
     left = tl.minimum(numel - start, BLOCK).to(tl.int32)
     o = tl.arange(0, BLOCK)
     inside = o < left
-    x = pointer(column(rows, i, X), tl.float32 if feedback else kind, aligned) + start
-    gradient = pointer(column(rows, i, GRADIENT), kind, aligned) + start
-    y, good = corrected(x, gradient, o, inside, feedback)
+    x = wide_pointer(column(rows, i, X), tl.float32 if feedback else kind, 4, aligned) + start
+    gradient = wide_pointer(column(rows, i, GRADIENT), kind, 4, aligned) + start
+    if left == BLOCK:
+        # without masks, in wide words
+        y, good = corrected(x, gradient, o, tl.full((BLOCK,), 1, tl.int1), feedback)
+    else:
+        y, good = corrected(x, gradient, o, inside, feedback)
     note_bad(state, i, good | (inside == 0))
     if feedback:
-        tl.store(x + o, y, mask=inside)
+        store_block(x, o, y, left, BLOCK)
     low, high = key_words(rows, i)
     number = tl.arange(0, BLOCK // 32)
     drawn = mix((start >> 5).to(tl.uint32) + number.to(tl.uint32), low, high).to(tl.int32, bitcast=True)
@@ -65,14 +70,14 @@ def _leave(rows, work, state, scale, BLOCK: tl.constexpr, aligned: tl.constexpr)
     """
     i, _, block = entry(work)
     start = block * BLOCK
+    left = tl.minimum(column(rows, i, NUMEL) - start, BLOCK).to(tl.int32)
     o = tl.arange(0, BLOCK)
-    inside = o < column(rows, i, NUMEL) - start
-    x = pointer(column(rows, i, X), tl.float32, aligned) + start
+    x = wide_pointer(column(rows, i, X), tl.float32, 4, aligned) + start
     bits = pointer(column(rows, i, PAYLOAD) + HEADER, tl.int32) + (start >> 5)
     if tl.load(state_of(state, i, 0)) == 0:
-        word = tl.load(bits + (o >> 5), mask=inside, other=0)
-        y = tl.load(x + o, mask=inside, other=0.0)
-        tl.store(x + o, y - tl.where(((word >> (o & 31)) & 1) != 0, scale, -scale), mask=inside)
+        word = tl.load(bits + (o >> 5), mask=o < left, other=0)
+        y = load_block(x, o, left, BLOCK)
+        store_block(x, o, y - tl.where(((word >> (o & 31)) & 1) != 0, scale, -scale), left, BLOCK)
 
 
 @triton.jit
