@@ -33,6 +33,7 @@ from hvd_compress import (
     OneBit,
     Percentile,
     SignSGD,
+    TernGrad,
     Threshold,
     TopK,
 )
@@ -60,6 +61,7 @@ COMPRESSORS: list[Compressor] = [
     EFSignSGD(),
     SignSGD(),
     Natural(),
+    TernGrad(),
 ]
 
 

@@ -16,6 +16,7 @@ from hvd_compress import (
     OneBit,
     Percentile,
     SignSGD,
+    TernGrad,
     Threshold,
     TopK,
     wire,
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HEADER = 40
 PART = 4096 * 4  # bytes that one program sums
 MADE = [OneBit(), TopK(), Threshold(0.5), Percentile(), QSGD(), QSGD(bits=3), BF16(), FP16(), NoCompression()]
-MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True), Natural()]
+MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True), Natural(), TernGrad()]
 rng = np.random.default_rng(8)
 
 

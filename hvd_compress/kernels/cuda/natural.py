@@ -100,9 +100,7 @@ def _verify(rows, work, state, SIZE: tl.constexpr):
     i, _, _ = entry(work)
     numel = column(rows, i, NUMEL)
     body = column(rows, i, PAYLOAD) + HEADER
-    expect_body(state, i, _codes_at(body, numel) - body + ((numel + 7) & ~7))
-    found = tl.load(state_of(state, i, 5))
-    if (found >= 0) & ((found & (NONFINITE | ABSENT)) == 0):
+    if expect_body(state, i, _codes_at(body, numel) - body + ((numel + 7) & ~7)):
         blocks = (numel + _BLOCK - 1) // _BLOCK
         largest = tl.zeros((SIZE,), tl.int32)
         for begin in range(0, blocks, SIZE):

@@ -121,7 +121,7 @@ def _encode_groups(
 
 
 @triton.jit
-def _place_of_part(rows, i, part, BLOCK: tl.constexpr):
+def place_of_part(rows, i, part, BLOCK: tl.constexpr):
     """Return the group of a part of a row, where it begins, its elements; and which part of the group it is."""
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     parts = (group + BLOCK - 1) // BLOCK
@@ -138,7 +138,7 @@ def _sum_parts(
 ):  # fmt: skip
     i, _, part = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    _, start, size, _ = _place_of_part(rows, i, part, BLOCK)
+    _, start, size, _ = place_of_part(rows, i, part, BLOCK)
     shift = (start & 31).to(tl.int32)
     o = tl.arange(0, 2 * BLOCK) - shift if not aligned else tl.arange(0, BLOCK)
     inside = (o >= 0) & (o < size)
@@ -165,7 +165,7 @@ def _sum_parts(
 def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, per_group: tl.constexpr, feedback: tl.constexpr):
     i, _, part = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    g, start, size, number = _place_of_part(rows, i, part, BLOCK)
+    g, start, size, number = place_of_part(rows, i, part, BLOCK)
     parts = ((tl.minimum(group, numel - g * group) + BLOCK - 1) // BLOCK).to(tl.int32)
     first = tl.program_id(0) - number
     # every part sums in the same order, and so gets the same means

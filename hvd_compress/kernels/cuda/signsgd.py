@@ -11,10 +11,8 @@ from hvd_compress.kernels.cuda.draws import key_words, mix
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.onebit import packed
 from hvd_compress.kernels.cuda.rows import (
-    ABSENT,
     GRADIENT,
     HEADER,
-    NONFINITE,
     NUMEL,
     PAYLOAD,
     X,
@@ -83,11 +81,9 @@ def _leave(rows, work, state, scale, BLOCK: tl.constexpr, aligned: tl.constexpr)
 @triton.jit
 def _verify(rows, work, state):
     i, _, _ = entry(work)
-    expect_body(state, i, (((column(rows, i, NUMEL) + 7) >> 3) + 7) & ~7)
-    found = tl.load(state_of(state, i, 5))
+    has_body = expect_body(state, i, (((column(rows, i, NUMEL) + 7) >> 3) + 7) & ~7)
     magnitude = tl.load(pointer(column(rows, i, PAYLOAD), tl.int32) + 7)
-    is_wrong = (magnitude <= 0) | (magnitude >= _INFINITE)
-    if (found >= 0) & ((found & (NONFINITE | ABSENT)) == 0) & is_wrong:
+    if has_body & ((magnitude <= 0) | (magnitude >= _INFINITE)):
         tl.store(state_of(state, i, 5), -1)
 
 
