@@ -27,6 +27,7 @@ from hvd_compress import (
     FP16,
     QSGD,
     Adaptive,
+    Blockwise,
     EFSignSGD,
     Natural,
     NoCompression,
@@ -62,6 +63,8 @@ COMPRESSORS: list[Compressor] = [
     SignSGD(),
     Natural(),
     TernGrad(),
+    Blockwise(),
+    Blockwise(bits=4, hadamard=True),
 ]
 
 

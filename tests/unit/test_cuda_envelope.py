@@ -10,6 +10,7 @@ from hvd_compress import (
     BF16,
     FP16,
     QSGD,
+    Blockwise,
     EFSignSGD,
     Natural,
     NoCompression,
@@ -34,6 +35,7 @@ HEADER = 40
 PART = 4096 * 4  # bytes that one program sums
 MADE = [OneBit(), TopK(), Threshold(0.5), Percentile(), QSGD(), QSGD(bits=3), BF16(), FP16(), NoCompression()]
 MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True), Natural(), TernGrad()]
+MADE += [Blockwise(), Blockwise(bits=4, hadamard=True)]
 rng = np.random.default_rng(8)
 
 
