@@ -22,7 +22,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    NoCompression,
+    OneBit,
+    Percentile,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+)
 from hvd_compress.compressors import Compressor, Key, tables
 from hvd_compress.kernels import table
 
@@ -44,6 +59,12 @@ COMPRESSORS: list[Compressor] = [
     Threshold(_TAU),
     TopK(0.01),
     Percentile(90, error_feedback=True),
+    EFSignSGD(),
+    SignSGD(),
+    Natural(),
+    TernGrad(),
+    Blockwise(),
+    Blockwise(bits=4, hadamard=True),
 ]
 
 

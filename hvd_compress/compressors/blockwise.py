@@ -9,7 +9,7 @@ from typing import ClassVar
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_flag, check_int
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import blockwise as kernels
 
 __all__ = ["Blockwise"]
@@ -85,8 +85,20 @@ class Blockwise(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _device_kernels(self.bits, self.hadamard, group)
+
 
 @cache
 def _kernels(compressor: Blockwise) -> Kernels:
     encode = partial(kernels.encode_rows, compressor.codec, compressor.bits, compressor.hadamard)
     return Kernels(encode, kernels.decode_rows)
+
+
+@cache
+def _device_kernels(bits: int, hadamard: bool, block: int) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import blockwise, qsgd
+
+    encode = partial(blockwise.encode, codec=Blockwise.codec, bits=bits, hadamard=hadamard, block=block)
+    verify = partial(qsgd.verify, bits=bits, bucket=block)
+    return DeviceKernels(encode, verify, partial(blockwise.decode, bits=bits, block=block))

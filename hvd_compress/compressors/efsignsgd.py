@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.settings import check_flag, check_group
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import onebit as kernels
 
 __all__ = ["EFSignSGD"]
@@ -62,5 +62,19 @@ class EFSignSGD(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _KERNELS
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _device_kernels()
+
 
 _KERNELS = Kernels(partial(kernels.encode_rows, EFSignSGD.codec, 0, 1), partial(kernels.decode_rows, 1))
+
+
+@cache
+def _device_kernels() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import onebit
+
+    return DeviceKernels(
+        partial(onebit.encode, codec=EFSignSGD.codec, per_group=1),
+        partial(onebit.verify, per_group=1),
+        partial(onebit.decode, per_group=1),
+    )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar
 
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.settings import check_int
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import natural as kernels
 
 __all__ = ["Natural"]
@@ -75,5 +75,15 @@ class Natural(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _KERNELS
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _device_kernels() if group == _BLOCK else None
+
 
 _KERNELS = Kernels(partial(kernels.encode_rows, Natural.codec), kernels.decode_rows)
+
+
+@cache
+def _device_kernels() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import natural
+
+    return DeviceKernels(partial(natural.encode, codec=Natural.codec), natural.verify, natural.decode)

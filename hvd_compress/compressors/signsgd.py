@@ -11,7 +11,7 @@ import numpy as np
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor
 from hvd_compress.compressors.settings import check_flag, check_int, check_real
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import signsgd as kernels
 
 __all__ = ["SignSGD"]
@@ -85,9 +85,22 @@ class SignSGD(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _device_kernels(self)
+
 
 @cache
 def _kernels(compressor: SignSGD) -> Kernels:
     scale = np.float32(compressor.scale)
     encode = partial(kernels.encode_rows, compressor.codec, scale, int(scale.view(np.uint32)))
     return Kernels(encode, kernels.decode_rows)
+
+
+@cache
+def _device_kernels(compressor: SignSGD) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import signsgd
+
+    scale = np.float32(compressor.scale)
+    parameter = int(scale.view(np.uint32))
+    encode = partial(signsgd.encode, codec=compressor.codec, scale=float(scale), parameter=parameter)
+    return DeviceKernels(encode, signsgd.verify, signsgd.decode)

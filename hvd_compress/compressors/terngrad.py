@@ -11,7 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
 from hvd_compress.compressors.settings import check_group, check_int, check_real
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import terngrad as kernels
 
 __all__ = ["TernGrad"]
@@ -87,10 +87,21 @@ class TernGrad(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _device_kernels(self.clip)
+
 
 @cache
 def _kernels(compressor: TernGrad) -> Kernels:
     return Kernels(partial(kernels.encode_rows, compressor.codec, compressor.clip or 0.0), kernels.decode_rows)
+
+
+@cache
+def _device_kernels(clip: float | None) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import terngrad
+
+    encode = partial(terngrad.encode, codec=TernGrad.codec, clip=clip or 0.0)
+    return DeviceKernels(encode, terngrad.verify, terngrad.decode)
 
 
 def _bytes_of(numel: int) -> int:

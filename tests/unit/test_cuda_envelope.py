@@ -6,7 +6,22 @@ import mmap
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, FP16, QSGD, NoCompression, OneBit, Percentile, Threshold, TopK, wire
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Blockwise,
+    EFSignSGD,
+    Natural,
+    NoCompression,
+    OneBit,
+    Percentile,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    wire,
+)
 from hvd_compress.errors import WireError
 from hvd_compress.exchange.raw import CheckedHalves, CheckedRaw, Raw
 from hvd_compress.kernels import table
@@ -19,7 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HEADER = 40
 PART = 4096 * 4  # bytes that one program sums
 MADE = [OneBit(), TopK(), Threshold(0.5), Percentile(), QSGD(), QSGD(bits=3), BF16(), FP16(), NoCompression()]
-MADE += [CheckedRaw(), CheckedHalves()]
+MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True), Natural(), TernGrad()]
+MADE += [Blockwise(), Blockwise(bits=4, hadamard=True)]
 rng = np.random.default_rng(8)
 
 
@@ -71,7 +87,7 @@ def found(payload, numel, group, compressor, room=None):
 
 @pytest.mark.parametrize("compressor", MADE, ids=repr)
 def test_the_host_opens_what_the_device_makes(compressor):
-    group = 512
+    group = compressor.group_of((2, 512))
     if compressor.device_kernels(group) is None:
         pytest.skip("its gradients go through host memory")
     numels = [1, 7, 1000, 5000]

@@ -1,4 +1,4 @@
-"""One-bit on a device: the signs and the residuals of the host, and the bits that the host decodes."""
+"""One-bit and EF-SignSGD on a device: signs and residuals of the host, and the bits that the host decodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_compress import OneBit
+from hvd_compress import EFSignSGD, OneBit
 from hvd_compress.kernels.checksum import checksum
 from hvd_compress.kernels.cuda.rows import FOUND
 from hvd_compress.kernels.table import ADD, HEADER, SUMMED, sum_in_parts
@@ -25,8 +25,9 @@ def to_host(tensor):
 
 
 def parts_of(payload, numel, group):
-    """Return the means and the bits of a payload."""
-    end = HEADER + 8 * -(-numel // group)
+    """Return the means, with what pads them, and the bits of a payload, whose codec says how many means there are."""
+    size = {OneBit.codec: 8, EFSignSGD.codec: 4}[int(payload[5])]
+    end = HEADER + (size * -(-numel // group) + 7) // 8 * 8
     return payload[HEADER:end].view(np.float32), payload[end:]
 
 
@@ -41,13 +42,15 @@ SIZES = [
     ([20000, 40], 20000),
     ([20000, 40000], 10007),
 ]
+both = pytest.mark.parametrize("made", [OneBit, EFSignSGD])
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("numels", "group"), SIZES)
-def test_steps_are_those_of_the_host(numels, group, kind):
+@both
+def test_steps_are_those_of_the_host(numels, group, kind, made):
     rng = np.random.default_rng(0)
-    compressor = OneBit(group=group)
+    compressor = made(group=group)
     there = Tables(compressor, numels, group, kind)
     residuals = [on_device(np.zeros(n, np.float32)) for n in numels]
     here = [np.zeros(n, np.float32) for n in numels]
@@ -71,8 +74,9 @@ def test_steps_are_those_of_the_host(numels, group, kind):
 
 @pytest.mark.parametrize("kind", ["float32", "float16"])
 @pytest.mark.parametrize(("numels", "group"), SIZES[:6])
-def test_values_without_feedback_are_only_read(numels, group, kind):
-    compressor = OneBit(group=group, error_feedback=False)
+@both
+def test_values_without_feedback_are_only_read(numels, group, kind, made):
+    compressor = made(group=group, error_feedback=False)
     there = Tables(compressor, numels, group, kind)
     xs = values(np.random.default_rng(1), numels, kind)
     before = [to_host(x).copy() for x in xs]
@@ -94,9 +98,10 @@ def received(compressor, numels, group, senders, rng):
 
 @pytest.mark.parametrize("senders", [1, 3])
 @pytest.mark.parametrize(("numels", "group"), SIZES)
-def test_sums_have_the_bits_of_the_host(numels, group, senders):
+@both
+def test_sums_have_the_bits_of_the_host(numels, group, senders, made):
     rng = np.random.default_rng(2)
-    compressor = OneBit(group=group, error_feedback=False)
+    compressor = made(group=group, error_feedback=False)
     there = Tables(compressor, numels, group, senders=senders)
     payloads = received(compressor, numels, group, senders, rng)
     there.put(payloads)
@@ -108,9 +113,10 @@ def test_sums_have_the_bits_of_the_host(numels, group, senders):
         assert np.array_equal(to_host(outs[i]).view(np.int32), expected.view(np.int32))
 
 
-def test_absent_and_bad_payloads_among_others():
+@both
+def test_absent_and_bad_payloads_among_others(made):
     rng = np.random.default_rng(3)
-    compressor, numels, group = OneBit(group=64, error_feedback=False), [200], 64
+    compressor, numels, group = made(group=64, error_feedback=False), [200], 64
     there = Tables(compressor, numels, group, senders=3)
     payloads = received(compressor, numels, group, 3, rng)
     said = np.zeros(HEADER, np.uint8)
@@ -129,9 +135,10 @@ def test_absent_and_bad_payloads_among_others():
 
 
 @pytest.mark.parametrize(("numels", "group"), [([300, 100], 64), ([20000], 20000), ([33], 10)])
-def test_a_bad_number_leaves_what_can_be_taken_back(numels, group):
+@both
+def test_a_bad_number_leaves_what_can_be_taken_back(numels, group, made):
     rng = np.random.default_rng(4)
-    compressor = OneBit(group=group)
+    compressor = made(group=group)
     there = Tables(compressor, numels, group)
     residuals, gradients = values(rng, numels, factor=0.1), values(rng, numels)
     gradients[0][5] = float("nan")
@@ -146,9 +153,10 @@ def test_a_bad_number_leaves_what_can_be_taken_back(numels, group):
         np.testing.assert_allclose(to_host(residual), expected, atol=1e-6)
 
 
-def test_a_body_of_another_size_is_refused():
+@both
+def test_a_body_of_another_size_is_refused(made):
     rng = np.random.default_rng(5)
-    compressor, group = OneBit(group=64, error_feedback=False), 64
+    compressor, group = made(group=64, error_feedback=False), 64
     there = Tables(compressor, [200], group)
     payload = received(compressor, [200], group, 1, rng)[0]
     short = payload[:-8].copy()

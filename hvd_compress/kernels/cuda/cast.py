@@ -76,7 +76,7 @@ def wide_pointer(address, kind: tl.constexpr, count: tl.constexpr, aligned: tl.c
 
 
 @triton.jit
-def _load(x, o, left, BLOCK: tl.constexpr):
+def load_block(x, o, left, BLOCK: tl.constexpr):
     """Load the elements of a block, of which so many are left; a block without masks is loaded in wide words."""
     if left == BLOCK:
         y = tl.load(x + o)
@@ -86,7 +86,8 @@ def _load(x, o, left, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store(x, o, y, left, BLOCK: tl.constexpr):
+def store_block(x, o, y, left, BLOCK: tl.constexpr):
+    """Store the elements of a block, of which so many are left."""
     if left == BLOCK:
         tl.store(x + o, y)
     else:
@@ -103,10 +104,10 @@ def _encode_raw(
     left = tl.minimum(numel - start, BLOCK).to(tl.int32)
     o = tl.arange(0, BLOCK)
     # bodies begin on 8-byte boundaries
-    y = _load(wide_pointer(column(rows, i, X), kind, 2, aligned) + start, o, left, BLOCK).to(tl.float32)
+    y = load_block(wide_pointer(column(rows, i, X), kind, 2, aligned) + start, o, left, BLOCK).to(tl.float32)
     if is_checked:
         note_bad(state, i, tl.abs(y) < float("inf"))
-    _store(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.float32, 2, True) + start, o, y, left, BLOCK)
+    store_block(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.float32, 2, True) + start, o, y, left, BLOCK)
     if block == 0:
         note_body(state, i, numel, 4 * numel)
 
@@ -120,11 +121,11 @@ def _encode_float16(
     start = block * BLOCK
     left = tl.minimum(numel - start, BLOCK).to(tl.int32)
     o = tl.arange(0, BLOCK)
-    y = _load(wide_pointer(column(rows, i, X), kind, 4, aligned) + start, o, left, BLOCK).to(tl.float32)
+    y = load_block(wide_pointer(column(rows, i, X), kind, 4, aligned) + start, o, left, BLOCK).to(tl.float32)
     half = _bits_of_float16(y)
     if is_checked:
         note_bad(state, i, (half & 0x7C00) != 0x7C00)
-    _store(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.uint16, 4, True) + start, o, half, left, BLOCK)
+    store_block(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.uint16, 4, True) + start, o, half, left, BLOCK)
     if block == 0:
         note_body(state, i, numel, 2 * numel)
 
@@ -151,9 +152,9 @@ def _encode_bfloat16(
         is_sent = tl.abs(value) < float("inf")
         half = tl.where(is_sent, half, 0)
         good &= is_sent
-        _store(x, o, y - tl.where(is_sent, value, 0.0), left, BLOCK)
+        store_block(x, o, y - tl.where(is_sent, value, 0.0), left, BLOCK)
     note_bad(state, i, good)
-    _store(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.uint16, 4, True) + start, o, half, left, BLOCK)
+    store_block(wide_pointer(column(rows, i, PAYLOAD) + HEADER, tl.uint16, 4, True) + start, o, half, left, BLOCK)
     if block == 0:
         note_body(state, i, numel, 2 * numel)
 
@@ -172,14 +173,14 @@ def _decode(
     is_first = column(rows, first_row, ADD) == 0
     sums = tl.zeros((BLOCK,), tl.float32)
     if is_first == 0:
-        sums = _load(out, o, left, BLOCK).to(tl.float32)
+        sums = load_block(out, o, left, BLOCK).to(tl.float32)
     # bfloat16 as bits: Triton's interpreter need not convert it
     loaded: tl.constexpr = tl.uint16 if body_kind == tl.bfloat16 else body_kind
     for i in range(first_row, first_row + count):
         flags = tl.load(state_of(state, i, 5))
         if force or (flags & (NONFINITE | ABSENT)) == 0:
             body = wide_pointer(column(rows, i, PAYLOAD) + HEADER, loaded, 2 if body_kind == tl.float32 else 4, True)
-            sent = _load(body + start, o, left, BLOCK)
+            sent = load_block(body + start, o, left, BLOCK)
             if body_kind == tl.bfloat16:
                 v = (sent.to(tl.uint32) << 16).to(tl.float32, bitcast=True) * scale
             else:
@@ -188,7 +189,7 @@ def _decode(
             sums = tl.where(is_first & (i == first_row), v, sums + v)
         elif (flags & NONFINITE) != 0:
             sums = tl.full((BLOCK,), float("nan"), tl.float32)
-    _store(out, o, rounded(sums, kind), left, BLOCK)
+    store_block(out, o, rounded(sums, kind), left, BLOCK)
 
 
 @triton.jit

@@ -102,11 +102,15 @@ class Launch:
         )
 
     def work_by_parts(self, block: int) -> Any:
-        """Return (row, 1, part) where each group is cut into parts of `block` elements; some may be empty."""
+        """Return (first row, rows, part) where groups of tensors are cut into parts of `block` elements.
+
+        Some may be empty.
+        """
 
         def work() -> npt.NDArray[np.int32]:
+            first, rows = self._runs.T
             parts = self.counts * -(-self._host[:, table.GROUP] // block)
-            return _spread(np.arange(len(parts)), np.ones_like(parts), parts)
+            return _spread(first, rows, parts[first])
 
         return self._work(("parts", block), work)
 

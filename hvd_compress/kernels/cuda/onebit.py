@@ -1,4 +1,7 @@
-"""One bit per element and two means per group; see `hvd_compress.kernels.onebit`."""
+"""One bit per element, and two means or one magnitude per group, or none; see `hvd_compress.kernels.onebit`.
+
+A payload without any has the magnitude of all its elements as parameter in its header, see `signsgd`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hvd_compress.kernels import table
+from hvd_compress.kernels.cuda.cast import rounded
 from hvd_compress.kernels.cuda.envelope import complete, mixed
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
@@ -32,7 +36,34 @@ _FIRST = tl.constexpr(table.HEADER // 4)  # the first word of a body
 
 
 @triton.jit
-def _pack(is_positive, BLOCK: tl.constexpr):
+def means_bytes(groups, per_group: tl.constexpr):
+    """Return how many bytes the means of so many groups take."""
+    return (groups * (4 * per_group) + 7) & ~7
+
+
+@triton.jit
+def _means(upper, lower, count, size, per_group: tl.constexpr):
+    """Return what the bits of a group stand for: of the sums of its elements above and below 0, and their number."""
+    if per_group == 1:
+        positive = ((upper - lower) / tl.maximum(size, 1).to(tl.float64)).to(tl.float32)
+        negative = -positive
+    else:
+        positive = (upper / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+        negative = (lower / tl.maximum(size - count, 1).to(tl.float64)).to(tl.float32)
+    return positive, negative
+
+
+@triton.jit
+def _put_means(body, g, positive, negative, per_group: tl.constexpr):
+    """Write the means of a group."""
+    means = pointer(body, tl.float32) + per_group * g
+    tl.store(means, positive)
+    if per_group == 2:
+        tl.store(means + 1, negative)
+
+
+@triton.jit
+def packed(is_positive, BLOCK: tl.constexpr):
     """Return the words of 32 bits that say which elements are positive."""
     bits = tl.reshape(is_positive.to(tl.uint32), (BLOCK // 32, 32))
     return tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
@@ -41,7 +72,7 @@ def _pack(is_positive, BLOCK: tl.constexpr):
 @triton.jit
 def _put_bits(bits, first, last, is_positive, BLOCK: tl.constexpr, aligned: tl.constexpr):
     """Write the bits of the elements from `first` to `last`; words that others write to, too, are joined."""
-    words = _pack(is_positive, BLOCK)
+    words = packed(is_positive, BLOCK)
     number = (first >> 5) + tl.arange(0, BLOCK // 32)
     if aligned:
         tl.store(bits + number, words, mask=32 * number < last)
@@ -53,24 +84,31 @@ def _put_bits(bits, first, last, is_positive, BLOCK: tl.constexpr, aligned: tl.c
 
 
 @triton.jit
-def _counted(words, positive, negative, g, groups, start, end, numel, BLOCK: tl.constexpr):
-    """Return what the words of a group count for in the checksum: bits, both means, and behind the last group zeros."""
+def _counted(
+    words, positive, negative, g, groups, start, end, numel, BLOCK: tl.constexpr, per_group: tl.constexpr
+):  # fmt: skip
+    """Return what the words of a group count for in the checksum; the last group counts the zeros between parts, too."""
     number = tl.arange(0, BLOCK // 32)
-    bits_at = 2 * groups + (start >> 5) + _FIRST
-    of_bits = mixed(words.to(tl.uint32, bitcast=True), bits_at + number)
+    bits_at = means_bytes(groups, per_group) // 4 + _FIRST
+    of_bits = mixed(words.to(tl.uint32, bitcast=True), bits_at + (start >> 5) + number)
     total = tl.sum(tl.where(start + 32 * number < end, of_bits, 0), 0)
-    total += mixed(positive.to(tl.uint32, bitcast=True), 2 * g + _FIRST)
-    total += mixed(negative.to(tl.uint32, bitcast=True), 2 * g + (_FIRST + 1))
-    written = (numel + 31) >> 5
-    if (g == groups - 1) & ((written & 1) != 0):
-        total += mixed(tl.zeros((), tl.uint32), 2 * groups + written + _FIRST)
+    total += mixed(positive.to(tl.uint32, bitcast=True), g * per_group + _FIRST)
+    if per_group == 2:
+        total += mixed(negative.to(tl.uint32, bitcast=True), 2 * g + (_FIRST + 1))
+    if g == groups - 1:
+        zero = tl.zeros((), tl.uint32)
+        written = (numel + 31) >> 5
+        if (written & 1) != 0:
+            total += mixed(zero, bits_at + written)
+        if (per_group == 1) & ((groups & 1) != 0):
+            total += mixed(zero, groups + _FIRST)
     return total
 
 
 @triton.jit
 def _encode_groups(
-    rows, work, state, BLOCK: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr,
-    codec: tl.constexpr,
+    rows, work, state, BLOCK: tl.constexpr, per_group: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
+    aligned: tl.constexpr, codec: tl.constexpr,
 ):  # fmt: skip
     """Encode a group; where words are not shared by groups, the last one of a row to end completes the payload."""
     i, _, g = entry(work)
@@ -95,19 +133,17 @@ def _encode_groups(
     count = tl.sum(is_positive.to(tl.int32), 0)
     upper = tl.sum(tl.where(is_positive, wide, 0.0), 0)
     lower = tl.sum(tl.where(is_positive, 0.0, wide), 0)
-    positive = (upper / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
-    negative = (lower / tl.maximum(size - count, 1).to(tl.float64)).to(tl.float32)
+    positive, negative = _means(upper, lower, count, size, per_group)
     if feedback:
         tl.store(x + o, y - tl.where(is_positive, positive, negative), mask=inside)
     body = column(rows, i, PAYLOAD) + HEADER
-    means = pointer(body, tl.float32) + 2 * g
-    tl.store(means, positive)
-    tl.store(means + 1, negative)
+    _put_means(body, g, positive, negative, per_group)
     groups = (numel + group - 1) // group
-    words = _put_bits(pointer(body + 8 * groups, tl.int32), start, start + size, is_positive, BLOCK, aligned)
-    nbytes = 8 * groups + ((numel + 7) >> 3)
+    means = means_bytes(groups, per_group)
+    words = _put_bits(pointer(body + means, tl.int32), start, start + size, is_positive, BLOCK, aligned)
+    nbytes = means + ((numel + 7) >> 3)
     if aligned:
-        counted = _counted(words, positive, negative, g, groups, start, start + size, numel, BLOCK)
+        counted = _counted(words, positive, negative, g, groups, start, start + size, numel, BLOCK, per_group)
         complete(rows, state, i, codec, tl.zeros((), tl.int64), counted, groups, numel, nbytes)
     elif g == 0:
         note_body(state, i, numel, nbytes)
@@ -117,7 +153,7 @@ def _encode_groups(
 
 
 @triton.jit
-def _place_of_part(rows, i, part, BLOCK: tl.constexpr):
+def place_of_part(rows, i, part, BLOCK: tl.constexpr):
     """Return the group of a part of a row, where it begins, its elements; and which part of the group it is."""
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     parts = (group + BLOCK - 1) // BLOCK
@@ -129,12 +165,12 @@ def _place_of_part(rows, i, part, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sum_parts(
-    rows, work, state, sums, counts, BLOCK: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
-    aligned: tl.constexpr,
+    rows, work, state, sums, counts, BLOCK: tl.constexpr, per_group: tl.constexpr, feedback: tl.constexpr,
+    kind: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     i, _, part = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    _, start, size, _ = _place_of_part(rows, i, part, BLOCK)
+    _, start, size, _ = place_of_part(rows, i, part, BLOCK)
     shift = (start & 31).to(tl.int32)
     o = tl.arange(0, 2 * BLOCK) - shift if not aligned else tl.arange(0, BLOCK)
     inside = (o >= 0) & (o < size)
@@ -150,18 +186,18 @@ def _sum_parts(
     tl.store(sums + 2 * program, tl.sum(tl.where(is_positive, wide, 0.0), 0))
     tl.store(sums + 2 * program + 1, tl.sum(tl.where(is_positive, 0.0, wide), 0))
     tl.store(counts + program, tl.sum(is_positive.to(tl.int32), 0))
-    groups = (numel + group - 1) // group
-    bits = pointer(column(rows, i, PAYLOAD) + HEADER + 8 * groups, tl.int32)
+    means = means_bytes((numel + group - 1) // group, per_group)
+    bits = pointer(column(rows, i, PAYLOAD) + HEADER + means, tl.int32)
     _put_bits(bits, start, start + size, is_positive, BLOCK if aligned else 2 * BLOCK, aligned)
     if part == 0:
-        note_body(state, i, numel, 8 * groups + ((numel + 7) >> 3))
+        note_body(state, i, numel, means + ((numel + 7) >> 3))
 
 
 @triton.jit
-def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, feedback: tl.constexpr):
+def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, per_group: tl.constexpr, feedback: tl.constexpr):
     i, _, part = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    g, start, size, number = _place_of_part(rows, i, part, BLOCK)
+    g, start, size, number = place_of_part(rows, i, part, BLOCK)
     parts = ((tl.minimum(group, numel - g * group) + BLOCK - 1) // BLOCK).to(tl.int32)
     first = tl.program_id(0) - number
     # every part sums in the same order, and so gets the same means
@@ -174,13 +210,10 @@ def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, feedback: tl.con
         lower += tl.load(sums + 2 * (first + o) + 1, mask=o < parts, other=0.0)
         count += tl.load(counts + first + o, mask=o < parts, other=0)
     ones = tl.sum(count, 0)
-    zeros = tl.minimum(group, numel - g * group) - ones
-    positive = (tl.sum(upper, 0) / tl.maximum(ones, 1).to(tl.float64)).to(tl.float32)
-    negative = (tl.sum(lower, 0) / tl.maximum(zeros, 1).to(tl.float64)).to(tl.float32)
+    of_group = tl.minimum(group, numel - g * group)
+    positive, negative = _means(tl.sum(upper, 0), tl.sum(lower, 0), ones, of_group, per_group)
     if number == 0 and size > 0:
-        means = pointer(column(rows, i, PAYLOAD) + HEADER, tl.float32) + 2 * g
-        tl.store(means, positive)
-        tl.store(means + 1, negative)
+        _put_means(column(rows, i, PAYLOAD) + HEADER, g, positive, negative, per_group)
     if feedback:
         o = tl.arange(0, BLOCK)
         x = pointer(column(rows, i, X), tl.float32) + start
@@ -189,7 +222,18 @@ def _leave_parts(rows, work, sums, counts, BLOCK: tl.constexpr, feedback: tl.con
 
 
 @triton.jit
-def _values(rows, i, has_body, means_of, groups, start, o, inside, scale, long_groups: tl.constexpr):
+def _mean_of(means, first, second, means_of, inside, has_body, per_group: tl.constexpr, long_groups: tl.constexpr):
+    """Return a mean of the group of each element; `means` has that of the first group of the row."""
+    if long_groups:
+        mean = tl.load(means + per_group * first, has_body, 0.0)
+        return tl.where(means_of, tl.load(means + per_group * second, has_body, 0.0), mean)
+    return tl.load(means + per_group * means_of, mask=inside, other=0.0)
+
+
+@triton.jit
+def _values(
+    rows, i, has_body, means_of, groups, start, o, inside, scale, per_group: tl.constexpr, long_groups: tl.constexpr
+):
     """Return what the payload of row `i` stands for, from the element `start` on; `means_of` says which means.
 
     Without a body nothing is read, and it means nothing.
@@ -197,26 +241,27 @@ def _values(rows, i, has_body, means_of, groups, start, o, inside, scale, long_g
     inside = inside & has_body
     body = column(rows, i, PAYLOAD) + HEADER
     means = pointer(body, tl.float32)
-    bits = pointer(body + 8 * groups, tl.int32) + (start >> 5)
+    bits = pointer(body + means_bytes(groups, per_group), tl.int32) + (start >> 5)
     word = tl.load(bits + (o >> 5), mask=inside, other=0)
-    if long_groups:
-        # a block reaches into one group more at most
+    if per_group == 0:
+        # the parameter, which is the upper half of the fourth word of the header
+        positive = tl.load(pointer(body - HEADER, tl.float32) + 7, has_body, 0.0) * scale
+    else:
+        # a block of long groups reaches into one group more at most
         first = start // column(rows, i, GROUP)
         second = tl.minimum(first + 1, groups - 1)
-        p0, n0 = tl.load(means + 2 * first, has_body, 0.0), tl.load(means + 2 * first + 1, has_body, 0.0)
-        p1, n1 = tl.load(means + 2 * second, has_body, 0.0), tl.load(means + 2 * second + 1, has_body, 0.0)
-        positive = tl.where(means_of, p1, p0) * scale
-        negative = tl.where(means_of, n1, n0) * scale
+        positive = _mean_of(means, first, second, means_of, inside, has_body, per_group, long_groups) * scale
+    if per_group == 2:
+        negative = _mean_of(means + 1, first, second, means_of, inside, has_body, 2, long_groups) * scale
     else:
-        positive = tl.load(means + 2 * means_of, mask=inside, other=0.0) * scale
-        negative = tl.load(means + 2 * means_of + 1, mask=inside, other=0.0) * scale
+        negative = -positive
     return tl.where(((word >> (o & 31)) & 1) != 0, positive, negative)
 
 
 @triton.jit
 def _decode(
-    rows, work, state, scale, BLOCK: tl.constexpr, kind: tl.constexpr, long_groups: tl.constexpr,
-    aligned: tl.constexpr, single: tl.constexpr, adds: tl.constexpr, force: tl.constexpr,
+    rows, work, state, scale, BLOCK: tl.constexpr, per_group: tl.constexpr, kind: tl.constexpr,
+    long_groups: tl.constexpr, aligned: tl.constexpr, single: tl.constexpr, adds: tl.constexpr, force: tl.constexpr,
 ):  # fmt: skip
     first_row, count, block = entry(work)
     numel, group = column(rows, first_row, NUMEL), column(rows, first_row, GROUP)
@@ -236,27 +281,29 @@ def _decode(
     sums = tl.zeros((BLOCK,), tl.float32)
     if adds:
         sums = tl.load(out + start + o, mask=inside, other=0.0).to(tl.float32)
+    # of signs alone, what is not sent was not taken out of the residual, and has no magnitude in its header
+    takes_all: tl.constexpr = force and per_group != 0
     if single:
         # one sender, as nearly always: without a loop the loads of all columns come at once
         flags = tl.load(state_of(state, first_row, 5))
-        has_body = force | ((flags & 5) == 0)
-        v = _values(rows, first_row, has_body, means_of, groups, start, o, inside, scale, long_groups)
+        has_body = takes_all | ((flags & 5) == 0)
+        v = _values(rows, first_row, has_body, means_of, groups, start, o, inside, scale, per_group, long_groups)
         v = sums + v if adds else v
-        nothing = tl.where((flags & 1) != 0, float("nan"), sums)
+        nothing = sums if force else tl.where((flags & 1) != 0, float("nan"), sums)
         sums = tl.where(has_body, v, nothing)
     else:
         for i in range(first_row, first_row + count):
             flags = tl.load(state_of(state, i, 5))
-            if force or (flags & 5) == 0:
-                v = _values(rows, i, True, means_of, groups, start, o, inside, scale, long_groups)
+            if takes_all or (flags & 5) == 0:
+                v = _values(rows, i, True, means_of, groups, start, o, inside, scale, per_group, long_groups)
                 sums = tl.where((i == first_row) & (adds == 0), v, sums + v)
-            elif (flags & 1) != 0:
+            elif (flags & 1) != 0 and not force:
                 sums = tl.full((BLOCK,), float("nan"), tl.float32)
-    tl.store(out + start + o, sums.to(kind), mask=inside)
+    tl.store(out + start + o, rounded(sums, kind), mask=inside)
 
 
-def encode(launch: Launch, codec: int) -> None:
-    """Encode a table; see `hvd_compress.kernels.onebit.encode_rows`."""
+def encode(launch: Launch, codec: int, per_group: int = 2) -> None:
+    """Encode a table, with two means or one magnitude per group; see `hvd_compress.kernels.onebit.encode_rows`."""
     longest = launch.longest
     aligned = launch.aligned and launch.has_even_groups
     if longest <= _LONGEST:
@@ -264,8 +311,8 @@ def encode(launch: Launch, codec: int) -> None:
         work = launch.work_by_groups()
         # with 64 registers enough programs run at a time for memory to be busy: a fifth faster on an H200
         start(
-            _encode_groups, work.shape[0], launch.rows, work, launch.state, block, launch.feedback, launch.kind,
-            aligned, codec, num_warps=max(1, min(16, block // 512)), maxnreg=64,
+            _encode_groups, work.shape[0], launch.rows, work, launch.state, block, per_group, launch.feedback,
+            launch.kind, aligned, codec, num_warps=max(1, min(16, block // 512)), maxnreg=64,
         )  # fmt: skip
         if aligned:
             return
@@ -276,35 +323,35 @@ def encode(launch: Launch, codec: int) -> None:
         counts = launch.scratch("counts", count, "int64")
         start(
             _sum_parts, count,
-            launch.rows, work, launch.state, sums, counts, _LONGEST, launch.feedback, launch.kind, aligned,
+            launch.rows, work, launch.state, sums, counts, _LONGEST, per_group, launch.feedback, launch.kind, aligned,
             num_warps=16,
         )  # fmt: skip
         start(
-            _leave_parts, count, launch.rows, work, sums, counts, _LONGEST, launch.feedback,
+            _leave_parts, count, launch.rows, work, sums, counts, _LONGEST, per_group, launch.feedback,
             num_warps=16,
         )  # fmt: skip
     launch.seal(codec, 0)
 
 
-def decode(launch: Launch, scale: float, force: bool = False) -> None:
+def decode(launch: Launch, scale: float, force: bool = False, *, per_group: int = 2) -> None:
     """Decode a table of checked payloads, and add up the rows of one tensor in their order."""
     aligned = launch.aligned and launch.has_even_rows
     work = launch.work_by_blocks(_BLOCK)
     start(
-        _decode, work.shape[0], launch.rows, work, launch.state, scale, _BLOCK, launch.kind, launch.shortest >= _BLOCK,
-        aligned, launch.is_single, launch.adds, force, num_warps=4, num_stages=1,
+        _decode, work.shape[0], launch.rows, work, launch.state, scale, _BLOCK, per_group, launch.kind,
+        launch.shortest >= _BLOCK, aligned, launch.is_single, launch.adds, force, num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _verify(rows, work, state):
+def _verify(rows, work, state, per_group: tl.constexpr):
     i, _, _ = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    body = 8 * ((numel + group - 1) // group) + ((((numel + 7) >> 3) + 7) & ~7)
-    expect_body(state, i, body)
+    means = means_bytes((numel + group - 1) // group, per_group)
+    expect_body(state, i, means + ((((numel + 7) >> 3) + 7) & ~7))
 
 
-def verify(launch: Launch) -> None:
+def verify(launch: Launch, per_group: int = 2) -> None:
     """Check the sizes of the bodies of payloads whose headers are good."""
     work = launch.work_by_rows()
-    start(_verify, work.shape[0], launch.rows, work, launch.state, num_warps=1)
+    start(_verify, work.shape[0], launch.rows, work, launch.state, per_group, num_warps=1)

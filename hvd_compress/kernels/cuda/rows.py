@@ -104,8 +104,13 @@ def note_body(state, i, entries, nbytes):
 
 @triton.jit
 def expect_body(state, i, nbytes):
-    """Note that the payload of row `i` is damaged, unless its body has so many bytes, or it has none."""
+    """Note that the payload of row `i` is damaged, unless its body has so many bytes, or it has none.
+
+    Returns whether it has a body that may be read.
+    """
     found = tl.load(state_of(state, i, 5))
-    stated = tl.load(state_of(state, i, 6))
-    if (found >= 0) & ((found & (NONFINITE | ABSENT)) == 0) & (stated != HEADER + nbytes):
+    fits = tl.load(state_of(state, i, 6)) == HEADER + nbytes
+    has_body = (found >= 0) & ((found & (NONFINITE | ABSENT)) == 0)
+    if has_body & (fits == 0):
         tl.store(state_of(state, i, 5), -1)
+    return has_body & fits
