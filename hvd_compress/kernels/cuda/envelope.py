@@ -76,41 +76,6 @@ def _sum_of_header(w0, w1, w2, w3, entries):
     return total + mixed(entries.to(tl.uint32), i + 8) + mixed(tl.zeros((), tl.uint32), i + 9)
 
 
-@triton.jit
-def complete(rows, state, i, codec, parameter, counted, parts, entries, body):
-    """Add what a part of the payload of row `i` counts for; the last of its `parts` to come writes the header.
-
-    `entries` and `body` are what `note_body` notes; `parameter` is an int64, `codec` an int32 or a constant.
-    """
-    tl.atomic_add(state_of(state, i, 3), counted)
-    # no thread may read what the last program has made ready for the next step
-    tl.debug_barrier()
-    if tl.atomic_add(state_of(state, i, 4), 1) == parts - 1:
-        # past the first-level cache, which may hold what was there before
-        is_bad = tl.load(state_of(state, i, 0), cache_modifier=".cg") != 0
-        nbytes = tl.where(is_bad, 0, (body + 7) & ~7).to(tl.int64) + HEADER
-        entries = tl.where(is_bad, 0, entries)
-        flags = tl.where(is_bad, NONFINITE, 0) + _SUMMED
-        kinds = (flags * 65536 + (codec * 256 + (_VERSION + (1 << 24)))).to(tl.int64)
-        w0 = (kinds << 32) | _MAGIC
-        w1 = column(rows, i, NUMEL)
-        w3 = column(rows, i, GROUP) | (tl.where(is_bad, 0, parameter) << 32)
-        of_body = tl.atomic_add(state_of(state, i, 3), 0)
-        total = tl.where(is_bad, 0, of_body) + _sum_of_header(w0, w1, nbytes, w3, entries)
-        words = pointer(column(rows, i, PAYLOAD), tl.int64)
-        tl.store(words, w0)
-        tl.store(words + 1, w1)
-        tl.store(words + 2, nbytes)
-        tl.store(words + 3, w3)
-        tl.store(words + 4, entries | ((total & _LOW) << 32))
-        tl.store(state_of(state, i, 5), flags)
-        tl.store(state_of(state, i, 6), nbytes)
-        # ready for the next step; what has come of it stays for who takes it back
-        tl.store(state_of(state, i, 0), 0)
-        tl.store(state_of(state, i, 3), 0)
-        tl.store(state_of(state, i, 4), 0)
-
-
 # a codec of 1 must not become a constant, which has no type to widen
 @triton.jit(do_not_specialize=["codec", "parameter"])
 def _seal(rows, work, state, codec, parameter):
@@ -121,10 +86,32 @@ def _seal(rows, work, state, codec, parameter):
     if part < parts:
         is_bad = tl.load(state_of(state, i, 0)) != 0
         nbytes = HEADER + tl.where(is_bad, 0, (body + 7) & ~7)
-        counted = _sum_of_part(pointer(column(rows, i, PAYLOAD), tl.int32), part, nbytes // 4)
-        # what differs from row to row is noted by the compressor
-        stated = tl.where(parameter < 0, tl.load(state_of(state, i, 7)), parameter.to(tl.int64))
-        complete(rows, state, i, codec, stated, counted, parts, tl.load(state_of(state, i, 1)), body)
+        at = pointer(column(rows, i, PAYLOAD), tl.int32)
+        tl.atomic_add(state_of(state, i, 3), _sum_of_part(at, part, nbytes // 4))
+        # no thread may read what the last program has made ready for the next step
+        tl.debug_barrier()
+        if tl.atomic_add(state_of(state, i, 4), 1) == parts - 1:
+            # what differs from row to row is noted by the compressor
+            stated = tl.where(parameter < 0, tl.load(state_of(state, i, 7)), parameter.to(tl.int64))
+            entries = tl.where(is_bad, 0, tl.load(state_of(state, i, 1)))
+            flags = _SUMMED + tl.where(is_bad, NONFINITE, 0)
+            kinds = (codec * 256 + flags * 65536 + (_VERSION + (1 << 24))).to(tl.int64)
+            w0 = (kinds << 32) | _MAGIC
+            w1 = column(rows, i, NUMEL)
+            w3 = column(rows, i, GROUP) | (tl.where(is_bad, 0, stated) << 32)
+            total = tl.atomic_add(state_of(state, i, 3), 0) + _sum_of_header(w0, w1, nbytes, w3, entries)
+            words = at.to(tl.pointer_type(tl.int64), bitcast=True)
+            tl.store(words, w0)
+            tl.store(words + 1, w1)
+            tl.store(words + 2, nbytes)
+            tl.store(words + 3, w3)
+            tl.store(words + 4, entries | ((total & _LOW) << 32))
+            tl.store(state_of(state, i, 5), flags)
+            tl.store(state_of(state, i, 6), nbytes)
+            # ready for the next step; what has come of it stays for who takes it back
+            tl.store(state_of(state, i, 0), 0)
+            tl.store(state_of(state, i, 3), 0)
+            tl.store(state_of(state, i, 4), 0)
 
 
 @triton.jit(do_not_specialize=["codec"])

@@ -8,9 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hvd_compress.kernels import table
 from hvd_compress.kernels.cuda.cast import rounded
-from hvd_compress.kernels.cuda.envelope import complete, mixed
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import (
     GRADIENT,
@@ -32,13 +30,12 @@ from hvd_compress.kernels.cuda.start import start
 
 _LONGEST = 8192  # elements of a group that one program holds in registers
 _BLOCK = 1024  # elements that one program decodes
-_FIRST = tl.constexpr(table.HEADER // 4)  # the first word of a body
 
 
 @triton.jit
 def means_bytes(groups, per_group: tl.constexpr):
     """Return how many bytes the means of so many groups take."""
-    return (groups * (4 * per_group) + 7) & ~7
+    return (4 * per_group * groups + 7) & ~7
 
 
 @triton.jit
@@ -80,37 +77,13 @@ def _put_bits(bits, first, last, is_positive, BLOCK: tl.constexpr, aligned: tl.c
         is_whole = (32 * number >= first) & (32 * number + 32 <= last)
         tl.store(bits + number, words, mask=is_whole)
         tl.atomic_or(bits + number, words, mask=(is_whole == 0) & (32 * number < last))
-    return words
-
-
-@triton.jit
-def _counted(
-    words, positive, negative, g, groups, start, end, numel, BLOCK: tl.constexpr, per_group: tl.constexpr
-):  # fmt: skip
-    """Return what the words of a group count for in the checksum; the last group counts the zeros between parts, too."""
-    number = tl.arange(0, BLOCK // 32)
-    bits_at = means_bytes(groups, per_group) // 4 + _FIRST
-    of_bits = mixed(words.to(tl.uint32, bitcast=True), bits_at + (start >> 5) + number)
-    total = tl.sum(tl.where(start + 32 * number < end, of_bits, 0), 0)
-    total += mixed(positive.to(tl.uint32, bitcast=True), g * per_group + _FIRST)
-    if per_group == 2:
-        total += mixed(negative.to(tl.uint32, bitcast=True), 2 * g + (_FIRST + 1))
-    if g == groups - 1:
-        zero = tl.zeros((), tl.uint32)
-        written = (numel + 31) >> 5
-        if (written & 1) != 0:
-            total += mixed(zero, bits_at + written)
-        if (per_group == 1) & ((groups & 1) != 0):
-            total += mixed(zero, groups + _FIRST)
-    return total
 
 
 @triton.jit
 def _encode_groups(
     rows, work, state, BLOCK: tl.constexpr, per_group: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr,
-    aligned: tl.constexpr, codec: tl.constexpr,
+    aligned: tl.constexpr,
 ):  # fmt: skip
-    """Encode a group; where words are not shared by groups, the last one of a row to end completes the payload."""
     i, _, g = entry(work)
     numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
     start = g * group
@@ -138,15 +111,10 @@ def _encode_groups(
         tl.store(x + o, y - tl.where(is_positive, positive, negative), mask=inside)
     body = column(rows, i, PAYLOAD) + HEADER
     _put_means(body, g, positive, negative, per_group)
-    groups = (numel + group - 1) // group
-    means = means_bytes(groups, per_group)
-    words = _put_bits(pointer(body + means, tl.int32), start, start + size, is_positive, BLOCK, aligned)
-    nbytes = means + ((numel + 7) >> 3)
-    if aligned:
-        counted = _counted(words, positive, negative, g, groups, start, start + size, numel, BLOCK, per_group)
-        complete(rows, state, i, codec, tl.zeros((), tl.int64), counted, groups, numel, nbytes)
-    elif g == 0:
-        note_body(state, i, numel, nbytes)
+    means = means_bytes((numel + group - 1) // group, per_group)
+    _put_bits(pointer(body + means, tl.int32), start, start + size, is_positive, BLOCK, aligned)
+    if g == 0:
+        note_body(state, i, numel, means + ((numel + 7) >> 3))
 
 
 # groups that are too long for one program: parts are summed, then the means are made, then the residuals
@@ -312,10 +280,8 @@ def encode(launch: Launch, codec: int, per_group: int = 2) -> None:
         # with 64 registers enough programs run at a time for memory to be busy: a fifth faster on an H200
         start(
             _encode_groups, work.shape[0], launch.rows, work, launch.state, block, per_group, launch.feedback,
-            launch.kind, aligned, codec, num_warps=max(1, min(16, block // 512)), maxnreg=64,
+            launch.kind, aligned, num_warps=max(1, min(16, block // 512)), maxnreg=64,
         )  # fmt: skip
-        if aligned:
-            return
     else:
         work = launch.work_by_parts(_LONGEST)
         count = work.shape[0]

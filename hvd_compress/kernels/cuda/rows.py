@@ -80,11 +80,22 @@ def corrected(x, gradient, o, inside, feedback: tl.constexpr):
     An element whose sum is not finite is given as its residual, which is what has to be left there.
     """
     y = tl.load(x + o, mask=inside, other=0.0).to(tl.float32)
+    v = y
     if feedback:
         v = y + tl.load(gradient + o, mask=inside, other=0.0).to(tl.float32)
-        good = tl.abs(v) < float("inf")
-        return tl.where(good, v, y), good
-    return y, tl.abs(y) < float("inf")
+    good = tl.abs(v) < float("inf")
+    return tl.where(good, v, y), good
+
+
+@triton.jit
+def corrected_all(x, gradient, o, feedback: tl.constexpr):
+    """Do as `corrected` where all elements are inside: without masks, which take as many instructions as all else."""
+    y = tl.load(x + o).to(tl.float32)
+    v = y
+    if feedback:
+        v = y + tl.load(gradient + o).to(tl.float32)
+    good = tl.abs(v) < float("inf")
+    return tl.where(good, v, y), good
 
 
 @triton.jit

@@ -1,11 +1,14 @@
 """Select the k largest magnitudes of each row, exactly, and write the bodies of top-k and percentile.
 
 A magnitude is what a float32 has in its bits beside the sign: an integer, in the order of the numbers. A short row is
-done by one program. In a long one a sample says between which magnitudes the k-th very likely lies. The first look at
-all elements marks the sectors of memory that have one from the lower bound on, a bit for each, so that the next launches
-read these alone. Each launch counts those above and in equal bins between the bounds, and the program that ends last
-chooses the bin with the k-th for the next launch, until a bin is one magnitude. Then it is known how many entries each
-tile sends, and where they go. If the sample has misled, the bins begin anew with what it has ruled out.
+done by one program. In a long one a sample says between which magnitudes the k-th very likely lies; the first look at
+all elements lists those between them for each tile, if they are few, so that the next launches need not read the
+others. Each launch counts those above and in equal bins between them, and the program that ends last chooses the bin
+with the k-th for the next launch, until a bin is one magnitude. Then it is known how many entries each tile sends, and
+where they go. If the sample has misled, the bins begin anew with what it has ruled out.
+
+Where few elements are sent, the first look also marks the sectors of memory that may have one, a bit for each, and the
+last launch reads these alone.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from hvd_compress.kernels.cuda.rows import (
     X,
     column,
     corrected,
+    corrected_all,
     entry,
     note_bad,
     note_body,
@@ -50,16 +54,21 @@ _SHORT = 16384  # the most elements of a row that one program holds
 SECTOR = 8
 """Elements of float32 that memory gives at once."""
 
-_SAMPLE = 8192  # magnitudes that bound the k-th
+_SAMPLE = 16384  # magnitudes that bound the k-th
 _DRAWN = 1024  # of them by one program
 _STEP = 1024  # bins or tiles that are summed at once
-_LEAST_SECTORS, _MOST_SECTORS = 64, 256  # that a program reads at once
+_SLOT = 64  # numbers kept of each tile: how many are listed, how many are above, and what is listed
+_CHUNK = 1024  # elements that a program reads at once where they are not listed
+_SECTORS = 64  # that a program reads at once
+_SPARSE = 1 / 32  # the largest share of elements for which sectors are marked
 # warps, and the most registers of a thread
 _SHORT_WARPS, _SHORT_REGISTERS = 16, 64
 _SCAN_WARPS, _SCAN_REGISTERS = 8, 64
-_SECTORS_OF_WARP, _SECTORS_REGISTERS = 16, 64
+_NARROW_WARPS, _NARROW_REGISTERS = 4, 64
+_WRITE_WARPS, _WRITE_REGISTERS = 8, 64
+_SECTORS_WARPS = 4
 _MOST_BITS = 16  # of the number of bins
-_BINS = 512  # for each group of TILE * 16 elements
+_BINS = 256  # for each group of TILE * 16 elements
 
 # what is known of a long row: int64
 _LOW = tl.constexpr(0)  # the least magnitude that the k-th may be
@@ -67,10 +76,12 @@ _SPAN = tl.constexpr(1)  # how many magnitudes from there on
 _SHIFT = tl.constexpr(2)  # a bin is 2**shift of them
 _ABOVE = tl.constexpr(3)  # elements that are larger than all of them
 _TICKET = tl.constexpr(4)  # parts that have counted
-_ANEW = tl.constexpr(5)  # not zero if sectors must be marked anew, since lower magnitudes are wanted, too
+_ANEW = tl.constexpr(5)  # not zero if all parts must count, also those that had nothing within the span before
 _DONE = tl.constexpr(6)  # not zero if the places of all parts are known
-_COUNTED = tl.constexpr(7)  # not zero if the span is no guess any more, and all that is above it is counted
-_KNOWN = tl.constexpr(8)
+_LISTED = tl.constexpr(7)  # not zero if the span is within that of the lists
+_MARKED = tl.constexpr(8)  # the least magnitude that sectors are marked for
+_KNOWN = tl.constexpr(9)
+KNOWN = _KNOWN.value
 
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
 _TILES = tl.constexpr(TILES)
@@ -81,7 +92,7 @@ _FEW_BINS = tl.constexpr(4096)  # enough where the next launch can tell the rest
 _ALL = tl.constexpr(1 << 31)  # more than any magnitude
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _BITS_OF_INDEX = tl.constexpr(BITS_OF_INDEX)
-_MARGIN = tl.constexpr(3.0)  # in standard deviations, and as many elements more
+_MARGIN = tl.constexpr(2.5)  # in standard deviations, and as many elements more
 
 
 @triton.jit
@@ -157,44 +168,41 @@ def _put_bits(words, chosen, size, TILE: tl.constexpr):
 
 
 @triton.jit
-def _put_sector_bits(body, start, sectors, chosen, SECTORS: tl.constexpr):
-    """Write the bits of sectors of a tile, a byte for each; those without a bit are zero already."""
-    bits = tl.reshape(chosen.to(tl.int32), (SECTORS, _SECTOR)) << tl.arange(0, _SECTOR)[None, :]
-    byte = tl.sum(bits, 1)
-    tl.store(pointer(body, tl.uint8) + start // _SECTOR + sectors, byte.to(tl.uint8), mask=byte != 0)
+def _send_list(rows, i, y, o, chosen, rank, start, before, found):
+    """Write the chosen of some elements, `o` behind `start`, into the lists of row `i`, behind `before` of `found`."""
+    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
+    body = column(rows, i, PAYLOAD) + HEADER
+    indices_at = body + padded(4 * ((numel + group - 1) // group))
+    g = start // group
+    index = o + (start - g * group).to(tl.int32)
+    tl.store(pointer(indices_at, tl.uint16) + before + rank, index.to(tl.uint16), mask=chosen)
+    tl.store(pointer(indices_at + padded(2 * found), tl.float32) + before + rank, y, mask=chosen)
+    tl.atomic_add(pointer(body, tl.int32) + g, tl.sum(chosen.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
 def _send(
-    rows, i, y, o, sectors, chosen, rank, start, before, found, SECTORS: tl.constexpr, bitmaps: tl.constexpr,
+    rows, i, y, chosen, words, rank, start, before, size, found, TILE: tl.constexpr, bitmaps: tl.constexpr,
     is_even: tl.constexpr,
 ):  # fmt: skip
-    """Write the chosen of some elements of a tile into the body of row `i`, behind `before` entries of `found`.
-
-    `o` says where in the tile they are, `sectors` where those are that they belong to.
-    """
-    numel, group = column(rows, i, NUMEL), column(rows, i, GROUP)
-    body = column(rows, i, PAYLOAD) + HEADER
+    """Write the chosen elements of a tile into the body of row `i`, behind `before` entries of `found`."""
+    o = tl.arange(0, TILE)
     has_bits = False
     if bitmaps:
         has_bits = wants_bits(rows, i)
-    indices_at = body + padded(4 * ((numel + group - 1) // group))
-    values_at = indices_at + padded(2 * found)
     if has_bits:
-        values_at = body + 8 * ((numel + 63) >> 6)
+        body = column(rows, i, PAYLOAD) + HEADER
+        bits = pointer(body, tl.int32) + (start >> 5)
         if is_even:
-            _put_sector_bits(body, start, sectors, chosen, SECTORS)
+            number = tl.arange(0, TILE // 32)
+            tl.store(bits + number, words.to(tl.int32, bitcast=True), mask=32 * number < size)
         else:
             at = o + (start & 31).to(tl.int32)
-            words = pointer(body, tl.int32) + (start >> 5)
-            one = tl.full((SECTORS * _SECTOR,), 1, tl.int32)
-            tl.atomic_or(words + (at >> 5), one << (at & 31), mask=chosen, sem="relaxed")
+            tl.atomic_or(bits + (at >> 5), tl.full((TILE,), 1, tl.int32) << (at & 31), mask=chosen, sem="relaxed")
+        values_at = body + 8 * ((column(rows, i, NUMEL) + 63) >> 6)
+        tl.store(pointer(values_at, tl.float32) + before + rank, y, mask=chosen)
     else:
-        g = start // group
-        index = o + (start - g * group).to(tl.int32)
-        tl.store(pointer(indices_at, tl.uint16) + before + rank, index.to(tl.uint16), mask=chosen)
-        tl.atomic_add(pointer(body, tl.int32) + g, tl.sum(chosen.to(tl.int32), 0), sem="relaxed")
-    tl.store(pointer(values_at, tl.float32) + before + rank, y, mask=chosen)
+        _send_list(rows, i, y, o, chosen, rank, start, before, found)
 
 
 @triton.jit
@@ -413,7 +421,8 @@ def _guess(
             at = known + i * _KNOWN
             tl.store(at + _ANEW, 0)
             tl.store(at + _DONE, 0)
-            tl.store(at + _COUNTED, 0)
+            tl.store(at + _LISTED, 1)
+            tl.store(at + _MARKED, low.to(tl.int64))
             zero = tl.zeros((), tl.int64)
             # the sample is read before its memory is cleared
             tl.debug_barrier()
@@ -458,10 +467,7 @@ def _count_marks(marks, TILE: tl.constexpr):
 
 @triton.jit
 def _marked(marks, first, TILE: tl.constexpr, SECTORS: tl.constexpr):
-    """Return the numbers of marked sectors of a tile, from the `first` one on; behind the last one they are too large.
-
-    Also returns where in the tile their elements are.
-    """
+    """Return where in a tile the elements of marked sectors lie, from the `first` one on; then, what is beyond it."""
     WORDS: tl.constexpr = TILE // _PER_WORD
     word = tl.load(marks + tl.arange(0, WORDS)).to(tl.uint32, bitcast=True)
     ends = tl.cumsum(count_ones(word), 0)
@@ -472,51 +478,90 @@ def _marked(marks, first, TILE: tl.constexpr, SECTORS: tl.constexpr):
     of = tl.load(marks + tl.minimum(number, WORDS - 1)).to(tl.uint32, bitcast=True)
     sectors = tl.where(number < WORDS, 32 * number + _nth_bit(of, e - passed), TILE // _SECTOR)
     o = sectors[:, None] * _SECTOR + tl.arange(0, _SECTOR)[None, :]
-    return sectors, tl.reshape(o, (SECTORS * _SECTOR,))
+    return tl.reshape(o, (SECTORS * _SECTOR,))
 
 
 @triton.jit
 def _scan(
-    rows, work, state, known, marks, SHORT: tl.constexpr, TILE: tl.constexpr, feedback: tl.constexpr,
-    kind: tl.constexpr, is_even: tl.constexpr,
+    rows, work, state, known, bins, tiles, slots, marks, BINS: tl.constexpr, SHORT: tl.constexpr,
+    MOST_BITS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOT: tl.constexpr, feedback: tl.constexpr,
+    kind: tl.constexpr, is_even: tl.constexpr, is_sparse: tl.constexpr,
 ):  # fmt: skip
-    """Correct the long rows, and mark the sectors that have magnitudes within or above their spans."""
+    """Correct the long rows, count the magnitudes above and within their spans, and list those within."""
+    program = tl.program_id(0)
     i, _, part = entry(work)
     if column(rows, i, NUMEL) > SHORT:
-        _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
+        at = known + i * _KNOWN
+        row_bins = _row_of_bins(rows, i, bins, BINS)
+        parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
         o = tl.arange(0, TILE)
+        # no promise of alignment: four at once would have to change threads for what follows, one by one
         x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
         gradient = pointer(column(rows, i, GRADIENT), kind) + start
-        y, good = corrected(x, gradient, o, o < size, feedback)
+        if size == TILE:
+            y, good = corrected_all(x, gradient, o, feedback)
+        else:
+            y, good = corrected(x, gradient, o, o < size, feedback)
+        shift = tl.load(at + _SHIFT).to(tl.int32)
+        low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
         note_bad(state, i, good)
         if feedback:
-            tl.store(x + o, y, mask=o < size)
-        low = tl.load(known + i * _KNOWN + _LOW).to(tl.int32)
-        _mark(marks + tl.program_id(0).to(tl.int64) * (TILE // _PER_WORD), y, low, TILE)
+            if size == TILE:
+                tl.store(x + o, y)
+            else:
+                tl.store(x + o, y, mask=o < size)
+        if is_sparse:
+            _mark(marks + program.to(tl.int64) * (TILE // _PER_WORD), y, low, TILE)
+        # low is 1 at least, so that zeros are below, and nothing overflows
+        d = _magnitude(y) - low
+        is_within = (d >= 0) & (d < span)
+        # above, and within, in one number
+        counted = (d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16)
+        both = tl.sum(counted, 0)
+        above, within = both & 0xFFFF, both >> 16
+        tl.store(tiles + 2 * program, above)
+        tl.store(tiles + 2 * program + 1, within)
+        if above > 0:
+            tl.atomic_add(at + _ABOVE, above.to(tl.int64), sem="relaxed")
+        slot = slots + program.to(tl.int64) * SLOT
+        is_listed = within <= SLOT - 2
+        tl.store(slot, tl.where(is_listed, 0, -1))
+        tl.store(slot + 1, above)
+        if is_listed:
+            if within > 0:
+                tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
+                # the list has any order, which takes fewer instructions; it is counted from zero
+                tl.debug_barrier()
+                place = tl.atomic_add(slot + tl.zeros((TILE,), tl.int32), 1, mask=is_within, sem="relaxed")
+                tl.store(slot + 2 + place, d + low, mask=is_within)
+        else:
+            _count_bins(row_bins, d, is_within, span - 1, shift)
+        # all threads have written before one of them takes the ticket
+        tl.debug_barrier()
+        done = tl.atomic_add(at + _TICKET, 1)
+        if done == parts - 1:
+            _choose(at, row_bins, column(rows, i, LIMIT), _most_bins(rows, i, BINS, MOST_BITS), STEP)
 
 
 @triton.jit
-def _count_bins(bins, d, is_within, within, top, shift, MANY: tl.constexpr):
-    """Count elements into bins; of many, first those at the ends of a span, which they may have in common."""
-    counts_alone = is_within
-    if within > MANY:
-        ends = tl.sum((is_within & (d == top)).to(tl.int32) + ((is_within & (d == 0)).to(tl.int32) << 16), 0)
-        of_top, of_low = ends & 0xFFFF, ends >> 16
-        if of_top > 0:
-            tl.atomic_add(bins + (top >> shift), of_top, sem="relaxed")
-        if (of_low > 0) & (top > 0):
-            tl.atomic_add(bins, of_low, sem="relaxed")
-        counts_alone = is_within & (d != top) & (d > 0)
-    tl.atomic_add(bins + (d >> shift), 1, mask=counts_alone, sem="relaxed")
+def _count_bins(bins, d, is_within, top, shift):
+    """Count elements into bins, first those at the ends of a span, which many may have in common."""
+    ends = tl.sum((is_within & (d == top)).to(tl.int32) + ((is_within & (d == 0)).to(tl.int32) << 16), 0)
+    of_top, of_low = ends & 0xFFFF, ends >> 16
+    if of_top > 0:
+        tl.atomic_add(bins + (top >> shift), of_top, sem="relaxed")
+    if (of_low > 0) & (top > 0):
+        tl.atomic_add(bins, of_low, sem="relaxed")
+    tl.atomic_add(bins + (d >> shift), 1, mask=is_within & (d != top) & (d > 0), sem="relaxed")
 
 
 @triton.jit
 def _narrow(
-    rows, work, state, known, bins, tiles, starts, marks, BINS: tl.constexpr, SHORT: tl.constexpr,
-    MOST_BITS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SECTORS: tl.constexpr, feedback: tl.constexpr,
-    kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
+    rows, work, state, known, bins, tiles, starts, slots, BINS: tl.constexpr, SHORT: tl.constexpr,
+    MOST_BITS: tl.constexpr, STEP: tl.constexpr, TILE: tl.constexpr, SLOT: tl.constexpr, CHUNK: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
-    """Count the magnitudes above and within the spans of long rows; the last program of a row draws the conclusion."""
+    """Count again within the spans of long rows; the last program of a row draws the conclusion."""
     program = tl.program_id(0)
     i, _, part = entry(work)
     at = known + i * _KNOWN
@@ -524,40 +569,41 @@ def _narrow(
     if is_needed:
         is_needed = tl.load(at + _DONE) == 0
     if is_needed:
+        tile = tiles + 2 * program
+        slot = slots + program.to(tl.int64) * SLOT
         row_bins = _row_of_bins(rows, i, bins, BINS)
         parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
-        x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
-        shift = tl.load(at + _SHIFT).to(tl.int32)
-        low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
-        is_counted = tl.load(at + _COUNTED) != 0
-        tile_marks = marks + program.to(tl.int64) * (TILE // _PER_WORD)
-        if tl.load(at + _ANEW) != 0:
-            n = tl.arange(0, TILE)
-            _mark(tile_marks, tl.load(x + n, mask=n < size, other=0.0).to(tl.float32), low, TILE)
-            # other threads have marked
-            tl.debug_barrier()
-        both = tl.zeros((), tl.int32)
-        for first in range(0, _count_marks(tile_marks, TILE), SECTORS):
-            _sectors, o = _marked(tile_marks, first, TILE, SECTORS)
-            # low is 1 at least, so that zeros are below, and nothing overflows
-            d = _magnitude(tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)) - low
-            is_within = (d >= 0) & (d < span)
-            # above, and within, in one number
-            of_these = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0)
-            both += of_these
-            within = of_these >> 16
-            if (within > 0) & ((span > 1) | (is_counted == 0)):
-                top = tl.max(tl.where(is_within, d, -1), 0)
-                _count_bins(row_bins, d, is_within, within, top, shift, SECTORS)
-        tl.store(tiles + 2 * program, both & 0xFFFF)
-        tl.store(tiles + 2 * program + 1, both >> 16)
-        if (is_counted == 0) & ((both & 0xFFFF) > 0):
-            tl.atomic_add(at + _ABOVE, (both & 0xFFFF).to(tl.int64), sem="relaxed")
+        listed = tl.load(slot)
+        is_listed = (tl.load(at + _LISTED) != 0) & (listed >= 0)
+        if (tl.load(at + _ANEW) != 0) | (tl.load(tile + 1) > 0):
+            shift = tl.load(at + _SHIFT).to(tl.int32)
+            low, span = tl.load(at + _LOW).to(tl.int32), tl.load(at + _SPAN).to(tl.int32)
+            if is_listed:
+                n = tl.arange(0, SLOT)
+                d = tl.load(slot + n, mask=(n >= 2) & (n < listed + 2), other=0) - low
+                is_within = (d >= 0) & (d < span)
+                both = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0) + tl.load(slot + 1)
+                if span > 1:
+                    tl.atomic_add(row_bins + (d >> shift), 1, mask=is_within, sem="relaxed")
+            else:
+                both = tl.zeros((), tl.int32)
+                x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+                for chunk in range(0, TILE, CHUNK):
+                    o = chunk + tl.arange(0, CHUNK)
+                    d = _magnitude(tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)) - low
+                    is_within = (d >= 0) & (d < span)
+                    of_chunk = tl.sum((d >= span).to(tl.int32) + (is_within.to(tl.int32) << 16), 0)
+                    both += of_chunk
+                    if ((of_chunk >> 16) > 0) & (span > 1):
+                        _count_bins(row_bins, d, is_within, tl.max(tl.where(is_within, d, -1), 0), shift)
+            tl.store(tile, both & 0xFFFF)
+            tl.store(tile + 1, both >> 16)
         # all threads have written before one of them takes the ticket
         tl.debug_barrier()
         done = tl.atomic_add(at + _TICKET, 1)
         if done == parts - 1:
-            if is_counted & (span == 1):
+            # what the sample says is only a guess
+            if tl.load(at + _SPAN) == 1:
                 first = program - part.to(tl.int32)
                 allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
                 found = _place_tiles(tiles + 2 * first, starts + 2 * first, parts, allowed, STEP)
@@ -591,6 +637,7 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
     anew = tl.zeros((), tl.int64)
     if need <= 0:
         # the sample was too small here
+        anew += 1
         low += span
         span = _ALL - low
         above = tl.zeros((), tl.int64)
@@ -608,8 +655,10 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
     else:
         # fewer than k are not zero, and all of them are sent
         span = tl.full((), 1, tl.int64)
+        anew += 1
     tl.store(known + _ANEW, anew)
-    tl.store(known + _COUNTED, 1)
+    if anew != 0:
+        tl.store(known + _LISTED, 0)
     _begin(known, bins, low, span, above, most, STEP)
 
 
@@ -617,39 +666,90 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
 
 
 @triton.jit
+def _share_of_tile(rows, work, known, tiles, starts, i, number):
+    """Return how many elements of a tile are above the threshold, how many equal ones are sent, and all before it."""
+    above, ties = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1)
+    allowed = column(rows, i, LIMIT) - tl.load(known + i * _KNOWN + _ABOVE)
+    ties_before = tl.load(starts + 2 * number + 1)
+    before = tl.load(starts + 2 * number) + tl.minimum(ties_before, allowed)
+    return above, ties, tl.maximum(tl.minimum(allowed - ties_before, ties), 0).to(tl.int32), before
+
+
+@triton.jit
 def _write(
-    rows, work, state, known, tiles, starts, tile_starts, marks, SHORT: tl.constexpr, TILE: tl.constexpr,
-    SECTORS: tl.constexpr, feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
+    rows, work, state, known, tiles, starts, tile_starts, SHORT: tl.constexpr, TILE: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr, bitmaps: tl.constexpr,
 ):  # fmt: skip
     """Write what the tiles of long rows send, and leave zeros in the residuals."""
     i, _, part = entry(work)
     if column(rows, i, NUMEL) > SHORT:
-        at = known + i * _KNOWN
-        program = tl.program_id(0)
-        above, ties = tl.load(tiles + 2 * program), tl.load(tiles + 2 * program + 1)
-        allowed = column(rows, i, LIMIT) - tl.load(at + _ABOVE)
-        ties_before = tl.load(starts + 2 * program + 1)
-        before = tl.load(starts + 2 * program) + tl.minimum(ties_before, allowed)
-        left = tl.maximum(tl.minimum(allowed - ties_before, ties), 0).to(tl.int32)
+        above, ties, left, before = _share_of_tile(rows, work, known, tiles, starts, i, tl.program_id(0))
         if bitmaps and is_even:
             tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + part, before)
         if above + left > 0:
             _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
+            o = tl.arange(0, TILE)
+            x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
+            if size == TILE:
+                y = tl.load(x + o).to(tl.float32)
+            else:
+                y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
+            # a magnitude as a number: absolute values are compared without an instruction of their own
+            at = tl.load(known + i * _KNOWN + _LOW).to(tl.int32).to(tl.float32, bitcast=True)
+            sizes = tl.abs(y)
+            chosen = tl.where(left == ties, sizes >= at, sizes > at)
+            if (left > 0) & (left < ties):
+                is_tie = (sizes == at).to(tl.int32)
+                chosen |= (is_tie != 0) & (tl.cumsum(is_tie, 0) <= left)
+            words, rank = _ranks(chosen, TILE)
+            found = tl.load(state_of(state, i, 1))
+            _send(rows, i, y, chosen, words, rank, start, before, size, found, TILE, bitmaps, is_even)
+            if feedback:
+                tl.store(x + o, tl.zeros((TILE,), tl.float32), mask=chosen)
+
+
+@triton.jit
+def _ranks(chosen, TILE: tl.constexpr):
+    """Return the bits of the chosen elements, in words of 32 given as uint32, and how many are before each element."""
+    bit = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
+    words = tl.sum(tl.reshape(chosen.to(tl.uint32), (TILE // 32, 32)) * bit[None, :], 1)
+    ones = count_ones(words)
+    # only words are summed one after the other; within a word, bits are counted
+    before = tl.cumsum(ones, 0) - ones
+    rank = before[:, None] + count_ones(words[:, None] & (bit - 1)[None, :])
+    return words, tl.reshape(rank, (TILE,))
+
+
+@triton.jit
+def _write_sectors(
+    rows, work, state, known, tiles, starts, marks, SHORT: tl.constexpr, TILE: tl.constexpr, SECTORS: tl.constexpr,
+    feedback: tl.constexpr, kind: tl.constexpr, is_even: tl.constexpr,
+):  # fmt: skip
+    """Do as `_write` for rows that send lists of few elements: only marked sectors are read."""
+    i, _, part = entry(work)
+    if column(rows, i, NUMEL) > SHORT:
+        above, _ties, left, before = _share_of_tile(rows, work, known, tiles, starts, i, tl.program_id(0))
+        if above + left > 0:
+            _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
             x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
             found = tl.load(state_of(state, i, 1))
+            at = known + i * _KNOWN
             threshold = tl.load(at + _LOW).to(tl.int32)
-            tile_marks = marks + program.to(tl.int64) * (TILE // _PER_WORD)
+            tile_marks = marks + tl.program_id(0).to(tl.int64) * (TILE // _PER_WORD)
+            if threshold < tl.load(at + _MARKED):
+                # the sample has misled
+                n = tl.arange(0, TILE)
+                _mark(tile_marks, tl.load(x + n, mask=n < size, other=0.0).to(tl.float32), threshold, TILE)
+                # other threads have marked
+                tl.debug_barrier()
             # above, and equal, that were passed
             passed = tl.zeros((), tl.int32)
             for first in range(0, _count_marks(tile_marks, TILE), SECTORS):
-                sectors, o = _marked(tile_marks, first, TILE, SECTORS)
+                o = _marked(tile_marks, first, TILE, SECTORS)
                 y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
                 of_ties = tl.minimum(passed >> 16, left)
                 chosen, rank, counted = _chosen(tl.abs(y), threshold, left - of_ties)
-                _send(
-                    rows, i, y, o, sectors, chosen, rank, start, before + (passed & 0xFFFF) + of_ties, found, SECTORS,
-                    bitmaps, is_even,
-                )  # fmt: skip
+                _send_list(rows, i, y, o, chosen, rank, start, before + (passed & 0xFFFF) + of_ties, found)
                 if feedback:
                     tl.store(x + o, tl.zeros((SECTORS * _SECTOR,), tl.float32), mask=chosen)
                 passed += tl.sum(counted, 0)
@@ -692,13 +792,16 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
     # nothing is added up when encoding, so that each row has its blocks
     work = launch.work_by_blocks(TILE) if even else launch.work_by_parts(TILE)
     count = work.shape[0]
-    known = launch.scratch("known", 8 * len(launch.numels), "int64")
+    known = launch.scratch("known", KNOWN * len(launch.numels), "int64")
     tiles = launch.scratch("tiles", 2 * count, "int32")
     starts = launch.scratch("starts", 2 * count, "int64")
-    marks = launch.scratch("marks", count * (TILE // (32 * SECTOR)), "int32")
+    is_sparse = not bitmaps and bool((launch.limits[is_long] <= _SPARSE * launch.numels[is_long]).all())
+    marks = launch.scratch("marks", count * (TILE // (32 * SECTOR)) if is_sparse else 0, "int32")
     # memory is a fixed share of the elements, whatever a group is
     shortest = triton.next_power_of_2(int(launch.groups[is_long].min()))
     in_group = max(1, _BINS * shortest // (16 * TILE))
+    slot = max(2, min(_SLOT, _SLOT * shortest // TILE))
+    slots = launch.scratch("slots", slot * count, "int32")
     most = int(launch.counts[is_long].min()) * in_group
     bits = min(most.bit_length() - 1, _MOST_BITS)
     bins = launch.scratch("bins", int(launch.counts.sum()) * in_group, "int32")
@@ -710,27 +813,24 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
         num_warps=max(4, min(32, sample // 1024)), num_stages=1,
     )  # fmt: skip
     start(_scan, count,
-        rows, work, state, known, marks, _SHORT, TILE, feedback, kind, even,
+        rows, work, state, known, bins, tiles, slots, marks, in_group, _SHORT, _MOST_BITS, _STEP, TILE, slot, feedback,
+        kind, even, is_sparse,
         num_warps=_SCAN_WARPS, maxnreg=_SCAN_REGISTERS, num_stages=1,
     )  # fmt: skip
-    sectors = _sectors_at_once(float((launch.limits[is_long] / launch.numels[is_long]).max()))
-    warps = sectors // _SECTORS_OF_WARP
-    # the first one counts what the sample says, the last one only counts; should the sample mislead, all bits of a
-    # magnitude are told by those between them
-    for _ in range(2 + -(-31 // bits)):
+    # if the sample misleads, all bits of a magnitude are told by these; the last one only counts
+    for _ in range(1 + -(-31 // bits)):
         start(_narrow, count,
-            rows, work, state, known, bins, tiles, starts, marks, in_group, _SHORT, _MOST_BITS, _STEP, TILE, sectors,
-            feedback, kind, even, bitmaps,
-            num_warps=warps, maxnreg=_SECTORS_REGISTERS, num_stages=1,
+            rows, work, state, known, bins, tiles, starts, slots, in_group, _SHORT, _MOST_BITS, _STEP, TILE,
+            slot, _CHUNK, feedback, kind, even, bitmaps,
+            num_warps=_NARROW_WARPS, maxnreg=_NARROW_REGISTERS, num_stages=1,
         )  # fmt: skip
-    start(_write, count,
-        rows, work, state, known, tiles, starts, tile_starts, marks, _SHORT, TILE, sectors, feedback, kind, even,
-        bitmaps,
-        num_warps=warps, maxnreg=_SECTORS_REGISTERS, num_stages=1,
-    )  # fmt: skip
-
-
-def _sectors_at_once(share: float) -> int:
-    """Return about how many sectors of a tile have an element that is sent, if `share` of all are: a power of two."""
-    expected = TILE // SECTOR * (1 - (1 - min(share, 1.0)) ** SECTOR)
-    return int(min(max(triton.next_power_of_2(int(expected)), _LEAST_SECTORS), _MOST_SECTORS))
+    if is_sparse:
+        start(_write_sectors, count,
+            rows, work, state, known, tiles, starts, marks, _SHORT, TILE, _SECTORS, feedback, kind, even,
+            num_warps=_SECTORS_WARPS, maxnreg=_WRITE_REGISTERS, num_stages=1,
+        )  # fmt: skip
+    else:
+        start(_write, count,
+            rows, work, state, known, tiles, starts, tile_starts, _SHORT, TILE, feedback, kind, even, bitmaps,
+            num_warps=_WRITE_WARPS, maxnreg=_WRITE_REGISTERS, num_stages=1,
+        )  # fmt: skip
