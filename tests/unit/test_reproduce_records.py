@@ -8,7 +8,7 @@ import pytest
 from cluster import RunError
 from reproduce import runner
 from reproduce.cli import main
-from reproduce.experiments import EXPERIMENTS, SEEDS, settings_of
+from reproduce.experiments import EXPERIMENTS, settings_of
 from reproduce.store import Store
 from reproduce.unit import Unit
 
@@ -134,8 +134,9 @@ def test_without_a_cluster_a_record_says_that_links_were_unlimited(
     assert record["settings"]["rate"] == "unlimited"
 
 
-@pytest.mark.parametrize("form", SEEDS)
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("name", "form"), [(name, form) for name, experiment in EXPERIMENTS.items() for form in experiment.forms]
+)
 def test_units_of_a_plan_differ_and_can_be_written(name: str, form: str) -> None:
     units = EXPERIMENTS[name].plan(settings_of(name, form), range(2))
     assert len({unit.key for unit in units}) == len({unit.name for unit in units}) == len(units)
@@ -149,6 +150,8 @@ def test_units_of_a_plan_differ_and_can_be_written(name: str, form: str) -> None
         (["nobody"], "no experiment 'nobody'"),
         (["--tiny"], "give --results and --page"),
         (["--seeds", "0"], "--seeds 0"),
+        (["--jobs", "0"], "--jobs 0"),
+        (["dryden", "--gpu"], "forms of dryden are tiny, short, full"),
         (["dryden", "--set", "depth=3"], "settings of dryden are width"),
         (["dryden", "--set", "width"], "give something like width=1024"),
         (["dryden", "--set", 'width="4"'], "give something like width=1024"),
