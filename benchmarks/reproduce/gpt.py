@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from .gpt_methods import METHODS, Tuning, sent_by, wrapped
+from .gpt_methods import METHODS, Tuning, made_one, sent_by, wrapped
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _SIZES = {
 }  # fmt: skip
 FORMS: dict[str, dict[str, Any]] = {
     "tiny": {
-        **_SIZES, "width": 16, "layers": 1, "heads": 2, "context": 16, "batch": 2, "held_out": 4, "steps": 8, "sync": 4,
+        **_SIZES, "width": 64, "layers": 1, "heads": 2, "context": 16, "batch": 2, "held_out": 4, "steps": 8, "sync": 4,
         "every": 4, "adam_warm_up": 2, "ranks": [2], "rates": ["unlimited"], "rounds": 2,
     },
     "short": {
@@ -102,9 +102,8 @@ def _learning(settings: Mapping[str, Any]) -> dict[str, Any]:
         schedule.step()
         if step % settings["every"] == 0:
             found["bytes"].append(mean(all_ranks(sent_by(optimizer))))
-            if step == settings["steps"] and hasattr(optimizer, "average_parameters"):
-                # ranks that have trained alone become one model
-                optimizer.average_parameters()
+            if step == settings["steps"]:
+                made_one(optimizer)
             found["step"].append(step)
             found["train"].append(mean(all_ranks(mean(losses))))
             with torch.no_grad():

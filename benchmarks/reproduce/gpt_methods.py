@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["DENSE", "METHODS", "Tuning", "sent_by", "wrapped"]
+__all__ = ["DENSE", "METHODS", "Tuning", "made_one", "sent_by", "wrapped"]
 
 DENSE = "dense fp32"
 _DECAY, _BETAS = 0.1, (0.9, 0.95)
@@ -41,15 +41,24 @@ def wrapped(method: str, network: nn.Module, tuning: Tuning, prefix: str = "") -
     return METHODS[method](named, tuning)
 
 
+def made_one(optimizer: Any) -> None:
+    """Make one model of those of ranks that have trained alone; nothing where all have had the same all the time."""
+    if hasattr(optimizer, "average_parameters"):
+        optimizer.average_parameters()
+    elif hasattr(optimizer, "daso_stats"):
+        optimizer.epoch_end()
+
+
 def sent_by(optimizer: Any) -> float:
-    """Return the bytes that this rank has sent so far."""
+    """Return the bytes that this rank has sent so far, uncompressed steps included."""
     if hasattr(optimizer, "diloco_stats"):
         return optimizer.diloco_stats()["bytes_between_nodes"]
     if hasattr(optimizer, "daso_stats"):
         return optimizer.daso_stats()["bytes_between_nodes"]
     if hasattr(optimizer, "event_stats"):
         return optimizer.event_stats()["total"]["bytes"]
-    return optimizer.compression_stats()["total"]["bytes_sent"]
+    stats = optimizer.compression_stats()
+    return stats["total"]["bytes_sent"] + stats.get("uncompressed", {}).get("bytes_sent", 0)
 
 
 def _adamw(named: Any, rate: float) -> Any:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import places
 import pytest
 from cluster import RunError
 from reproduce import runner
@@ -119,6 +121,54 @@ def test_a_start_that_fails_is_told_and_keeps_its_checkpoint(monkeypatch: pytest
     assert failed == "dryden, b: mpirun returned 1"
     assert store.missing(UNITS) == [UNITS[1]]
     assert saved.exists()
+
+
+def test_units_run_at_the_same_time_and_a_failed_one_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, ranks = Store(tmp_path / "r"), Ranks(monkeypatch, tmp_path)
+    ranks.fails = {"b"}
+    all_are_there = threading.Barrier(len(UNITS), timeout=60)
+
+    def started(unit: Unit, progress: object) -> dict[str, Any]:
+        all_are_there.wait()
+        return ranks(unit, progress)
+
+    monkeypatch.setattr(runner, "started", started)
+    (failed,) = runner.run("dryden", UNITS, store, ["python"], jobs=3)
+    assert failed == "dryden, b: mpirun returned 1"
+    assert store.missing(UNITS) == [UNITS[1]]
+
+
+def test_a_failure_of_one_start_among_several_ends_with_its_own_last_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for launcher in ("_mpirun", "_horovodrun"):
+        # in the place of a launcher; $3 is the task
+        monkeypatch.setattr(places, launcher, lambda ranks: ["sh", "-c", 'echo "last words: $3"; exit 3'])
+    units = [Unit("dryden", 1, label, {"seed": seed}, 2, 1) for seed, label in enumerate(("a", "b"))]
+    failed = runner.run("dryden", units, Store(tmp_path / "r"), ["python"], jobs=2)
+    for seed, (said, name) in enumerate(zip(failed, ("a", "b, seed 1"), strict=True)):
+        first, last = said.splitlines()
+        assert first.startswith(f"dryden, {name}: ")
+        assert first.endswith("run returned 3")
+        assert f'last words: {{"experiment": "dryden", "settings": {{"seed": {seed}}}' in last
+
+
+def test_processes_that_begin_after_an_interruption_are_ended_too() -> None:
+    class Process:
+        terminated = 0
+
+        def terminate(self) -> None:
+            self.terminated += 1
+
+    progress, early, late = places.Progress("a", 1), Process(), Process()
+    part = progress.part("b")
+    with progress, part.watching(early):  # type: ignore[arg-type]
+        progress.end()
+        with part.watching(late):  # type: ignore[arg-type]
+            assert (early.terminated, late.terminated) == (1, 1)
 
 
 def test_without_a_cluster_a_record_says_that_links_were_unlimited(
