@@ -310,5 +310,6 @@ def _mpirun(ranks: int) -> list[str]:
 
 
 def _horovodrun(ranks: int) -> list[str]:
-    # ranks on this machine alone talk over its loopback interface, at ports that are free
-    return [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
+    # ranks on this machine alone talk over its loopback interface, at ports that are free; starts at the same time
+    # would damage the cache that they share
+    return [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo", "--disable-cache"]
