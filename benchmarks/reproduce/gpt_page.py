@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -80,15 +80,15 @@ def _table(rows: Rows) -> str:
     lines = []
     for method, records in complete(rows, list(METHODS)):
         dense = rows.get(DENSE, []) if method != DENSE else []
-        losses, sent, last = ([of(r) for r in records] for of in (_loss, _bytes, _last_bytes))
+        losses, sent = ([of(r) for r in records] for of in (_loss, _bytes))
         lines.append(
             [
                 method,
                 of_seeds(losses, 3),
                 of_seeds(_above(records, dense), 1, sign=True) if dense and records else "",
                 _megabytes(mean(sent)) if sent else "",
-                _times([_bytes(of) / nbytes for nbytes, of in beside(records, sent, dense)]),
-                _times([_last_bytes(of) / nbytes for nbytes, of in beside(records, last, dense)]),
+                _times(_fewer(records, dense, _bytes)),
+                _times(_fewer(records, dense, _last_bytes)),
                 len(records),
             ]
         )
@@ -120,6 +120,11 @@ def _above(records: Sequence[Record], dense: Sequence[Record]) -> list[float]:
     return [100 * (loss / _loss(of) - 1) for loss, of in beside(records, losses, dense)]
 
 
+def _fewer(records: Sequence[Record], dense: Sequence[Record], of: Callable[[Record], float]) -> list[float]:
+    """Return how many times fewer bytes each seed has sent than the dense training of the same seed."""
+    return [of(other) / nbytes for nbytes, other in beside(records, [of(r) for r in records], dense) if nbytes]
+
+
 def _megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.1f}" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f}"
 
@@ -135,8 +140,7 @@ def _nearest(rows: Rows) -> str:
     for method, records in rows.items():
         above = _above(records, dense)
         if method != DENSE and above and max(above) <= _NEAR:
-            factors = [_bytes(of) / nbytes for nbytes, of in beside(records, [_bytes(r) for r in records], dense)]
-            found.append((mean(factors), method, above))
+            found.append((mean(_fewer(records, dense, _bytes)), method, above))
     if not found:
         return f"No method is within {_NEAR:g} % of the loss of {DENSE} with all seeds."
     fewer, method, above = max(found)
@@ -152,14 +156,12 @@ def _averaging(settings: Mapping[str, Any], rows: Rows, timed: Sequence[Record])
     dense = rows.get(DENSE, [])
     lines: list[list[object]] = []
     for method, records in complete(rows, _AVERAGING):
-        sent = [_bytes(record) for record in records]
-        fewer = [_bytes(of) / nbytes for nbytes, of in beside(records, sent, dense)]
         lines.append(
             [
                 method,
                 of_seeds([_loss(record) for record in records], 3),
                 of_seeds(_above(records, dense), 1, sign=True) if dense and records else "",
-                _times(fewer),
+                _times(_fewer(records, dense, _bytes)),
                 *(_milliseconds(record, method) for record in clocks),
             ]
         )
