@@ -92,7 +92,10 @@ def started(unit: Unit, progress: Progress) -> Any:
     Raises:
         RunError: a rank failed.
     """
-    task = {"experiment": unit.experiment, "settings": dict(unit.settings), "scratch": str(_scratch(unit))}
+    task = {
+        "experiment": unit.experiment, "settings": dict(unit.settings), "ranks": unit.ranks,
+        "scratch": str(_scratch(unit)),
+    }  # fmt: skip
 
     def ranks_of(here: Place) -> Any:
         # settings of Open MPI, which mpirun hands on to all ranks
@@ -114,6 +117,11 @@ def work(task: dict[str, Any]) -> None:
     from .checkpoint import Checkpoint
 
     hvd.init()
+    if hvd.size() != task["ranks"]:
+        raise RuntimeError(
+            f"{hvd.size()} ranks have met, of {task['ranks']}: a Horovod without MPI cannot be started by mpirun; take "
+            "mpirun off PATH, and ranks are started over Gloo"
+        )
     result = EXPERIMENTS[task["experiment"]].work(task["settings"], Checkpoint(Path(task["scratch"])))
     ranks.deliver(task, result)
 
