@@ -37,6 +37,7 @@ __all__ = [
 
 UNLIMITED = "unlimited"
 DONE = "unit done:"  # what a rank writes when a unit of the progress bar is complete
+LINES_OF_A_PART = 20  # that tell of its failure, beside those of others
 Rank = Callable[[dict[str, Any]], None]
 Measure = Callable[[argparse.Namespace], dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,7 +160,7 @@ class Part(Progress):
 
     def __init__(self, whole: Progress, name: str) -> None:
         self._whole, self._name = whole, name
-        self._lines = deque(maxlen=20)
+        self._lines = deque(maxlen=200)
 
     def __exit__(self, *exception: object) -> None:
         """Leave the bar to the whole."""
@@ -169,6 +170,12 @@ class Part(Progress):
 
     def say(self, text: str) -> None:
         self._whole.say(f"{self._name}: {text}")
+
+    def tail(self) -> str:
+        lines = list(self._lines)
+        # behind a rank's error stands the trace of horovodrun, which marks what ranks wrote
+        of_ranks = [line for line in lines if "]<std" in line]
+        return "\n".join((of_ranks or lines)[-LINES_OF_A_PART:])
 
     def watching(self, process: subprocess.Popen[str]) -> contextlib.AbstractContextManager[None]:
         return self._whole.watching(process)

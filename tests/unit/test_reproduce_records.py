@@ -156,6 +156,13 @@ def test_a_failure_of_one_start_among_several_ends_with_its_own_last_lines(
         assert f'last words: {{"experiment": "dryden", "settings": {{"seed": {seed}}}' in last
 
 
+def test_a_failure_shows_what_ranks_wrote_and_not_the_trace_of_their_launcher() -> None:
+    with places.Progress("a", 1) as progress:
+        part = progress.part("b")
+        part.write("[1]<stderr>:ValueError: no such thing\n" + "  in horovodrun\n" * 50)
+        assert part.tail() == "[1]<stderr>:ValueError: no such thing"
+
+
 def test_processes_that_begin_after_an_interruption_are_ended_too() -> None:
     class Process:
         terminated = 0
