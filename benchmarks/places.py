@@ -6,9 +6,11 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +24,7 @@ from tqdm import tqdm
 
 __all__ = [
     "UNLIMITED",
+    "Part",
     "Place",
     "Progress",
     "local",
@@ -34,12 +37,15 @@ __all__ = [
 
 UNLIMITED = "unlimited"
 DONE = "unit done:"  # what a rank writes when a unit of the progress bar is complete
+LINES_OF_A_PART = 20  # that tell of its failure, beside those of others
 Rank = Callable[[dict[str, Any]], None]
 Measure = Callable[[argparse.Namespace], dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 1800.0  # how long to wait until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
 STALL_SECONDS = "120"  # ranks that wait for each other for so long end the run
+MEETING_SECONDS = "300"  # how long ranks wait for each other at their start, where many starts share the processors
+LOG_SECONDS = 10.0  # between two states of the bar where no terminal shows it: each is a line of a log
 
 
 def parser_of(description: str | None, short: str, each: str | None = None) -> argparse.ArgumentParser:
@@ -82,11 +88,19 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     """Draws a bar over units of work, moved by what the first rank writes; keeps other lines for a failure."""
 
     def __init__(self, title: str, units: int) -> None:
-        self._bar = tqdm(total=units, desc=title, unit="case", dynamic_ncols=True, smoothing=0.1)
+        often = 0.1 if sys.stderr.isatty() else LOG_SECONDS
+        self._bar = tqdm(total=units, desc=title, unit="case", dynamic_ncols=True, smoothing=0.1, mininterval=often)
         self._lines: deque[str] = deque(maxlen=60)
+        self._lock = threading.RLock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._has_ended = False
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+    def part(self, name: str) -> Part:
+        """Return what takes the lines of one start among several at the same time."""
+        return Part(self, name)
 
     def write(self, text: str) -> int:
         """Take lines, as a text file does."""
@@ -99,19 +113,75 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def advance(self, what: str) -> None:
         """Count a unit as complete."""
-        self._bar.set_postfix_str(what, refresh=False)
-        self._bar.update()
+        with self._lock:
+            self._bar.set_postfix_str(what, refresh=False)
+            self._bar.update()
 
     def flush(self) -> None:
         """Do nothing: no line is held back."""
 
     def say(self, text: str) -> None:
         """Write a line above the bar."""
-        self._bar.write(text, file=sys.stderr)
+        with self._lock:
+            self._bar.write(text, file=sys.stderr)
 
     def tail(self) -> str:
         """Return what the ranks wrote last."""
         return "\n".join(self._lines)
+
+    @contextlib.contextmanager
+    def watching(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        """Let `end` end a process meanwhile."""
+        with self._lock:
+            self._running.add(process)
+            if self._has_ended:
+                process.terminate()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+    def end(self) -> None:
+        """End all that is watched, now and later: threads that wait for ranks would go on for hours."""
+        with self._lock:
+            self._has_ended = True
+            for process in self._running:
+                process.terminate()
+
+
+class Part(Progress):
+    """Moves the bar of all starts by the lines of one, and keeps the other lines of this one for its failure.
+
+    Args:
+        whole: has the bar.
+        name: of the start, written beside what it has done.
+    """
+
+    def __init__(self, whole: Progress, name: str) -> None:
+        self._whole, self._name = whole, name
+        self._lines = deque(maxlen=200)
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the bar to the whole."""
+
+    def advance(self, what: str) -> None:
+        self._whole.advance(f"{self._name}: {what}")
+
+    def say(self, text: str) -> None:
+        self._whole.say(f"{self._name}: {text}")
+
+    def tail(self) -> str:
+        lines = list(self._lines)
+        # behind a rank's error stands the trace of horovodrun, which marks what ranks wrote
+        of_ranks = [line for line in lines if "]<std" in line]
+        return "\n".join((of_ranks or lines)[-LINES_OF_A_PART:])
+
+    def watching(self, process: subprocess.Popen[str]) -> contextlib.AbstractContextManager[None]:
+        return self._whole.watching(process)
+
+    def end(self) -> None:
+        self._whole.end()
 
 
 class Place:
@@ -138,7 +208,11 @@ class Place:
         env: Mapping[str, str] | None = None,
         launcher: str = "mpi",
     ) -> Any:
-        """Return what the ranks of `script --task JSON` deliver; without a cluster, MPI starts them in any case."""
+        """Return what the ranks of `script --task JSON` deliver; without a cluster, MPI starts them where it is there.
+
+        Raises:
+            RunError: a rank failed; the message ends with what ranks wrote last.
+        """
         env = {**_environment(), **(env or {})}
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
@@ -152,9 +226,8 @@ class Place:
                         command, ranks_per_host=self._ranks_per_host, launcher=launcher, env=env,
                         timeout=LIMIT_SECONDS, echo=self._progress,
                     )  # fmt: skip
-            except RunError:
-                self._progress.say(self._progress.tail())
-                raise
+            except RunError as error:
+                raise RunError("\n".join(part for part in (str(error), self._progress.tail()) if part)) from error
             return json.loads(result.read_text())
 
 
@@ -209,21 +282,21 @@ def _environment() -> dict[str, str]:
 
 
 def _run_here(ranks: int, command: Sequence[str], env: Mapping[str, str], progress: Progress) -> None:
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    # there are more ranks than processors, and one that spins would starve the others
-    options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    name = "mpirun" if shutil.which("mpirun", path=path) else "horovodrun"
+    launcher = _mpirun(ranks) if name == "mpirun" else _horovodrun(ranks)
     # else ranks of an interrupted run would go on alone
     with (
         terminated_as_exit(),
         subprocess.Popen(
-            ["mpirun", "-np", str(ranks), *options, *root, *command],
+            [*launcher, *command],
             cwd=ROOT,
-            env={**os.environ, **env, "PATH": path},
+            env={"HOROVOD_GLOO_TIMEOUT_SECONDS": MEETING_SECONDS, **os.environ, **env, "PATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         ) as process,
+        progress.watching(process),
     ):
         assert process.stdout is not None
         try:
@@ -233,4 +306,17 @@ def _run_here(ranks: int, command: Sequence[str], env: Mapping[str, str], progre
             process.terminate()
             raise
     if process.returncode:
-        raise RunError(f"mpirun returned {process.returncode}")
+        raise RunError(f"{name} returned {process.returncode}")
+
+
+def _mpirun(ranks: int) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    # there are more ranks than processors, and one that spins would starve the others
+    options = ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+    return ["mpirun", "-np", str(ranks), *options, *root]
+
+
+def _horovodrun(ranks: int) -> list[str]:
+    # ranks on this machine alone talk over its loopback interface, at ports that are free; starts at the same time
+    # would damage the cache that they share
+    return [sys.executable, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo", "--disable-cache"]

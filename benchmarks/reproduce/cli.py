@@ -34,11 +34,11 @@ def main(given: Sequence[str] | None = None) -> int:
         for name in options.experiments:
             settings = settings_of(name, options.form, options.changes)
             units = EXPERIMENTS[name].plan(settings, range(options.seeds))
-            failed += run(name, units, store, command, fresh=options.fresh)
+            failed += run(name, units, store, command, fresh=options.fresh, jobs=options.jobs)
     page.write(options.page, store)
     print(f"written: {options.page}")
     for problem in failed:
-        print(f"failed, and left out of the page: {problem}", file=sys.stderr)
+        print(f"failed, and left out of the page: {problem}\n", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -47,12 +47,15 @@ def _parsed(given: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(given)
     options.form = options.form or "short"
     options.seeds = SEEDS[options.form] if options.seeds is None else options.seeds
-    options.experiments = options.experiments or list(EXPERIMENTS)
+    having_form = [name for name, experiment in EXPERIMENTS.items() if options.form in experiment.forms]
+    options.experiments = options.experiments or having_form
     unknown = [name for name in options.experiments if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"no experiment {unknown[0]!r}: give some of {', '.join(EXPERIMENTS)}")
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: give 1 or more")
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: give 1 or more")
     if options.form == "tiny" and (options.results == FOLDER or options.page == PAGE):
         parser.error("--tiny shows that all works, and no results: give --results and --page of its own")
     for name in options.experiments:
@@ -72,7 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--full", dest="form", action="store_const", const="full", help="the papers' sizes: days")
     form.add_argument("--tiny", dest="form", action="store_const", const="tiny", help="a few steps, to try it out")
+    form.add_argument(
+        "--gpu", dest="form", action="store_const", const="gpu", help="sizes that want a GPU; gpt has them"
+    )
     parser.add_argument("--seeds", type=int, help="number of seeds; 1, with --full 3")
+    parser.add_argument("--jobs", type=int, default=1, help="starts of ranks at the same time; 1 by default")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=JSON", dest="changes",
         help="another value of a setting of the form, such as epochs=20 or 'workers=[4]'",

@@ -19,7 +19,7 @@ class Experiment(NamedTuple):
 
     Args:
         version: of its records.
-        forms: settings of "tiny", "short" and "full".
+        forms: settings of "tiny", "short" and "full", and of "gpu" where a GPU trains something larger.
         plan: the units of settings and seeds.
         work: what the ranks of a unit do with its settings and checkpoint.
         parts: Markdown by name, of records and the folder for plots.
@@ -40,7 +40,7 @@ EXPERIMENTS = {
     "qsgd": Experiment(qsgd.VERSION, qsgd.FORMS, qsgd.plan, qsgd.work, qsgd.parts),
     "gpt": Experiment(gpt.VERSION, gpt.FORMS, gpt.plan, gpt.work, gpt_page.parts),
 }
-SEEDS = {"tiny": 1, "short": 1, "full": 3}
+SEEDS = {"tiny": 1, "short": 1, "full": 3, "gpu": 1}
 
 
 def settings_of(experiment: str, form: str, changes: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,17 +48,21 @@ def settings_of(experiment: str, form: str, changes: Sequence[str] = ()) -> dict
 
     Args:
         experiment: its name.
-        form: "tiny", "short" or "full".
+        form: "tiny", "short", "full" or "gpu".
         changes: NAME=JSON each.
 
     Raises:
-        ValueError: a change that is no NAME=JSON, or of a setting that this experiment does not have.
+        ValueError: a form that this experiment does not have; a change that is no NAME=JSON, or of a setting that it
+            does not have.
 
     Example:
         >>> settings_of("dryden", "short", ["epochs=20"])["epochs"]
         20
     """
-    plain = EXPERIMENTS[experiment].forms[form]
+    forms = EXPERIMENTS[experiment].forms
+    if form not in forms:
+        raise ValueError(f"--{form}: forms of {experiment} are {', '.join(forms)}")
+    plain = forms[form]
     settings = dict(plain)
     for change in changes:
         name, _, text = change.partition("=")

@@ -3,41 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["DENSE", "METHODS", "sent_by", "wrapped"]
+__all__ = ["DENSE", "METHODS", "Tuning", "made_one", "sent_by", "wrapped"]
 
 DENSE = "dense fp32"
 _DECAY, _BETAS = 0.1, (0.9, 0.95)
-_WARM_UP = 45  # CompressedAdam's uncompressed steps, a tenth of the short form
 
 
-def wrapped(method: str, network: nn.Module, rate: float, sync_every: int, prefix: str = "") -> Any:
+class Tuning(NamedTuple):
+    """Holds what all methods of a training have in common.
+
+    Args:
+        rate: AdamW's learning rate.
+        sync_every: steps from one synchronization to the next, for methods that have them.
+        warm_up: CompressedAdam's uncompressed steps.
+    """
+
+    rate: float
+    sync_every: int
+    warm_up: int
+
+
+def wrapped(method: str, network: nn.Module, tuning: Tuning, prefix: str = "") -> Any:
     """Make the optimizer of a method.
 
     Args:
         method: one of `METHODS`.
         network: equal on all ranks.
-        rate: AdamW's learning rate.
-        sync_every: steps from one synchronization to the next, for methods that have them.
+        tuning: of all methods.
         prefix: of the names of collectives, which several optimizers must not share.
     """
     named = [(prefix + name, p) for name, p in network.named_parameters()]
-    return METHODS[method](named, rate, sync_every)
+    return METHODS[method](named, tuning)
+
+
+def made_one(optimizer: Any) -> None:
+    """Make one model of those of ranks that have trained alone; nothing where all have had the same all the time."""
+    if hasattr(optimizer, "average_parameters"):
+        optimizer.average_parameters()
+    elif hasattr(optimizer, "daso_stats"):
+        optimizer.epoch_end()
 
 
 def sent_by(optimizer: Any) -> float:
-    """Return the bytes that this rank has sent so far."""
+    """Return the bytes that this rank has sent so far, uncompressed steps included."""
     if hasattr(optimizer, "diloco_stats"):
         return optimizer.diloco_stats()["bytes_between_nodes"]
     if hasattr(optimizer, "daso_stats"):
         return optimizer.daso_stats()["bytes_between_nodes"]
     if hasattr(optimizer, "event_stats"):
         return optimizer.event_stats()["total"]["bytes"]
-    return optimizer.compression_stats()["total"]["bytes_sent"]
+    stats = optimizer.compression_stats()
+    return stats["total"]["bytes_sent"] + stats.get("uncompressed", {}).get("bytes_sent", 0)
 
 
 def _adamw(named: Any, rate: float) -> Any:
@@ -46,24 +67,24 @@ def _adamw(named: Any, rate: float) -> Any:
     return torch.optim.AdamW([p for _, p in named], rate, betas=_BETAS, weight_decay=_DECAY)
 
 
-def _gradients(compressor: Callable[[Any], Any]) -> Callable[[Any, float, int], Any]:
+def _gradients(compressor: Callable[[Any], Any]) -> Callable[[Any, Tuning], Any]:
     """Return what makes AdamW on gradients that are compressed."""
 
-    def make(named: Any, rate: float, sync_every: int) -> Any:
+    def make(named: Any, tuning: Tuning) -> Any:
         import hvd_compress
         import hvd_compress.torch as hvd
 
-        return hvd.DistributedOptimizer(_adamw(named, rate), named, compression=compressor(hvd_compress))
+        return hvd.DistributedOptimizer(_adamw(named, tuning.rate), named, compression=compressor(hvd_compress))
 
     return make
 
 
 def _diloco(
     compressor: Callable[[Any], Any], momentum: bool = True, decay: float = 1.0
-) -> Callable[[Any, float, int], Any]:
+) -> Callable[[Any, Tuning], Any]:
     """Return what makes AdamW within DiLoCo; without an outer momentum its feedback decays."""
 
-    def make(named: Any, rate: float, sync_every: int) -> Any:
+    def make(named: Any, tuning: Tuning) -> Any:
         import torch
 
         import hvd_compress
@@ -71,40 +92,47 @@ def _diloco(
 
         outer: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if momentum else {"lr": 1.0}
         return hvd.DiLoCo(
-            _adamw(named, rate), named, outer=lambda params: torch.optim.SGD(params, **outer), sync_every=sync_every,
-            compression=compressor(hvd_compress), feedback_decay=decay,
+            _adamw(named, tuning.rate), named, outer=lambda params: torch.optim.SGD(params, **outer),
+            sync_every=tuning.sync_every, compression=compressor(hvd_compress), feedback_decay=decay,
         )  # fmt: skip
 
     return make
 
 
-def _daso(named: Any, rate: float, sync_every: int) -> Any:
+def _daso(named: Any, tuning: Tuning) -> Any:
     import hvd_compress.torch as hvd
 
-    return hvd.DASO(_adamw(named, rate), named, global_skips=sync_every, batches_to_wait=1, ranks_per_node=1)
-
-
-def _dpsgd(named: Any, rate: float, sync_every: int) -> Any:
-    import hvd_compress.torch as hvd
-
-    return hvd.DPSGDOptimizer(_adamw(named, rate), named)
-
-
-def _compressed_adam(named: Any, rate: float, sync_every: int) -> Any:
-    import hvd_compress.torch as hvd
-
-    return hvd.CompressedAdam(
-        [p for _, p in named], rate, _BETAS, weight_decay=_DECAY, named_parameters=named, warmup_steps=_WARM_UP
+    return hvd.DASO(
+        _adamw(named, tuning.rate), named, global_skips=tuning.sync_every, batches_to_wait=1, ranks_per_node=1
     )
 
 
-def _demo(named: Any, rate: float, sync_every: int) -> Any:
+def _dpsgd(named: Any, tuning: Tuning) -> Any:
     import hvd_compress.torch as hvd
 
-    return hvd.DeMo([p for _, p in named], rate, weight_decay=_DECAY, named_parameters=named)
+    return hvd.DPSGDOptimizer(_adamw(named, tuning.rate), named)
 
 
-METHODS: dict[str, Callable[[Any, float, int], Any]] = {
+def _compressed_adam(named: Any, tuning: Tuning) -> Any:
+    import hvd_compress.torch as hvd
+
+    return hvd.CompressedAdam(
+        [p for _, p in named],
+        tuning.rate,
+        _BETAS,
+        weight_decay=_DECAY,
+        named_parameters=named,
+        warmup_steps=tuning.warm_up,
+    )
+
+
+def _demo(named: Any, tuning: Tuning) -> Any:
+    import hvd_compress.torch as hvd
+
+    return hvd.DeMo([p for _, p in named], tuning.rate, weight_decay=_DECAY, named_parameters=named)
+
+
+METHODS: dict[str, Callable[[Any, Tuning], Any]] = {
     DENSE: _gradients(lambda h: h.NoCompression()),
     "dense bf16": _gradients(lambda h: h.BF16()),
     "one-bit": _gradients(lambda h: h.OneBit()),

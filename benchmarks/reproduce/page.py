@@ -70,7 +70,9 @@ def filled(prose: str, texts: Mapping[str, str]) -> str:
 def status(name: str, store: Store) -> str:
     """Say in words how much of an experiment is recorded."""
     said = []
-    for form in ("short", "full"):
+    for form in ("short", "full", "gpu"):
+        if form not in EXPERIMENTS[name].forms:
+            continue
         units = EXPERIMENTS[name].plan(settings_of(name, form), range(SEEDS[form]))
         missing = [unit for unit in units if not _is_recorded(unit, store)]
         done = f"{len(units) - len(missing)} of {len(units)} starts of the {form} form are recorded"

@@ -18,7 +18,7 @@ import hvd_compress.torch as hvd
 from .checkpoint import Checkpoint
 from .data import Data
 
-__all__ = ["Observer", "all_ranks", "learn", "wrapped"]
+__all__ = ["Observer", "all_ranks", "learn", "same_on_all_ranks", "wrapped"]
 
 _TEST_BATCH = 500
 
@@ -116,6 +116,11 @@ def all_ranks(value: float) -> list[float]:
     return hvd.allgather(torch.tensor([value], dtype=torch.float64), name="reproduce.all_ranks").tolist()
 
 
+def same_on_all_ranks(network: nn.Module) -> bool:
+    """Tell whether all ranks hold the same bytes."""
+    return len(set(hvd.allgather_object(_digest(network), name="reproduce.digests"))) == 1
+
+
 def _is_reached(history: dict[str, Any], target: float) -> bool:
     return bool(history["train"]) and history["train"][-1] >= target
 
@@ -201,5 +206,5 @@ def _restored(
 def _digest(network: nn.Module) -> str:
     digest = hashlib.sha256()
     for p in network.parameters():
-        digest.update(p.detach().numpy().tobytes())
+        digest.update(p.detach().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

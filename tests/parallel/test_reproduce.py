@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import places
 import pytest
 from reproduce import dryden, page
 from reproduce.data import cifar_folders
@@ -113,6 +114,20 @@ def test_the_transformer_learns(tmp_path: Path, method: str) -> None:
     # a byte of 256 has 5.545 nats
     assert result["test"][1] < result["test"][0] < 5.6
     assert 0 < result["bytes"][0] < result["bytes"][1]
+
+
+@pytest.mark.thorough
+def test_trainings_at_the_same_time_need_no_mpi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(places.shutil, "which", lambda name, **_: None)
+    changes = ["rates=[]", 'methods=["one-bit", "SparseLoCo"]', "device=cpu", "precision=bf16"]
+    units, store = EXPERIMENTS["gpt"].plan(settings_of("gpt", "tiny", changes), [0]), Store(tmp_path)
+    assert run("gpt", units, store, ["python"], jobs=2) == []
+    for unit in units:
+        record = store.read(unit)
+        assert record is not None
+        result = record["result"]
+        assert (result["device"], result["replicas_identical"]) == ("CPU", True)
+        assert result["test"][1] < result["test"][0] < 5.6
 
 
 @pytest.mark.thorough

@@ -236,6 +236,55 @@ def test_bits_stand_with_bytes_with_and_without_a_coding(tmp_path: Path, store: 
     assert cells_of(table, "32 (Horovod fp32)")[:3] == ["97.00", "4.0", "1.0"]
 
 
+def gpt_records(store: Store, seeds: int = 2, **more: Any) -> None:
+    losses = {"dense fp32": 2.0, "one-bit": 2.02, "DiLoCo": 2.03, "SparseLoCo": 2.1}
+    for unit in EXPERIMENTS["gpt"].plan(settings_of("gpt", "short", ["rates=[]"]), range(seeds)):
+        if unit.label not in losses:
+            continue
+        fewer = {"dense fp32": 1, "one-bit": 30, "DiLoCo": 25, "SparseLoCo": 4000}[unit.label]
+        result = {
+            "train": [5.0, 2.0], "test": [5.0, losses[unit.label] * (1 + unit.settings["seed"])], "step": [225, 450],
+            "bytes": [1e9 / fewer, 3e9 / fewer], "steps": 450, "parameters": 2_500_000, "seconds": [1.0, 1.0],
+            "data": "4.7 MB of sources", "device": "a card", "replicas_identical": True, **more,
+        }  # fmt: skip
+        store.write(unit, result, 9.0, COMMAND)
+
+
+def test_trainings_of_the_transformer_stand_beside_the_dense_one_of_their_seed(tmp_path: Path, store: Store) -> None:
+    gpt_records(store)
+    table = part_of(written(tmp_path, store), "A small transformer")
+    assert "Run on: a card, 2 ranks on one machine; float32;" in table
+    assert cells_of(table, "dense fp32") == ["3.000 (2.000–4.000)", "", "3,000.0", "", "", "2"]
+    assert cells_of(table, "one-bit") == ["3.030 (2.020–4.040)", "+1.0 (+1.0–+1.0)", "100.0", "30.0", "30.0", "2"]
+    assert cells_of(table, "SparseLoCo")[2:] == ["0.75", "4,000.0", "4,000.0", "2"]
+    assert cells_of(table, "DASO") == ["**missing**", "", "", "", "", "0"]
+    # SparseLoCo is 5 % above
+    assert "with all seeds: **one-bit**, 30.0 times fewer, +1.0 (+1.0–+1.0) % above." in table
+    averaging = table.partition("| ranks that train alone |")[2]
+    assert cells_of(averaging, "DiLoCo") == ["3.045 (2.030–4.060)", "+1.5 (+1.5–+1.5)", "25.0"]
+    assert cells_of(averaging, "D-PSGD") == ["**missing**", "", ""]
+    assert "**Not measured:** how long their steps take" in table
+    assert len(list(store.folder.glob("gpt-loss-*.png"))) == 1
+
+
+def test_what_was_not_run_of_the_transformer_is_told(tmp_path: Path, store: Store) -> None:
+    gpt_records(store)
+    table = part_of(written(tmp_path, store), "A small transformer")
+    assert "| short | methods trained by 2 ranks | **4 of 14** | 2 |" in table
+    assert "| short | steps of 2 ranks timed at 100mbit | **0 of 1** | |" in table
+    assert "| full | methods trained by 4 ranks | **0 of 14** | |" in table
+    assert "| gpu | methods trained by 2 ranks | **0 of 14** | |" in table
+
+
+def test_trainings_on_other_devices_or_texts_are_not_compared(tmp_path: Path, store: Store) -> None:
+    gpt_records(store)
+    for path in store.folder.glob("gpt-one-bit-*.json"):
+        path.write_text(path.read_text().replace("a card", "another card"))
+    table = part_of(written(tmp_path, store), "A small transformer")
+    assert table.count("\nRun on: ") == 2
+    assert "| one-bit | 3.030 (2.020–4.040) | | 100.0 | | |" in table
+
+
 def test_prose_and_records_must_fit_each_other() -> None:
     with pytest.raises(ValueError, match="do not fit each other: volume"):
         page.filled("{{volume}} {{speed}}", {"speed": "1"})

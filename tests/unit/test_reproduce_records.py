@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
+import places
 import pytest
 from cluster import RunError
 from reproduce import runner
 from reproduce.cli import main
-from reproduce.experiments import EXPERIMENTS, SEEDS, settings_of
+from reproduce.experiments import EXPERIMENTS, settings_of
 from reproduce.store import Store
 from reproduce.unit import Unit
 
@@ -121,6 +123,61 @@ def test_a_start_that_fails_is_told_and_keeps_its_checkpoint(monkeypatch: pytest
     assert saved.exists()
 
 
+def test_units_run_at_the_same_time_and_a_failed_one_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store, ranks = Store(tmp_path / "r"), Ranks(monkeypatch, tmp_path)
+    ranks.fails = {"b"}
+    all_are_there = threading.Barrier(len(UNITS), timeout=60)
+
+    def started(unit: Unit, progress: object) -> dict[str, Any]:
+        all_are_there.wait()
+        return ranks(unit, progress)
+
+    monkeypatch.setattr(runner, "started", started)
+    (failed,) = runner.run("dryden", UNITS, store, ["python"], jobs=3)
+    assert failed == "dryden, b: mpirun returned 1"
+    assert store.missing(UNITS) == [UNITS[1]]
+
+
+def test_a_failure_of_one_start_among_several_ends_with_its_own_last_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for launcher in ("_mpirun", "_horovodrun"):
+        # in the place of a launcher; $3 is the task
+        monkeypatch.setattr(places, launcher, lambda ranks: ["sh", "-c", 'echo "last words: $3"; exit 3'])
+    units = [Unit("dryden", 1, label, {"seed": seed}, 2, 1) for seed, label in enumerate(("a", "b"))]
+    failed = runner.run("dryden", units, Store(tmp_path / "r"), ["python"], jobs=2)
+    for seed, (said, name) in enumerate(zip(failed, ("a", "b, seed 1"), strict=True)):
+        first, last = said.splitlines()
+        assert first.startswith(f"dryden, {name}: ")
+        assert first.endswith("run returned 3")
+        assert f'last words: {{"experiment": "dryden", "settings": {{"seed": {seed}}}' in last
+
+
+def test_a_failure_shows_what_ranks_wrote_and_not_the_trace_of_their_launcher() -> None:
+    with places.Progress("a", 1) as progress:
+        part = progress.part("b")
+        part.write("[1]<stderr>:ValueError: no such thing\n" + "  in horovodrun\n" * 50)
+        assert part.tail() == "[1]<stderr>:ValueError: no such thing"
+
+
+def test_processes_that_begin_after_an_interruption_are_ended_too() -> None:
+    class Process:
+        terminated = 0
+
+        def terminate(self) -> None:
+            self.terminated += 1
+
+    progress, early, late = places.Progress("a", 1), Process(), Process()
+    part = progress.part("b")
+    with progress, part.watching(early):  # type: ignore[arg-type]
+        progress.end()
+        with part.watching(late):  # type: ignore[arg-type]
+            assert (early.terminated, late.terminated) == (1, 1)
+
+
 def test_without_a_cluster_a_record_says_that_links_were_unlimited(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -134,8 +191,9 @@ def test_without_a_cluster_a_record_says_that_links_were_unlimited(
     assert record["settings"]["rate"] == "unlimited"
 
 
-@pytest.mark.parametrize("form", SEEDS)
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("name", "form"), [(name, form) for name, experiment in EXPERIMENTS.items() for form in experiment.forms]
+)
 def test_units_of_a_plan_differ_and_can_be_written(name: str, form: str) -> None:
     units = EXPERIMENTS[name].plan(settings_of(name, form), range(2))
     assert len({unit.key for unit in units}) == len({unit.name for unit in units}) == len(units)
@@ -149,6 +207,8 @@ def test_units_of_a_plan_differ_and_can_be_written(name: str, form: str) -> None
         (["nobody"], "no experiment 'nobody'"),
         (["--tiny"], "give --results and --page"),
         (["--seeds", "0"], "--seeds 0"),
+        (["--jobs", "0"], "--jobs 0"),
+        (["dryden", "--gpu"], "forms of dryden are tiny, short, full"),
         (["dryden", "--set", "depth=3"], "settings of dryden are width"),
         (["dryden", "--set", "width"], "give something like width=1024"),
         (["dryden", "--set", 'width="4"'], "give something like width=1024"),

@@ -307,7 +307,7 @@ class Shipment:
 
     def settle_counts(self) -> None:
         """Bring the counters of the tensors up to date."""
-        self.bucket.tally.settle()
+        self.bucket.settle_counts()
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
