@@ -17,7 +17,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress
 import hvd_compress.torch as hvd
-from hvd_compress import FP16, QSGD, Adaptive, OneBit, Policy, Threshold, TopK
+from hvd_compress import FP16, QSGD, Adaptive, OneBit, Policy, PowerSGD, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import ContractError, MismatchError, StateError, UnsupportedError
 from hvd_compress.exchange import make_plan
@@ -386,6 +386,22 @@ def bytes_sent_are_the_loopbacks(setting: tuple[Compressor, str]) -> None:
     everyone = horovod.allreduce(torch.tensor([float(sent), -float(received_by(stats))]), op=horovod.Sum, name="flow")
     # allgathers of unequal parts: what all send is what all receive
     assert abs(float(everyone.sum())) < 1e-3 * float(everyone[0]), everyone
+
+
+@cases.each({e: e for e in EXCHANGES})
+def bytes_sent_are_those_of_factors(exchange: str) -> None:
+    compressor = COMPRESSORS["powersgd"]
+    assert isinstance(compressor, PowerSGD)
+    model, n = Net(), horovod.size()
+    optimizer = wrap_to_compress(model, compressor, exchange=exchange)
+    train(model, optimizer, range(3), check=lambda step: None)
+    stats = optimizer.compression_stats()["tensors"]
+    weights = [name for name in SHAPES if name.endswith("weight")]
+    factors = sum(4 * compressor.rank * sum(SHAPES[name]) for name in weights)
+    least = 3 * factors * (2 * (n - 1) / n if exchange == "two_phase" else n - 1)
+    sent = sum(stats[name]["bytes_sent"] for name in weights)
+    # headers of payloads, and the numbers that are compared
+    assert least <= sent <= least + 3 * 600 * n, (least, sent)
 
 
 def received_by(stats: dict[str, Any]) -> float:
