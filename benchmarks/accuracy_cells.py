@@ -110,7 +110,7 @@ AS_GOOD = {"MLP": 0.5, "ResNet": 0.5, "transformer": 0.02}
 # the grids from which rates and tau are taken; a best value at the end of its grid is a reason to make it longer
 _DENSE_RATES = {"SGD": (0.01, 0.03, 0.1, 0.3, 1.0), "Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)}
 _SIGN_RATES = {"SGD": (3e-5, 1e-4, 3e-4, 1e-3, 3e-3), "Adam": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)}
-_TAUS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+_TAUS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 
 
 class Cell(NamedTuple):
