@@ -75,7 +75,7 @@ class Record:
     def __init__(self, path: Path, form: str, device: str, part: str) -> None:
         self._path, self._part = path, part
         self._lock = threading.Lock()
-        run = {"command": ["python", "benchmarks/accuracy.py", *sys.argv[1:]], "device": device, "machine": machine()}
+        run = {"command": ["python", "benchmarks/accuracy.py", *_said()], "device": device, "machine": machine()}
         self.content = (
             json.loads(path.read_text()) if path.is_file() else {"form": form, "runs": [], TUNING: [], TABLE: []}
         )
@@ -103,6 +103,18 @@ class Record:
             partial = self._path.with_suffix(".partial")
             partial.write_text(json.dumps(self.content, separators=(",", ":")) + "\n")
             partial.replace(self._path)
+
+
+def _said() -> list[str]:
+    """Return the arguments of this process without the paths, which say nothing to others."""
+    given, said = sys.argv[1:], []
+    while given:
+        word = given.pop(0)
+        if word in ("--record", "--page"):
+            given = given[1:]
+        elif not word.startswith(("--record=", "--page=")):
+            said.append(word)
+    return said
 
 
 class Starts:
