@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -70,16 +72,16 @@ class Results:
         kept = []
         for network, optimizer in pairs:
             lost = self.lost(compressor, network, optimizer)
-            if len(lost) == len(SEEDS) and mean(lost) <= AS_GOOD[network]:
+            if len(lost) >= len(self.seeds) and mean(lost) <= AS_GOOD[network]:
                 kept.append((network, optimizer))
         return kept
 
     def price(self, compressor: str) -> dict[tuple[str, str], float] | None:
         """Return how much worse than dense it is in each pair, in the mean of seeds; None if a training is missing."""
         lost = {pair: self.lost(compressor, *pair) for pair in _PAIRS}
-        if any(len(seeds) < len(SEEDS) for seeds in lost.values()):
+        if any(len(found) < len(self.seeds) for found in lost.values()):
             return None
-        return {pair: mean(seeds) for pair, seeds in lost.items()}
+        return {pair: mean(found) for pair, found in lost.items()}
 
     def fewer(self, compressor: str, pairs: Sequence[tuple[str, str]] = _PAIRS) -> float:
         """Return how many times fewer bytes than dense it sends in trainings of these pairs, taken together."""
@@ -90,6 +92,12 @@ class Results:
                 mine += mean(row["bytes"] for row in rows)
                 dense += mean(row["bytes"] for row in others)
         return dense / mine if mine else 0.0
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Those of which all trainings are there; the answer needs one, and a cut run may lack the last."""
+        counts = Counter(row["seed"] for row in self._rows.values())
+        return [seed for seed in SEEDS if counts[seed] == len(_PAIRS) * len(COMPRESSORS)]
 
     @property
     def is_complete(self) -> bool:
@@ -124,6 +132,9 @@ def _nothing(content: Mapping[str, Any] | None) -> list[str]:
 
 
 def _answer(results: Results) -> list[str]:
+    missing = [] if results.is_complete else [f"**Not complete:** {results.said} trainings are recorded.", ""]
+    if not results.seeds:
+        return missing[:1]
     by_adam, by_sgd = ([pair for pair in _PAIRS if pair[1] == optimizer] for optimizer in ("Adam", "SGD"))
     kept = {name: len(results.keeps(name, _PAIRS)) for name in _LOSSY}
     worst = [f"`{name}`" for name in _LOSSY if kept[name] == min(kept.values())]
@@ -136,16 +147,16 @@ def _answer(results: Results) -> list[str]:
         f"{min(kept.values()) or 'none'} of the {len(_PAIRS)} pairs of a network and an optimizer.",
     ]
     return [
+        *missing,
         *(f"{number}. {line}" for number, line in enumerate(lines, 1)),
         "",
-        f"*As good as dense* means: in the mean of {len(SEEDS)} seeds, at most {AS_GOOD['MLP']:g} points of accuracy "
+        f"*As good as dense* means: in the mean of {len(results.seeds)} seeds, at most {AS_GOOD['MLP']:g} points of accuracy "
         f"lower, or {AS_GOOD['transformer']:g} nats a byte of loss higher, than without compression. Lines 1 to 3 name "
         f"at most {_NAMED} of those that were so with every network, fewest bytes first.",
         "",
         f"**Tried:** small networks, some hundred steps, {RANKS} ranks, rates that suit uncompressed training. Error "
         "feedback sends late what it holds back, and short trainings feel that most. Longer trainings, larger networks "
         "and lower rates were not tried.",
-        *([] if results.is_complete else ["", f"**Not complete:** {results.said} trainings are recorded."]),
     ]
 
 

@@ -185,6 +185,9 @@ def test_an_incomplete_record_says_what_is_missing() -> None:
     text = accuracy_page.page(record)
     assert f"**Not complete:** {len(record['rows'])} of {3 * len(record['rows'])} trainings are recorded." in text
     assert "1 of 3 seeds" in cells(text, "MLP", "OneBit()")[0]
+    assert "in the mean of 1 seeds" in text
+    record["rows"].pop()
+    assert "Whatever you train" not in accuracy_page.page(record)
 
 
 def test_words_choose_cells() -> None:
