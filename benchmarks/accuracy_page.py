@@ -151,7 +151,8 @@ def _answer(results: Results) -> list[str]:
         *(f"{number}. {line}" for number, line in enumerate(lines, 1)),
         "",
         f"*As good as dense* means: in the mean of {len(results.seeds)} seeds, at most {AS_GOOD['MLP']:g} points of "
-        f"accuracy lower, or {AS_GOOD['transformer']:g} nats a byte of loss higher, than without compression. Lines 1 to 3 name "
+        f"accuracy lower, or {AS_GOOD['transformer']:g} nats a byte of loss higher, than without compression. Lines 1 "
+        "to 3 name "
         f"at most {_NAMED} of those that were so with every network, fewest bytes first.",
         "",
         f"**Tried:** small networks, some hundred steps, {RANKS} ranks, rates that suit uncompressed training. Error "
