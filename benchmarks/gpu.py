@@ -28,6 +28,7 @@ from hvd_compress import (
     QSGD,
     Adaptive,
     Blockwise,
+    ChunkedTopK,
     EFSignSGD,
     Natural,
     NoCompression,
@@ -65,6 +66,7 @@ COMPRESSORS: list[Compressor] = [
     TernGrad(),
     Blockwise(),
     Blockwise(bits=4, hadamard=True),
+    ChunkedTopK(),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups, top_count
 from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
-from hvd_compress.compressors.tables import Kernels
+from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import chunked as kernels
 from hvd_compress.kernels import coded
 
@@ -98,6 +98,11 @@ class ChunkedTopK(TableCompressor):
     def kernels(self, group: int) -> Kernels:
         return _kernels(self.value_bits, self.ratio)
 
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        if self.coding is not None:
+            return None
+        return _device_kernels(self.value_bits, group, top_count(group, self.ratio))
+
 
 @cache
 def _kernels(value_bits: int, ratio: float) -> Kernels:
@@ -106,4 +111,15 @@ def _kernels(value_bits: int, ratio: float) -> Kernels:
         kernels.decode_rows,
         partial(coded.shorten_chunked_rows, ChunkedTopK.coded_codec),
         coded.decode_chunked_rows,
+    )
+
+
+@cache
+def _device_kernels(bits: int, chunk: int, most: int) -> DeviceKernels:
+    from hvd_compress.kernels.cuda import chunked
+
+    return DeviceKernels(
+        partial(chunked.encode, codec=ChunkedTopK.codec, bits=bits, chunk=chunk, most=most),
+        partial(chunked.verify, bits=bits, chunk=chunk, most=most),
+        partial(chunked.decode, bits=bits, chunk=chunk, most=most),
     )

@@ -11,6 +11,7 @@ from hvd_compress import (
     FP16,
     QSGD,
     Blockwise,
+    ChunkedTopK,
     EFSignSGD,
     Natural,
     NoCompression,
@@ -35,7 +36,7 @@ HEADER = 40
 PART = 4096 * 4  # bytes that one program sums
 MADE = [OneBit(), TopK(), Threshold(0.5), Percentile(), QSGD(), QSGD(bits=3), BF16(), FP16(), NoCompression()]
 MADE += [CheckedRaw(), CheckedHalves(), EFSignSGD(), SignSGD(), SignSGD(error_feedback=True), Natural(), TernGrad()]
-MADE += [Blockwise(), Blockwise(bits=4, hadamard=True)]
+MADE += [Blockwise(), Blockwise(bits=4, hadamard=True), ChunkedTopK()]
 rng = np.random.default_rng(8)
 
 

@@ -113,7 +113,7 @@ def _magnitude(y):
 
 
 @triton.jit
-def _kth(sizes, low, from_low, k, slack):
+def kth(sizes, low, from_low, k, slack):
     """Find a number that `k` to `k + slack` of the absolute values `sizes` are not below, if there is one.
 
     Else the k-th largest of them is found. It is not below the magnitude `low`, 1 at least, which `from_low` are not
@@ -141,7 +141,7 @@ def _kth(sizes, low, from_low, k, slack):
 
 
 @triton.jit
-def _chosen(sizes, threshold, left):
+def chosen_of(sizes, threshold, left):
     """Return which are above a threshold, or among the first `left` equal to it; the rank of each; what is counted.
 
     That is 1 for each above, and 65536 for each equal.
@@ -281,7 +281,7 @@ def _encode_short(
         if (both >> 16) != 0:
             tl.store(state_of(state, i, 0), 1)
         k = column(rows, i, LIMIT).to(tl.int32)
-        threshold, from_low, from_high = _kth(sizes, tl.full((), 1, tl.int32), both & 0xFFFF, k, 0)
+        threshold, from_low, from_high = kth(sizes, tl.full((), 1, tl.int32), both & 0xFFFF, k, 0)
         takes_all = from_low <= k
         found = tl.where(takes_all, from_low, k)
         allowed = tl.where(takes_all, BLOCK, k - from_high)
@@ -308,7 +308,7 @@ def _encode_short(
         for start in range(0, size, TILE):
             of_tile = tl.load(x + start + t, mask=start + t < size, other=0.0).to(tl.float32)
             left = tl.maximum(allowed - ties, 0)
-            chosen, rank, counted = _chosen(tl.abs(of_tile), threshold, left)
+            chosen, rank, counted = chosen_of(tl.abs(of_tile), threshold, left)
             rank += above + tl.minimum(ties, allowed)
             if has_bits:
                 _put_bits(counts + (start >> 5), chosen, size - start, TILE)
@@ -412,11 +412,11 @@ def _guess(
             margin = _MARGIN * tl.sqrt(expected) + _MARGIN
             slack = (margin * 0.125).to(tl.int32)
             one = tl.full((), 1, tl.int32)
-            low, from_low, _ = _kth(sizes, one, above_zero, (expected + margin).to(tl.int32), slack)
+            low, from_low, _ = kth(sizes, one, above_zero, (expected + margin).to(tl.int32), slack)
             high = tl.full((), _ALL - 1, tl.int64)
             up = (expected - margin).to(tl.int32) - slack
             if up > 0:
-                upper, _, _ = _kth(sizes, low, from_low, up, slack)
+                upper, _, _ = kth(sizes, low, from_low, up, slack)
                 high = upper.to(tl.int64)
             at = known + i * _KNOWN
             tl.store(at + _ANEW, 0)
@@ -748,7 +748,7 @@ def _write_sectors(
                 o = _marked(tile_marks, first, TILE, SECTORS)
                 y = tl.load(x + o, mask=o < size, other=0.0).to(tl.float32)
                 of_ties = tl.minimum(passed >> 16, left)
-                chosen, rank, counted = _chosen(tl.abs(y), threshold, left - of_ties)
+                chosen, rank, counted = chosen_of(tl.abs(y), threshold, left - of_ties)
                 _send_list(rows, i, y, o, chosen, rank, start, before + (passed & 0xFFFF) + of_ties, found)
                 if feedback:
                     tl.store(x + o, tl.zeros((SECTORS * _SECTOR,), tl.float32), mask=chosen)

@@ -143,7 +143,7 @@ def list_marked(words, targets, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _refuse(state, i, is_wrong):
+def refuse(state, i, is_wrong):
     """Note that the payload of row `i` is damaged."""
     if is_wrong:
         tl.store(state_of(state, i, 5), -1)
@@ -157,6 +157,18 @@ def _fits(rows, i, state, body, ahead, entries, pairs: tl.constexpr):
         tau = (tl.load(pointer(body - HEADER, tl.int64) + 3) >> 32).to(tl.int32)
         is_good &= (tau > 0) & (tau < INFINITE)
     return is_good
+
+
+@triton.jit
+def sum_counts(counts, groups, targets, SIZE: tl.constexpr):
+    """Write how many entries the groups before each one have, as `counts` says; returns how many all have."""
+    total = tl.zeros((), tl.int64)
+    for begin in range(0, groups, SIZE):
+        g = begin + tl.arange(0, SIZE)
+        count = tl.load(counts + g, mask=g < groups, other=0).to(tl.int64)
+        tl.store(targets + g, total + tl.cumsum(count, 0) - count, mask=g < groups)
+        total += tl.sum(count, 0)
+    return total
 
 
 @triton.jit
@@ -175,19 +187,13 @@ def _scan(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr, v
         entries = tl.load(state_of(state, i, 1))
         has_body = (flags >= 0) & ((flags & (NONFINITE | ABSENT)) == 0)
         is_good = _fits(rows, i, state, body, ahead, entries, pairs)
-        _refuse(state, i, has_body & (is_good == 0))
+        refuse(state, i, has_body & (is_good == 0))
         has_body &= is_good
     if has_body:
         counts = pointer(body, tl.uint16 if pairs else tl.uint32)
-        targets = offsets + column(rows, i, ROW_GROUPS_AT)
-        total = tl.zeros((), tl.int64)
-        for begin in range(0, groups, SIZE):
-            g = begin + tl.arange(0, SIZE)
-            count = tl.load(counts + g, mask=g < groups, other=0).to(tl.int64)
-            tl.store(targets + g, total + tl.cumsum(count, 0) - count, mask=g < groups)
-            total += tl.sum(count, 0)
+        total = sum_counts(counts, groups, offsets + column(rows, i, ROW_GROUPS_AT), SIZE)
         if verifying:
-            _refuse(state, i, total != entries)
+            refuse(state, i, total != entries)
         else:
             note_body(state, i, total, ahead + 2 * total)
 
@@ -210,14 +216,14 @@ def _verify(rows, work, state, offsets, SIZE: tl.constexpr, pairs: tl.constexpr)
             index = tl.load(entries + j, mask=j < count, other=0).to(tl.int32) >> 1
             previous = tl.load(entries + j - 1, mask=(j > 0) & (j < count), other=0).to(tl.int32) >> 1
             is_wrong = (j < count) & ((index >= size) | ((j > 0) & (index <= previous)))
-            _refuse(state, i, tl.max(is_wrong.to(tl.int32), 0) != 0)
+            refuse(state, i, tl.max(is_wrong.to(tl.int32), 0) != 0)
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _fill(out, start, size, value, BLOCK: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
+def fill(out, start, size, value, BLOCK: tl.constexpr, kind: tl.constexpr, aligned: tl.constexpr):
     """Store the same value in so many elements from `start` on."""
     v = tl.full((BLOCK,), value, tl.float32).to(kind)
     for begin in range(0, size, BLOCK):
@@ -289,7 +295,7 @@ def _decode(
             rows, first_row, g, groups, has_body, offsets, scale, own_tau, pairs, force
         )
     if (not adds) | is_nan:
-        _fill(out, start, size, tl.where(is_nan, float("nan"), 0.0), BLOCK, kind, aligned)
+        fill(out, start, size, tl.where(is_nan, float("nan"), 0.0), BLOCK, kind, aligned)
         # elements that other threads have stored are there now
         tl.debug_barrier()
     if single:
@@ -312,10 +318,15 @@ def offsets_of(launch: Launch) -> Any:
     return launch.scratch("offsets", launch.work_by_groups().shape[0], "int64")
 
 
+def scanned_at_once(launch: Launch) -> int:
+    """Return how many counts a program adds up at once."""
+    groups, rows = launch.work_by_groups().shape[0], launch.work_by_rows().shape[0]
+    return min(_SCANNED, max(128, triton.next_power_of_2(groups // rows)))
+
+
 def scan(launch: Launch, pairs: bool, verifying: bool) -> None:
     """Fill what `offsets_of` returns; encoding, sizes of bodies are noted, and verifying they are checked."""
-    work = launch.work_by_rows()
-    size = min(_SCANNED, max(128, triton.next_power_of_2(launch.work_by_groups().shape[0] // work.shape[0])))
+    work, size = launch.work_by_rows(), scanned_at_once(launch)
     start(
         _scan, work.shape[0], launch.rows, work, launch.state, offsets_of(launch), size, pairs, verifying,
         num_warps=max(1, size // 512), num_stages=1,
