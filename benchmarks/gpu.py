@@ -34,6 +34,7 @@ from hvd_compress import (
     NoCompression,
     OneBit,
     Percentile,
+    RandomK,
     SignSGD,
     TernGrad,
     Threshold,
@@ -67,6 +68,7 @@ COMPRESSORS: list[Compressor] = [
     Blockwise(),
     Blockwise(bits=4, hadamard=True),
     ChunkedTopK(),
+    RandomK(),
 ]
 
 

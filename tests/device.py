@@ -65,7 +65,7 @@ class Tables:
         self.rows[:, table.X] = [x.data_ptr() for x in xs]
         self.rows[:, table.GRADIENT] = 0 if gradients is None else [g.data_ptr() for g in gradients]
         for i, key in enumerate(keys or []):
-            low, high = key.words()
+            low, high = self.compressor.drawing_key(key).words()
             self.rows[i, table.KEY] = np.array(int(low) | int(high) << 32, np.uint64).view(np.int64)
         self.launch.place(self.rows, self.kind, gradients is not None)
         self.kernels.encode(self.launch)

@@ -327,13 +327,13 @@ class DeviceMemory(Memory):
     # -- tables --------------------------------------------------------------------------------------------------
 
     def encode(self, payloads: Payloads, kind: str, key_of: Callable[[int], Key]) -> None:
-        rows, kernels = payloads.rows, _kernels_of(payloads)
-        if payloads.compressor.draws:
-            tables.fill_keys(rows, key_of)
+        rows, kernels, compressor = payloads.rows, _kernels_of(payloads), payloads.compressor
+        if compressor.draws:
+            tables.fill_keys(rows, lambda i: compressor.drawing_key(key_of(i)))
 
         def work() -> None:
             launch = self._launch(payloads)
-            launch.place(rows, kind, payloads.compressor.feedback)
+            launch.place(rows, kind, compressor.feedback)
             kernels.encode(launch)
 
         # where this fails nothing is to be taken back

@@ -170,6 +170,10 @@ class Compressor(ABC):
         """Return the kernels for gradients in device memory; None where such gradients go through host memory."""
         return None
 
+    def drawing_key(self, key: Key) -> Key:
+        """Return what of a key random choices depend on; all of it by default."""
+        return key
+
     def limit_of(self, numel: int, group: int) -> int:
         """Return what kernels are to know of a tensor beside its size, such as how many entries to send."""
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from hvd_compress import wire
 from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Bytes, Compressor, add_gradient, top_count
 from hvd_compress.compressors.key import Key
 from hvd_compress.compressors.settings import check_flag, check_int, check_real
+from hvd_compress.compressors.tables import DeviceKernels
 
 __all__ = ["RandomK"]
 
@@ -66,11 +68,20 @@ class RandomK(Compressor):
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 + 4 * top_count(numel, self.ratio)
 
+    def drawing_key(self, key: Key) -> Key:
+        """Return a key without the rank, since all draw alike, or hop: sums have values where gradients had them."""
+        return replace(key, rank=0, hop=0)
+
+    def limit_of(self, numel: int, group: int) -> int:
+        return top_count(numel, self.ratio)
+
+    def device_kernels(self, group: int) -> DeviceKernels | None:
+        return _device_kernels() if group == 1 else None
+
     def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         if not add_gradient(x, gradient):
             return NOT_FINITE
-        # without the rank: all draw alike; and without the hop: the sum has its values where gradients had them
-        words = replace(key, rank=0, hop=0).words()
+        words = self.drawing_key(key).words()
         chosen = drawn(words, x.size, top_count(x.size, self.ratio))
         sections: Any = wire.Sections(body)
         sections.blank(2, np.uint32)[:] = words
@@ -90,6 +101,13 @@ class RandomK(Compressor):
             out[:] = 0
         out[drawn((low, high), out.size, header.entries)] += values
         return True
+
+
+@cache
+def _device_kernels() -> DeviceKernels:
+    from hvd_compress.kernels.cuda import randomk
+
+    return DeviceKernels(partial(randomk.encode, codec=RandomK.codec), randomk.verify, randomk.decode)
 
 
 def _sizes(numel: int, entries: int) -> int:

@@ -102,7 +102,7 @@ def encode(
             _encode_row(compressor, row, like, key_of(i))
         return
     if compressor.draws:
-        fill_keys(rows, key_of)
+        fill_keys(rows, lambda i: compressor.drawing_key(key_of(i)))
     kernels.encode(rows, like)
     if compressor.coding is not None and kernels.shorten is not None:
         kernels.shorten(rows)

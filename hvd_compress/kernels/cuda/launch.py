@@ -133,14 +133,14 @@ class Launch:
 
         return self._work("rows", work)
 
-    def work_by_words(self) -> Any:
-        """Return (row, 1, part) for each part of the room of each payload."""
+    def work_by_words(self, words: int = envelope.PART) -> Any:
+        """Return (row, 1, part) for each part of so many words of the room of each payload."""
 
         def work() -> npt.NDArray[np.int32]:
-            parts = np.maximum(-(-self._rooms // (4 * envelope.PART)), 1)
+            parts = np.maximum(-(-self._rooms // (4 * words)), 1)
             return _spread(np.arange(len(parts)), np.ones_like(parts), parts)
 
-        return self._work("words", work)
+        return self._work(("words", words), work)
 
     def _work(self, name: Any, make: Callable[[], npt.NDArray[np.int32]]) -> Any:
         kept = self._kept.get(("work", name))

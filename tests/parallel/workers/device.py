@@ -15,7 +15,20 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, AdaGrad, Adaptive, OneBit, Percentile, Policy, Threshold, TopK
+from hvd_compress import (
+    QSGD,
+    AdaGrad,
+    Adaptive,
+    Blockwise,
+    ChunkedTopK,
+    EFSignSGD,
+    Natural,
+    OneBit,
+    Percentile,
+    Policy,
+    Threshold,
+    TopK,
+)
 from hvd_compress._torch.device import DeviceMemory
 from hvd_compress.compressors import BF16, Compressor
 from hvd_compress.memory import HOST
@@ -37,6 +50,10 @@ COMPRESSORS: dict[str, Any] = {
     "topk": TopK(0.05),
     "threshold": Threshold(0.01),
     "percentile": Percentile(90, error_feedback=True),
+    "efsignsgd": EFSignSGD(),
+    "natural": Natural(),
+    "blockwise": Blockwise(bits=4, block=64, hadamard=True),
+    "chunked": ChunkedTopK(0.05, 256),
     "policy": Policy([("2.*", QSGD(bits=8))], default=OneBit()),
 }
 
