@@ -16,6 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 # after the paths and settings above
 from docutils import nodes  # noqa: E402
+from inside import inner_modules  # noqa: E402
 from links import page_text, source_of  # noqa: E402
 from messages import messages  # noqa: E402
 from sphinx.util.docutils import SphinxDirective  # noqa: E402
@@ -99,8 +100,21 @@ class Messages(SphinxDirective):
         return parts
 
 
+class InnerModules(SphinxDirective):
+    """List the modules below the edges, and what each name of theirs is for."""
+
+    def run(self) -> list[nodes.Node]:
+        lines = []
+        for module in inner_modules():
+            lines += [f"`{module.name}`: {module.purpose}", ""]
+            lines += [f"- `{name}`: {purpose}" if purpose else f"- `{name}`" for name, purpose in module.names.items()]
+            lines += [""]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def setup(app: Any) -> None:
     """Tell Sphinx of what is above."""
     app.connect("source-read", _read)
     app.add_directive("cli-help", Help)
     app.add_directive("all-messages", Messages)
+    app.add_directive("inner-modules", InnerModules)

@@ -58,6 +58,13 @@ def check_state(state: Any) -> State:
 
     Raises:
         StateError: it has not, or a value is not finite.
+
+    Example:
+        >>> from hvd_compress.feedback import check_state
+        >>> check_state({"format": 2})
+        Traceback (most recent call last):
+        ...
+        hvd_compress.errors.StateError: not a compressor state of format 1: its format is 2
     """
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if isinstance(found, bool) or not isinstance(found, int | np.integer) or found != FORMAT:
@@ -118,6 +125,17 @@ def write_state(path: str | os.PathLike[str], state: State) -> None:
     Raises:
         StateError: not a state.
         TypeError: a further entry is not JSON-able.
+
+    Example:
+        >>> import tempfile, numpy as np
+        >>> from hvd_compress.feedback import read_state, write_state
+        >>> owed = {"w": {"shape": [2], "values": np.array([1.0, 2.0], np.float32)}}
+        >>> state = {"format": 1, "size": 1, "rank": 0, "steps": 3, "residuals": owed, "owner_residuals": {}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_state(f"{folder}/rank0.npz", state)
+        ...     again = read_state(f"{folder}/rank0.npz")
+        >>> again["residuals"]["w"]["values"]
+        array([1., 2.], dtype=float32)
     """
     plain = check_state(state)
     arrays: dict[str, Any] = {}
@@ -130,7 +148,7 @@ def write_state(path: str | os.PathLike[str], state: State) -> None:
 
 
 def read_state(path: str | os.PathLike[str]) -> State:
-    """Read a state that `write_state` wrote.
+    """Read a state that `write_state` wrote; that function's example reads one.
 
     Raises:
         StateError: the file is something else, or damaged.

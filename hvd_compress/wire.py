@@ -77,8 +77,18 @@ def padded(nbytes: int) -> int:
 class Sections:
     """Hands out the sections of a body one after the other.
 
+    Args:
+        body: uint8, one-dimensional.
+
     Raises:
         WireError: a section is longer than what is left.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress.wire import Sections
+        >>> sections = Sections(np.arange(24, dtype=np.uint8))
+        >>> sections.take(3, np.uint8), sections.take(1, "<u2")  # each section begins at a multiple of 8 bytes
+        (array([0, 1, 2], dtype=uint8), array([2312], dtype=uint16))
     """
 
     def __init__(self, body: Bytes) -> None:

@@ -676,6 +676,17 @@ def add_gradient(x: Array, gradient: Array) -> bool:
     """Add the gradient to the residual `x`, to begin `encode_body`; returns whether all is finite as float32.
 
     A sum that is not finite is not written. Without error feedback, where `gradient` is empty, `x` is only looked at.
+
+    Args:
+        x: flat float32, changed in place.
+        gradient: flat float32 of the same length, or empty.
+
+    Example:
+        >>> import numpy as np
+        >>> from hvd_compress.compressors import add_gradient
+        >>> residual = np.array([1.0, 2.0], np.float32)
+        >>> add_gradient(residual, np.array([0.5, 0.5], np.float32)), residual
+        (True, array([1.5, 2.5], dtype=float32))
     """
     return bool(common.correct(x, gradient) == 0)
 

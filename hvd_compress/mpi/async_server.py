@@ -58,19 +58,7 @@ class AsyncParameterServer:
         MismatchError: the ranks disagree; raised on all of them.
         MissingError: mpi4py is not installed, or finds no MPI.
 
-    Example::
-
-        parameters = {"w": np.zeros(10)}
-
-        def update(gradients):
-            parameters["w"] -= 0.1 * gradients["w"]
-
-        with AsyncParameterServer(parameters, update, compression=TopK(0.01)) as server:
-            if server.is_server:
-                server.serve()
-            else:
-                for x, y in batches:
-                    server.step({"w": x.T @ (x @ parameters["w"] - y)})
+    A whole program is `examples/reference/mpi_names.py`.
     """
 
     def __init__(

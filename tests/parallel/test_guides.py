@@ -51,6 +51,7 @@ APART = [
     "launch/on_ray.py",
     "launch/on_spark.py",
     "launch/training.py",
+    "reference/mpi_names.py",
 ]
 
 
@@ -134,6 +135,7 @@ def test_a_training_goes_on_with_its_ranks_and_with_others(tmp_path: Path) -> No
 @pytest.mark.thorough
 def test_workers_and_their_server() -> None:
     assert run("guides/async_server.py", *LAUNCHERS["mpi"](3)).count("is_server") == 3
+    assert run("reference/mpi_names.py", *LAUNCHERS["mpi"](3)).count("is_server") == 3
 
 
 @pytest.mark.thorough

@@ -68,6 +68,26 @@ def test_every_name_of_the_core_has_a_page_and_an_example() -> None:
     assert errors <= described
 
 
+def test_every_other_name_is_on_the_page_of_inner_modules() -> None:
+    listed = {f"{module.name}.{name}" for module in of_the_site("inside").inner_modules() for name in module.names}
+    elsewhere = ("hvd_compress", *PAGES)
+    assert not [name for name in NAMES if name not in listed and name.rpartition(".")[0] not in elsewhere]
+
+
+def test_names_below_the_edges_that_users_need_have_an_example() -> None:
+    page = (DOCS / "reference" / "inside.md").read_text()
+    needed = page.partition("## What users need of them")[2]
+    shown = re.findall(r"currentmodule:: (\S+)|auto(?:class|function|data):: (\w+)", needed)
+    programs = "\n".join(file.read_text() for file in EXAMPLES.rglob("*.py"))
+    module = ""
+    for of, name in shown:
+        module = of or module
+        if name:
+            assert re.search(rf"from {module} import .*\b{name}\b", programs), f"no program uses {module}.{name}"
+    for name in ("check_state", "write_state", "redistribute"):
+        assert ">>>" in getattr(importlib.import_module("hvd_compress.feedback"), name).__doc__
+
+
 def test_every_part_of_a_program_is_shown() -> None:
     for page, program in set(PAGES.values()):
         tree = ast.parse((EXAMPLES / "reference" / program).read_text())
