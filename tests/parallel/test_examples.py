@@ -57,7 +57,7 @@ def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environ
     assert result["dense_bytes_per_step"] > 10 * result["bytes_per_step"]
 
 
-@pytest.mark.parametrize("heading", ["### PyTorch", thorough("### Keras")])
+@pytest.mark.parametrize("heading", ["### PyTorch", thorough("### Keras"), thorough("### PyTorch without Horovod")])
 def test_the_readme_runs(tmp_path: Path, heading: str) -> None:
     program = first_block((EXAMPLES.parent / "README.md").read_text().partition(f"\n{heading}\n")[2])
     assert len([line for line in program.splitlines() if line.strip()]) <= 15
@@ -77,7 +77,8 @@ def first_block(section: str) -> str:
 def run_program(tmp_path: Path, program: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(program)
-    command = [*LAUNCHERS["mpi"](2), sys.executable, str(script)]
+    launcher = "torchrun" if "torch.distributed" in program else "mpi"
+    command = [*LAUNCHERS[launcher](2), sys.executable, str(script)]
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(EXAMPLES.parent)
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
