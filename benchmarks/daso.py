@@ -350,7 +350,19 @@ def _grid(result: dict[str, Any]) -> list[str]:
         "In the paper S = B is better than 0 < S < B, and for B of 16 and more also than S = 0. Where what was sent "
         "arrives after the batch that sends again, the authors' code sends before it merges; ours sends what is merged."
     )
-    return [said, "", table(head, lines), "", *_trends(rows, nodes), "", differs, "", _figure(result)]
+    return [
+        said,
+        "",
+        table(head, lines),
+        "",
+        *_trends(rows, nodes),
+        "",
+        differs,
+        "",
+        f"{BANDS} On the right each line is one run.",
+        "",
+        _figure(result),
+    ]
 
 
 def _of_seeds(values: list[float]) -> str:
@@ -358,8 +370,12 @@ def _of_seeds(values: list[float]) -> str:
 
 
 def _mean_loss(rows: list[dict[str, Any]], nodes: int, skips: int, wait: int) -> float | None:
-    found = [row["loss"] for row in rows if (row["nodes"], row["skips"], row["wait"]) == (nodes, skips, wait)]
+    found = _losses(rows, nodes, skips, wait)
     return mean(found) if found else None
+
+
+def _losses(rows: list[dict[str, Any]], nodes: int, skips: int, wait: int) -> list[float]:
+    return [row["loss"] for row in rows if (row["nodes"], row["skips"], row["wait"]) == (nodes, skips, wait)]
 
 
 def _trends(rows: list[dict[str, Any]], nodes: list[int]) -> list[str]:
@@ -380,6 +396,9 @@ def _trends(rows: list[dict[str, Any]], nodes: list[int]) -> list[str]:
     return said
 
 
+BANDS = "Lines are the means of the seeds, bands their extremes."
+
+
 def _figure(result: dict[str, Any]) -> str:
     import matplotlib.pyplot as plt
     from drawing import label_ends, thin
@@ -392,8 +411,12 @@ def _figure(result: dict[str, Any]) -> str:
             pairs = sorted(
                 {(r["skips"], r["wait"]) for r in rows if r["wait"] == (0 if kind == "S = 0" else r["skips"])}
             )
-            losses = [_mean_loss(rows, row_nodes, b, s) for b, s in pairs]
-            panels[0].plot([b for b, _ in pairs], losses, style, label=f"{row_nodes} nodes, {kind}")
+            losses = [_losses(rows, row_nodes, b, s) for b, s in pairs]
+            at = [b for b, _ in pairs]
+            (drawn,) = panels[0].plot(at, list(map(mean, losses)), style, label=f"{row_nodes} nodes, {kind}")
+            panels[0].fill_between(
+                at, list(map(min, losses)), list(map(max, losses)), color=drawn.get_color(), alpha=0.13, linewidth=0
+            )
     panels[0].set(xlabel="B", ylabel="training loss", title="ours, MNIST", xscale="log")
     for column, where in ((0, "8 nodes"), (1, "32 nodes")):
         for kind, style in (("S = 0", "o-"), ("S = B", "s--")):

@@ -8,17 +8,28 @@ from typing import Any
 from candidates import style
 from measure import Spread
 
-__all__ = ["label_ends", "label_points", "line", "thin"]
+__all__ = ["across", "label_ends", "label_points", "line", "thin"]
 
 _APART = 0.052  # of the height of a panel: the least distance of two names
 
 
 def line(panel: Any, x: Sequence[float], spreads: Sequence[Spread], name: str, **how: Any) -> None:
     """Draw medians, and a band from the low to the high ends."""
-    (drawn,) = panel.plot(x, [s.median for s in spreads], marker="o", markersize=3.5, **{**style(name), **how})
+    looks = {"marker": "o", "markersize": 3.5, **style(name), **how}
+    (drawn,) = panel.plot(x, [s.median for s in spreads], **looks)
     panel.fill_between(
         x, [s.low for s in spreads], [s.high for s in spreads], color=drawn.get_color(), alpha=0.13, linewidth=0
     )
+
+
+def across(seeds: Sequence[Sequence[float]]) -> list[Spread]:
+    """Return the spread of the seeds at each place of their curves, of those that have come so far.
+
+    Example:
+        >>> [str(spread) for spread in across([[1.0, 2.0], [3.0]])]
+        ['2.0 (1.0–3.0)', '2.0 (2.0–2.0)']
+    """
+    return [Spread.of(seed[i] for seed in seeds if i < len(seed)) for i in range(max(map(len, seeds)))]
 
 
 def label_ends(panel: Any, size: float = 8.5, *, height: float = _APART, short: bool = False) -> None:
@@ -46,7 +57,7 @@ def label_ends(panel: Any, size: float = 8.5, *, height: float = _APART, short: 
             fontsize=size,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6},
+            arrowprops=_leader(colour),
         )
 
 
@@ -69,8 +80,13 @@ def label_points(panel: Any, points: Sequence[tuple[float, float, str, Any]], si
             fontsize=size,
             va="center",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.5},
+            arrowprops=_leader(colour),
         )
+
+
+def _leader(colour: Any) -> dict[str, Any]:
+    """Return how to draw the line from a name, at the left of its first letter, to what it names."""
+    return {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "relpos": (0.0, 0.5)}
 
 
 def _apart(wanted: Sequence[float], least: float) -> list[float]:

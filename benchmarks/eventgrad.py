@@ -295,7 +295,8 @@ def section(result: dict[str, Any]) -> str:
         parts += ["", f"### {model}", "", _learning_table(model, rows), "", _messages_of_tensors(rows)]
         if any(row["label"] == ADAPTIVE_EARLIER for row in rows):
             parts += ["", _why_earlier(rows)]
-    parts += ["", _figures(result, models)]
+    bands = "In the middle, lines are the means of the seeds and bands their extremes. On the right each mark is a run."
+    parts += ["", bands, "", _figures(result, models)]
     if result.get("times"):
         parts += ["", "### Time of a step", "", *_times_table(result)]
     return "\n".join(parts)
@@ -365,62 +366,61 @@ _MARKERS = {
 
 
 _SHOWN = 88  # percent of accuracy, from which on the trade-off is drawn
+_SWEPT = (("accuracy", "accuracy", "tab:red"), ("messages_percent", "messages", "tab:blue"))
+_DASHED = CONSTANT_EARLIER.replace(CONSTANT + ", ", "; dashed: ")
 
 
 def _figures(result: dict[str, Any], models: list[str]) -> str:
     import matplotlib.pyplot as plt
-    from drawing import label_ends, thin
+    from drawing import label_ends, label_points, thin
 
-    figure, panels = plt.subplots(len(models), 3, figsize=(15, 4.2 * len(models)), squeeze=False)
-    figure.subplots_adjust(left=0.05, right=0.98, top=0.95, bottom=0.17, wspace=0.42, hspace=0.32)
+    figure, panels = plt.subplots(len(models), 3, figsize=(17, 4.4 * len(models)), squeeze=False)
+    figure.subplots_adjust(left=0.04, right=0.83, top=0.95, bottom=0.08, wspace=0.5, hspace=0.36)
+    title: dict[str, Any] = {"loc": "left", "fontsize": 10}
     for (norms, sweep, trade), model in zip(panels, models, strict=True):
         rows = [row for row in result["learning"] if row["model"] == model]
         traced = next(row for row in rows if "norms" in row and row["label"] == ADAPTIVE)
         weights = {name: values for name, values in traced["norms"].items() if name.endswith("weight")}
         for name, values in weights.items():
             norms.plot([traced["every"] * i for i in range(len(values))], values, label=name)
-        norms.set(xlabel="step", ylabel="Euclidean norm on one rank", title=f"{model}: norms of weights (figure 7)")
-        label_ends(norms)
-        for label, line in ((CONSTANT, "o-"), (CONSTANT_EARLIER, "o--")):
+        norms.set(xlabel="step", ylabel="Euclidean norm on one rank")
+        norms.set_title(f"{model}: norms of weights (figure 7)", **title)
+        for label, line, setting in ((CONSTANT, "o-", ""), (CONSTANT_EARLIER, "o--", ", dashed")):
             constants = [(key[1], group) for key, group in _grouped(rows).items() if key[0] == label]
             if not constants:
                 continue
             sweep.set_xscale("log")
             deltas = [delta for delta, _ in constants]
-            for what, colour in (("accuracy", "tab:red"), ("messages_percent", "tab:blue")):
-                means = [mean(r[what] for r in group) for _, group in constants]
-                sweep.plot(deltas, means, line, color=colour, label=what + label.removeprefix(CONSTANT))
+            for what, said, colour in _SWEPT:
+                of_seeds = [[r[what] for r in group] for _, group in constants]
+                sweep.plot(deltas, list(map(mean, of_seeds)), line, color=colour, label=said + setting)
+                extremes = list(map(min, of_seeds)), list(map(max, of_seeds))
+                sweep.fill_between(deltas, *extremes, color=colour, alpha=0.13, linewidth=0)
         number = {"CNN-1": 8, "CNN-2": 9}[model]
-        sweep.set(xlabel="constant threshold", ylabel="percent", title=f"{model}: thresholds (figure {number})")
+        dashed = "" if CONSTANT_EARLIER not in {key[0] for key in _grouped(rows)} else _DASHED
+        sweep.set(xlabel=f"constant threshold{dashed}", ylabel="percent")
         sweep.set_ylim(0, 101)
+        sweep.set_title(f"{model}: thresholds (figure {number})", **title)
         swept = sorted({key[1] for key in _grouped(rows) if key[0] == CONSTANT})
-        sweep.set_xticks(swept, [f"{delta:g}" for delta in swept], rotation=25)
+        sweep.set_xticks(swept, [f"{delta:g}" for delta in swept])
         sweep.minorticks_off()
-        for label, marker in _MARKERS.items():
-            mine = [row for row in rows if row["label"] == label]
-            if mine:
-                trade.plot([r["messages_percent"] for r in mine], [r["accuracy"] for r in mine], marker, label=label)
+        names = []
+        for i, (label, marker) in enumerate(_MARKERS.items()):
+            mine = [(r["messages_percent"], r["accuracy"]) for r in rows if r["label"] == label]
+            trade.plot(*zip(*mine, strict=True), marker, color=f"C{i}") if mine else None
+            if seen := [place for place in mine if place[1] >= _SHOWN]:
+                names.append((*max(seen), label, f"C{i}"))
         accuracy, messages = PAPER[model]
-        trade.plot([messages], [accuracy], "kx", markersize=9, label="adaptive threshold, the paper's")
+        trade.plot([messages], [accuracy], "kx", markersize=9)
+        names.append((messages, accuracy, "adaptive threshold, the paper's", "black"))
         below = sum(row["accuracy"] < _SHOWN for row in rows)
         trade.set(xlabel="messages, percent", ylabel="accuracy, percent", ylim=(_SHOWN, 100))
-        trade.set_title(f"{model}: trade-off (figure {number + 2}), {below} below {_SHOWN} %")
-    for panel in panels.flat:
-        thin(panel)
-    for column, legend in ((1, 0.5), (2, 0.83)):
-        handles = {
-            label: handle
-            for row in panels
-            for handle, label in zip(*row[column].get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(),
-            handles,
-            loc="upper center",
-            bbox_to_anchor=(legend, 0.075),
-            fontsize=8,
-            ncols=1 + (column == 2),
-        )
+        trade.set_title(f"{model}: trade-off (figure {number + 2}), {below} below {_SHOWN} %", **title)
+        for panel in (norms, sweep, trade):
+            thin(panel)
+        label_ends(norms)
+        label_ends(sweep)
+        label_points(trade, names)
     return picture(figure, "eventgrad")
 
 

@@ -167,14 +167,19 @@ def best_of_ranks(record: Record) -> float:
 
 
 def _curves(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
+    from drawing import across, label_ends, line, thin
+
     with figure_of(folder, name) as panel:
-        for method in METHODS:
-            for i, record in enumerate(rows.get(method, [])):
-                best = [max(of_ranks) for of_ranks in record["result"]["test"]]
-                label = None if i else method
-                panel.plot(range(1, len(best) + 1), best, color=f"C{METHODS.index(method)}", label=label, marker=".")
-        panel.set(xlabel="epoch", ylabel="test accuracy, %", title="Test accuracy after each epoch")
-        panel.legend(fontsize=8)
+        for i, method in enumerate(METHODS):
+            of_seeds = [[max(ranks) for ranks in record["result"]["test"]] for record in rows.get(method, [])]
+            if of_seeds:
+                spreads = across(of_seeds)
+                line(panel, range(1, len(spreads) + 1), spreads, method, color=f"C{i}", linestyle="-")
+        panel.set(xlabel="epoch", ylabel="test accuracy, %")
+        panel.set_title("Test accuracy after each epoch", loc="left", fontsize=10)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+        thin(panel)
+        label_ends(panel)
     return shown(name)
 
 
@@ -206,6 +211,8 @@ def volume_figures(watched: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def _volume_plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
+    from drawing import label_ends, thin
+
     with figure_of(folder, name) as panel:
         for method in METHODS[:-1]:
             for record in rows.get(method, [])[:1]:
@@ -213,9 +220,8 @@ def _volume_plot(rows: Mapping[str, list[Record]], folder: Path, name: str) -> s
                 kilobytes = [b / 1e3 for b in watched["bytes"]]
                 colour = f"C{METHODS.index(method)}"
                 panel.plot(watched["step"], kilobytes, color=colour, label=method, linewidth=0.8)
-        panel.set(
-            xlabel="mini-batch", ylabel="kB that a rank sends, mean", yscale="log",
-            title="Third fully connected layer (figure 3 of the paper)",
-        )  # fmt: skip
-        panel.legend(fontsize=8)
+        panel.set(xlabel="mini-batch", ylabel="kB that a rank sends, mean", yscale="log")
+        panel.set_title("Third fully connected layer (figure 3 of the paper)", loc="left", fontsize=10)
+        thin(panel)
+        label_ends(panel)
     return shown(name)

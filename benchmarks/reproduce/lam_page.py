@@ -142,25 +142,31 @@ def _steps(record: Record) -> str:
 
 
 def _curves(settings: Mapping[str, Any], rows: Mapping[str, list[Record]], steps: Record | None, folder: Path) -> str:
+    from drawing import across, label_ends, line, thin
+
     name = plot_of(NAME, settings, "accuracy")
     steps_of_pass = settings["train"] // (settings["batch"] * settings["ranks"])
     with figure_of(folder, name, panels=2) as (by_passes, by_time):
-        for method in LEARNED:
+        for i, method in enumerate(LEARNED):
             learned = DENSE if method == DENSE_SERVER else method
-            seconds = _seconds(steps, method)
-            for i, record in enumerate(rows.get(learned, [])):
-                train = record["result"]["train"]
-                passes = [(number + 1) / settings["parts"] for number in range(len(train))]
-                drawn = {"color": f"C{LEARNED.index(method)}", "label": None if i else method, "linewidth": 1}
-                if method in METHODS:
-                    by_passes.plot(passes, train, **drawn)
-                if seconds:
-                    by_time.plot([p * steps_of_pass * seconds for p in passes], train, **drawn)
+            of_seeds = [record["result"]["train"] for record in rows.get(learned, [])]
+            if not of_seeds:
+                continue
+            spreads = across(of_seeds)
+            passes = [(number + 1) / settings["parts"] for number in range(len(spreads))]
+            how = {"color": f"C{i}", "linestyle": "-", "marker": "", "linewidth": 1.2}
+            if method in METHODS:
+                line(by_passes, passes, spreads, method, **how)
+            if seconds := _seconds(steps, method):
+                line(by_time, [p * steps_of_pass * seconds for p in passes], spreads, method, **how)
         by_passes.set(xlabel="passes over the data", ylabel="training accuracy, %")
-        by_time.set(xlabel=f"seconds at {steps['settings']['rate'] if steps else '?'}", ylabel="training accuracy, %")
-        by_passes.legend(fontsize=7)
-        if by_time.get_legend_handles_labels()[0]:
-            by_time.legend(fontsize=7)
+        rate = steps["settings"]["rate"] if steps else "?"
+        by_time.set(xlabel=f"seconds at {rate}", ylim=by_passes.get_ylim())
+        by_passes.figure.set_size_inches(11, 3.8)
+        for panel in (by_passes, by_time):
+            thin(panel)
+        # the same colours stand for the same methods on the left
+        label_ends(by_time)
     return shown(name)
 
 
@@ -170,13 +176,16 @@ def _magnitudes(settings: Mapping[str, Any], watched: Mapping[str, Any], folder:
     steps_of_pass = max(1, settings["train"] // (settings["batch"] * settings["ranks"]))
     passes = [step // steps_of_pass for step in steps]
     left = [WIDEST * i / BINS for i in range(BINS)]
-    with figure_of(folder, name, panels=len(layers), rows=len(steps)) as panels:
+    with figure_of(folder, name, panels=len(layers), rows=len(steps), same_axes=True) as panels:
         for i, of_pass in enumerate(passes):
             for j, (layer, histograms) in enumerate(layers.items()):
                 panel = panels.reshape(len(steps), len(layers))[i, j]
                 panel.bar(left, histograms[i]["counts"], width=WIDEST / BINS, align="edge")
-                panel.set(title=f"{layer}, {_after(of_pass)}", yscale="log")
-                panel.set_xlabel("magnitude / root mean square")
+                panel.set(title=f"{layer}, {_after(of_pass)}", yscale="log", xlim=(0, WIDEST))
+                if j == 0:
+                    panel.set_ylabel("share of the values")
+                if i == len(steps) - 1:
+                    panel.set_xlabel("magnitude / root mean square")
     lines = [
         [f"`{layer}`", *(f"{100 * h['largest_tenth']:.0f}" for h in histograms)] for layer, histograms in layers.items()
     ]

@@ -170,6 +170,8 @@ def _bytes(records: Sequence[Record], bits: int) -> float:
 
 
 def _plot(data: str, rows: Mapping[str, list[Record]], folder: Path, name: str) -> str:
+    from drawing import label_ends, thin
+
     with figure_of(folder, name, panels=2) as (accuracy, size):
         for coding, style in ((None, "o-"), (ELIAS, "s--")):
             found = [(bits, rows.get(label_of(data, bits, coding), [])) for bits in (*BITS, DENSE)]
@@ -187,7 +189,10 @@ def _plot(data: str, rows: Mapping[str, list[Record]], folder: Path, name: str) 
         for panel in (accuracy, size):
             panel.set_xscale("log", base=2)
             panel.set_xticks([*BITS, DENSE], [*map(str, BITS), "32"])
-        accuracy.set(xlabel="bits", ylabel="test accuracy, %", title=data)
+        accuracy.set(xlabel="bits", ylabel="test accuracy, %")
+        accuracy.set_title(f"{data}: bars are the extremes of the seeds", loc="left", fontsize=10)
         size.set(xlabel="bits", ylabel="kB of one gradient", yscale="log")
-        size.legend(fontsize=8)
+        for panel in (accuracy, size):
+            thin(panel)
+        label_ends(size)
     return shown(name)

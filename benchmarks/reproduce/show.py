@@ -96,11 +96,12 @@ def plot_of(experiment: str, settings: Mapping[str, Any], kind: str) -> str:
 
 
 @contextmanager
-def figure_of(folder: Path, name: str, panels: int = 1, rows: int = 1) -> Iterator[Any]:
+def figure_of(folder: Path, name: str, panels: int = 1, rows: int = 1, *, same_axes: bool = False) -> Iterator[Any]:
     """Make a figure to draw into, one panel or an array of them, that is saved at the end."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(rows, panels, figsize=(max(7, 4.2 * panels), 3.8 * rows), layout="constrained")
+    size = (max(7, 4.2 * panels), 3.8 * rows)
+    figure, axes = plt.subplots(rows, panels, figsize=size, layout="constrained", sharex=same_axes, sharey=same_axes)
     try:
         yield axes
         for panel in [axes] if panels == rows == 1 else axes.flat:

@@ -170,13 +170,19 @@ def _table(records: Sequence[Record]) -> str:
 def _plot(records: Sequence[Record], folder: Path, name: str) -> str:
     found = _by_workers(records)
     workers = [str(number) for number in found]
-    with figure_of(folder, name, panels=2) as panels:
+    from drawing import label_points, thin
+
+    with figure_of(folder, name, panels=2, same_axes=True) as panels:
         for panel, role in zip(panels, ("others", "server"), strict=True):
             bottom = [0.0] * len(found)
-            for part in SHARES:
+            ends = []
+            for i, part in enumerate(SHARES):
                 heights = [100 * roles[role][part] / sum(roles[role].values()) for roles in found.values()]
-                panel.bar(workers, heights, bottom=bottom, label=part, width=0.6)
+                panel.bar(workers, heights, bottom=bottom, width=0.6, color=f"C{i}")
+                ends.append((len(workers) - 0.7, bottom[-1] + heights[-1] / 2, part, f"C{i}"))
                 bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-            panel.set(xlabel="workers", ylabel="share of the time, %", title=role)
-        panels[-1].legend(fontsize=8)
+            panel.set(xlabel="workers", title=role)
+            thin(panel)
+            label_points(panel, ends)
+        panels[0].set_ylabel("share of the time, %")
     return shown(name)
