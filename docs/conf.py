@@ -47,6 +47,8 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 add_module_names = False
+# users call methods of wrapped optimizers without the class that holds them
+toc_object_entries_show_parents = "hide"
 python_display_short_literal_types = True
 
 smartquotes = False  # "--gpu" stays what one types

@@ -49,7 +49,21 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Header(NamedTuple):
-    """What a payload says about itself, after its checks."""
+    """What a payload says about itself, after its checks.
+
+    Args:
+        codec: number of the compressor, or of its losslessly coded form.
+        nonfinite: a value was not finite, and there is no body.
+        float64: the source was float64.
+        absent: there was no gradient, and there is no body.
+        shape: of the tensor.
+        numel: elements of the tensor.
+        nbytes: bytes of the payload with header and padding.
+        group: elements that share reconstruction values.
+        parameter: what the codec needs to know, from `Body`.
+        entries: what the codec counts in a body, from `Body`.
+        body_at: byte at which the body begins.
+    """
 
     codec: int
     nonfinite: bool
@@ -87,7 +101,8 @@ class Sections:
         >>> import numpy as np
         >>> from hvd_compress.wire import Sections
         >>> sections = Sections(np.arange(24, dtype=np.uint8))
-        >>> sections.take(3, np.uint8), sections.take(1, "<u2")  # each section begins at a multiple of 8 bytes
+        >>> # each section begins at a multiple of 8 bytes
+        >>> sections.take(3, np.uint8), sections.take(1, "<u2")
         (array([0, 1, 2], dtype=uint8), array([2312], dtype=uint16))
     """
 

@@ -77,7 +77,7 @@ def test_every_other_name_is_on_the_page_of_inner_modules() -> None:
 def test_names_below_the_edges_that_users_need_have_an_example() -> None:
     page = (DOCS / "reference" / "inside.md").read_text()
     needed = page.partition("## What users need of them")[2]
-    shown = re.findall(r"currentmodule:: (\S+)|auto(?:class|function|data):: (\w+)", needed)
+    shown = re.findall(r"currentmodule:: (\S+)|(?:autoclass|autofunction|py:data):: (\w+)", needed)
     programs = "\n".join(file.read_text() for file in EXAMPLES.rglob("*.py"))
     module = ""
     for of, name in shown:
