@@ -207,7 +207,8 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
     ranks = checked[0]["size"] if checked else 0
     if not checked or len(checked) != ranks or set(by_rank) != set(range(len(checked))):
         raise StateError(
-            f"need one state of each of {ranks} ranks, got those of ranks {sorted(s['rank'] for s in checked)}"
+            f"need one state of each of {ranks} ranks, and got those of the ranks "
+            f"{sorted(s['rank'] for s in checked)}: give the states that all ranks have saved after the same step"
         )
     _check_together(by_rank)
     return [_state_of(by_rank, new, size) for new in range(size)]
@@ -217,14 +218,15 @@ def _check_together(by_rank: dict[int, State]) -> None:
     """Raise StateError unless the states are of one step of one run."""
     first = by_rank[0]
     if len({"accumulators" in state for state in by_rank.values()}) > 1:
-        raise StateError("some of the states are of a run with AdaGrad, others are not")
+        raise StateError("some of the states are of a run with AdaGrad, and some are not: give those of one run")
     shapes: dict[str, list[int]] = {}
     counts: dict[str, int] = {}
     for rank, state in by_rank.items():
         if state["steps"] != first["steps"] or state["size"] != first["size"]:
             raise StateError(
-                f"state of rank {rank} is of step {state['steps']} among {state['size']} ranks, that of rank 0 of step "
-                f"{first['steps']} among {first['size']}"
+                f"state of rank {rank} is of step {state['steps']} among {state['size']} ranks, and that of rank 0 of "
+                f"step {first['steps']} among {first['size']}: give the states that all ranks have saved after the "
+                "same step"
             )
         for key, default in (("compressor", None), ("loss_scale", 1.0)):
             if not saved.equal(state.get(key, default), first.get(key, default)):
@@ -277,7 +279,10 @@ def _state_of(by_rank: dict[int, State], new: int, size: int) -> State:
         divided["accumulators"], held = _put_together(by_rank, "accumulators")
         for name, of_tensor in held.items():
             if not of_tensor.all():
-                raise StateError(f"no state has the accumulator of {name!r} from element {of_tensor.argmin()} on")
+                raise StateError(
+                    f"no state has the accumulator of {name!r} from element {of_tensor.argmin()} on: a state is "
+                    "missing, or of another run"
+                )
     return divided
 
 

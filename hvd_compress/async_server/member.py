@@ -168,7 +168,7 @@ class Member:
         if (state["size"], state["rank"]) != (self._size, self._position):
             raise StateError(
                 f"state of rank {state['rank']} of {state['size']} given to rank {self._position} of {self._size}: a "
-                "residual belongs to its worker. Leaving it out is safe, it only drops what was owed"
+                "residual belongs to its worker. Load it there, or leave it out, which only drops what was owed"
             )
         if self._worker is not None:
             self._worker.encoder.load_state_dict(state["residuals"])

@@ -259,8 +259,9 @@ class NodeSync:
         reference = saved.floats(f"reference of a {kind} state", given["reference"], None, dtype, finite=finite)
         if reference.size not in (0, size) or (given["outgoing"] is None) != (self._share_sync is None):
             raise StateError(
-                f"{kind} state of {reference.size} {dtype} parameters, here are {size}; or of a rank with another "
-                "place in its node"
+                f"this {kind} state does not fit: it has {reference.size} {dtype} parameters, and here are {size}; or "
+                "it is of a rank with another place in its node. Load it with the model and the ranks that it was "
+                "saved with"
             )
         of_share = None
         if self._share_sync is not None:
@@ -284,7 +285,9 @@ class NodeSync:
         if self._share_sync is not None and self._sends_in(group):
             sent = self._share_sync.share.size + of_changes
         if mine.size != sent or (of_changes and reference_size != self.lane.size):
-            raise StateError(f"values {what} are of another rank or network: {mine.size} sent, here are {sent}")
+            raise StateError(
+                f"values {what} are of another rank or model: there are {mine.size}, and this rank sends {sent}"
+            )
         return {"kind": kind, "group": group, "mine": mine}
 
     def load(self, checked: Mapping[str, Any]) -> None:

@@ -260,11 +260,17 @@ class ShareSync:
             return {"debt": debt, "compression": None, "transfers": {}}
         compression = next((c for c in known if saved.equal(given["compression"], c.get_config())), None)
         if compression is None:
-            raise StateError(f"{kind} state of the compression {given['compression']}, which is not used here")
+            raise StateError(
+                f"{kind} state of the compression {given['compression']}, which is not used here. Load it with that "
+                "compression"
+            )
         transfers = self._accounts_of(compression)
         of_state = saved.record(f"transfers of a {kind} state", given["transfers"])
         if transfers.keys() != of_state.keys():
-            raise StateError(f"{kind} state of the tensors {sorted(of_state)}, here are others")
+            raise StateError(
+                f"{kind} state of the tensors {sorted(of_state)}, and those here are {sorted(transfers)}. Load it with "
+                "the model that it was saved with"
+            )
         taken = {}
         for key, transfer in transfers.items():
             what = f"{key!r} of a {kind} state"

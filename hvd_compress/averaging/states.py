@@ -32,8 +32,12 @@ def own_state(
         raise StateError(f"not a {kind} state of format {version}: its format is {found!r}")
     given = saved.record(f"{kind} state", state, ["rank", "settings", *keys])
     if not saved.equal(given["rank"], rank):
-        raise StateError(f"{kind} state of rank {given['rank']}, given to rank {rank}")
+        raise StateError(
+            f"{kind} state of rank {given['rank']}, given to rank {rank}: load it on the rank that saved it"
+        )
     of_state = saved.record(f"settings of a {kind} state", given["settings"])
     if different := sorted(key for key, value in described.items() if not saved.equal(of_state.get(key), value)):
-        raise StateError(f"{kind} state of other settings: {', '.join(different)} differ")
+        raise StateError(
+            f"{kind} state of other settings: {', '.join(different)} differ. Load it with those that it was saved with"
+        )
     return given

@@ -227,7 +227,9 @@ class Member:
         of_syncs = saved.sequence("syncs of a DASO state", given["syncs"], len(self._syncs))
         checked = [sync.check(of_sync) for sync, of_sync in zip(self._syncs, of_syncs, strict=True)]
         if clock["sent_at"] is not None and any(of_sync["flight"] is None for of_sync in checked):
-            raise StateError("DASO state in which something is under way, but does not say what")
+            raise StateError(
+                "this DASO state says that something is under way, and not what: it is damaged. Load an earlier one"
+            )
         epochs = [
             dict(saved.record("an epoch of a DASO state", told))
             for told in saved.sequence("epochs of a DASO state", given["epochs"])

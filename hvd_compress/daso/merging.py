@@ -144,7 +144,9 @@ class Merging:
         size = self._lane.size
         is_compared = kind == CHANGES or self._merge == "delta"
         if snapshot.size not in ((size,) if is_compared else (0, size)):
-            raise StateError(f"values {what} are of another rank or network: {snapshot.size} kept, here are {size}")
+            raise StateError(
+                f"values {what} are of another rank or model: there are {snapshot.size}, and this rank keeps {size}"
+            )
         return {"follows": follows, "snapshot": snapshot}
 
     def load(self, checked: Mapping[str, Any]) -> None:

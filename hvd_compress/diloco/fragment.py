@@ -178,9 +178,15 @@ class Fragment:
             decayed = saved.record("DiLoCo state of a dtype", of_sync, ["decayed"])["decayed"]
             found = sync.check(of_sync, finite=True)
             if found["reference"].size != sync.lane.size:
-                raise StateError(f"DiLoCo state of no reference, here are {sync.lane.size} parameters")
+                raise StateError(
+                    f"this DiLoCo state has a reference of {found['reference'].size} parameters, and here are "
+                    f"{sync.lane.size}: it is damaged, or of another model"
+                )
             if (found["flight"] is not None) != is_sent:
-                raise StateError("DiLoCo state that does not say of the same fragment that it is under way")
+                raise StateError(
+                    "this DiLoCo state does not say of the same fragment in both places that it is under way: it is "
+                    "damaged"
+                )
             checked.append({**found, "decayed": saved.flag("decayed of a DiLoCo state", decayed)})
         return {"syncs": checked, "outer": self.outer.check(given["outer"])}
 

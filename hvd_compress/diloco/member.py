@@ -269,7 +269,8 @@ class Member:
         due = next((t for t in range(steps + 1, steps + schedule.delay + 1) if schedule.turn(t).arrives is not None), 0)
         if not due or schedule.turn(due).arrives != under_way:
             raise StateError(
-                f"DiLoCo state in which fragment {under_way} is under way after {steps} steps, when it is not"
+                f"this DiLoCo state says that fragment {under_way} is under way after {steps} steps, when it is not: "
+                "it is damaged, or of another schedule"
             )
 
 

@@ -379,12 +379,13 @@ class Ledger(Generic[AnyBucket]):
         state = check_state(state)
         if state["size"] != self._ranks:
             raise StateError(
-                f"compressor state of {state['size']} ranks, there are {self._ranks} now: collect the states of all "
-                f"ranks and divide them with hvd_compress.feedback.redistribute(states, {self._ranks})"
+                f"this compressor state is of {state['size']} ranks, and there are {self._ranks} now: collect the "
+                f"states of all ranks, and divide them with hvd_compress.feedback.redistribute(states, {self._ranks})"
             )
         if state["rank"] != self._position and (self.is_used or self._pays_debts):
             raise StateError(
-                f"compressor state of rank {state['rank']}, this is rank {self._position}: save one per rank"
+                f"this compressor state is of rank {state['rank']}, and this is rank {self._position}: save a state on "
+                "each rank, and load it on the same rank"
             )
         for kind in ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():
@@ -439,12 +440,16 @@ class Ledger(Generic[AnyBucket]):
         is_paid = (self._pays_debts and name in self._shapes) or name in self._resting
         if account is None and not is_paid:
             raise StateError(
-                f"compressor state has a residual of {name!r}, which is not compressed here; known are "
+                f"compressor state has a residual of {name!r}, which is not compressed here. Load it with the "
+                "parameters and the settings that it was saved with; compressed here are "
                 f"{', '.join(map(repr, self.accounts)) or 'none'}"
             )
         if tuple(entry["shape"]) != self._shapes[name]:
-            raise StateError(f"residual of {name!r} has shape {tuple(entry['shape'])}, the tensor {self._shapes[name]}")
+            raise StateError(
+                f"residual of {name!r} has shape {tuple(entry['shape'])}, and the tensor has {self._shapes[name]}"
+            )
         if account is not None and not account.keeps_residual:
             raise StateError(
-                f"compressor state has a residual of {name!r}, {self.routing.compressor_of(name)!r} keeps none"
+                f"compressor state has a residual of {name!r}, and {self.routing.compressor_of(name)!r} keeps none. "
+                "Load it with the compression that it was saved with"
             )

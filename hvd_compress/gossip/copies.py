@@ -157,7 +157,7 @@ class Copies:
         given = {kind: saved.record(f"{kind} of an event state", state[kind]) for kind in ("copies", "own")}
         for kind, i, _ in self._targets():
             if self._tensors[i].name not in given[kind]:
-                raise StateError(f"event state: {kind} lack {self._tensors[i].name!r}")
+                raise StateError(f"event state is damaged: {kind} lack {self._tensors[i].name!r}")
         needs_whole = saved.flags("needs_whole of an event state", state["needs_whole"], self.needs_whole.shape)
         values = []
         for kind, i, target in self._targets():

@@ -132,7 +132,10 @@ class Member:
             # also where the state is refused, or the others would wait there for ever
             everywhere = waits.mean(f"{self.name}.state", np.array([float(refusal is None)]))[0]
             if refusal is None and everywhere < 1.0:
-                raise StateError("the event state of another rank was refused there, so none is taken over here")
+                raise StateError(
+                    "the event state of another rank was refused there, so none is taken over here: see that rank's "
+                    "error"
+                )
         if refusal is not None:
             raise refusal
         if waits is not None:
@@ -147,7 +150,10 @@ class Member:
         if of_state is not None and not saved.equal(of_state, self._described()):
             mine, theirs = self._described(), saved.record("settings of an event state", of_state)
             different = sorted(k for k in mine.keys() | theirs.keys() if not saved.equal(theirs.get(k), mine.get(k)))
-            raise StateError(f"event state of other settings: {', '.join(map(str, different))} differ")
+            raise StateError(
+                f"event state of other settings: {', '.join(map(str, different))} differ. Load it with those that it "
+                "was saved with"
+            )
         return self._averager.check(state)
 
     def close(self) -> None:

@@ -273,7 +273,8 @@ class Node:
         here = (self.part.position, list(self.part.senders))
         if not saved.equal(where, here):
             raise StateError(
-                f"event state of rank {where[0]} with senders {where[1]} given to rank {here[0]} with senders {here[1]}"
+                f"event state of rank {where[0]} with senders {where[1]} given to rank {here[0]} with senders "
+                f"{here[1]}. Load it on the rank that saved it, with the same topology"
             )
         expected = saved.sequence("expected of an event state", given["expected"], len(self._expected))
         return {

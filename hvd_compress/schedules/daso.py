@@ -234,8 +234,9 @@ class DasoClock:
         mine = self.schedule.get_config()
         if different := sorted(key for key in mine if not saved.equal(of_state.get(key), mine[key])):
             raise StateError(
-                f"DASO state of another schedule: {', '.join(f'{k}={of_state.get(k)!r}' for k in different)}, here "
-                f"{', '.join(f'{k}={mine[k]!r}' for k in different)}"
+                f"this DASO state is of a schedule with {', '.join(f'{k}={of_state.get(k)!r}' for k in different)}, "
+                f"and that here has {', '.join(f'{k}={mine[k]!r}' for k in different)}. Load it with the schedule that "
+                "it was saved with"
             )
 
         def counted(key: str, least: int = 0, most: int = 2**63 - 1) -> int:

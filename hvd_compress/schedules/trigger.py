@@ -115,7 +115,8 @@ class Watch(ABC):
         given = saved.record("watch of an event state", state, ["trigger", "passes", *self.SAVED])
         if not saved.equal(given["trigger"], self.trigger.get_config()):
             raise StateError(
-                f"event state of the trigger {given['trigger']} given to {self.trigger!r}: it takes its own only"
+                f"this event state is of the trigger {given['trigger']}, and here is {self.trigger!r}, which takes its "
+                "own only"
             )
         passes = saved.integer("passes of an event state", given["passes"])
         checked: dict[str, Any] = {}

@@ -290,7 +290,7 @@ def test_debts_are_not_handed_to_a_compressor_that_keeps_none() -> None:
 
 def test_a_state_of_another_rank_is_refused_where_all_go_dense_too() -> None:
     of_all = ledgers(DENSE)
-    with pytest.raises(StateError, match="of rank 1, this is rank 0"):
+    with pytest.raises(StateError, match="of rank 1, and this is rank 0"):
         of_all[0].load_state_dict(of_all[1].state_dict())
     # who owes nothing and never will takes any
     ledgers(DENSE, pays_debts=False)[0].load_state_dict(of_all[1].state_dict())
