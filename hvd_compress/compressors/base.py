@@ -34,9 +34,9 @@ class Body(NamedTuple):
     """Says what `Compressor.encode_body` has written into the body of a payload.
 
     Args:
-        used: bytes.
-        entries: for the header, 32 bits; what a body counts.
-        parameter: for the header, 32 bits; what else decoding needs to know.
+        used: how many bytes of the body are used.
+        entries: what the body counts, for the header; 32 bits.
+        parameter: what else decoding needs to know, for the header; 32 bits.
         finite: whether all values are. If not, nobody is sent the body; with error feedback it still has to be what was
             taken out of the residual, so that this can be put back; 0 bytes for nothing.
     """

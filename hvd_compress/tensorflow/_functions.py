@@ -166,6 +166,7 @@ class _Agreed(NamedTuple):
 _agreed: dict[tuple[Any, ...], _Agreed] = {}
 
 
+@tf.autograph.experimental.do_not_convert
 def _call(
     function: str,
     tensors: Sequence[Any],

@@ -192,6 +192,8 @@ def _pack(structure: Any, leaves: list[Any]) -> Any:
     return tf.nest.map_structure(lambda i: leaves[i], tf.nest.pack_sequence_as(structure, list(range(len(leaves)))))
 
 
+# programs wrap a tape inside of a tf.function: settings are Python, of which AutoGraph has nothing to convert
+@tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
@@ -280,6 +282,7 @@ def DistributedGradientTape(
     )  # fmt: skip
 
 
+@tf.autograph.experimental.do_not_convert
 def PartialDistributedGradientTape(
     gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None, **settings: Any
 ) -> Any:

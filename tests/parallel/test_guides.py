@@ -77,6 +77,8 @@ def run(program: str, *launch: str, path: str = "", limit_seconds: float = 120.0
     command = [*launch, sys.executable, str(EXAMPLES / file), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, env=environment, cwd=ROOT)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    # what is ours is Python, also inside of a tf.function
+    assert "AutoGraph could not transform" not in done.stderr, done.stderr[-4000:]
     return done.stdout
 
 

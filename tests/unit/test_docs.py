@@ -149,7 +149,14 @@ def test_every_kind_of_error_is_on_the_troubleshooting_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/guides/adam.md", "docs/guides/choose.md", "docs/guides/slow-links.md"]
+    "page",
+    [
+        "README.md",
+        "docs/guides/adam.md",
+        "docs/guides/choose.md",
+        "docs/guides/slow-links.md",
+        "docs/results/index.md",
+    ],
 )
 def test_figures_with_a_spread_are_measured_ones(page: str) -> None:
     """Every `median (low–high)` stands in a page that is made of records."""

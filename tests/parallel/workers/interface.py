@@ -641,7 +641,7 @@ def states_that_do_not_fit() -> dict[str, tuple[Callable[[dict[str, Any]], Any],
         return {**state, "rank": (state["rank"] + 1) % state["size"]}
 
     return {
-        "rank": (other_rank, ("rank", "save one per rank")),
+        "rank": (other_rank, ("rank", "save a state on each rank")),
         "size": (lambda state: {**state, "size": state["size"] + 1}, ("ranks", "redistribute(states")),
         "format": (lambda state: {**state, "format": 99}, ("format", "99")),
         "not-a-dict": (lambda state: [1, 2], ("not a compressor state",)),

@@ -504,7 +504,7 @@ def a_resumed_run_is_bit_identical(loads: bool) -> None:
     assert same == [loads, True, loads, True]
     raises(StateError, lambda: tape.load_compression_state_dict({**state, "rank": 99}, again), "is 99")
     other = {**state, "rank": 1 - horovod.rank() if horovod.rank() < 2 else 0}
-    raises(StateError, lambda: tape.load_compression_state_dict(other, again), "save one per rank")
+    raises(StateError, lambda: tape.load_compression_state_dict(other, again), "save a state on each rank")
 
 
 @cases.add
