@@ -177,8 +177,10 @@ class Part(Progress):
         of_ranks = [line for line in lines if "]<std" in line]
         return "\n".join((of_ranks or lines)[-LINES_OF_A_PART:])
 
-    def watching(self, process: subprocess.Popen[str]) -> contextlib.AbstractContextManager[None]:
-        return self._whole.watching(process)
+    @contextlib.contextmanager
+    def watching(self, process: subprocess.Popen[str]) -> Iterator[None]:
+        with self._whole.watching(process):
+            yield
 
     def end(self) -> None:
         self._whole.end()
