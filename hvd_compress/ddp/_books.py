@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hvd_compress._torch.states import with_tensors
 from hvd_compress.ddp._given import Staged
 from hvd_compress.engine import Ledger, empty_state, refuse_residuals
 from hvd_compress.errors import StateError
@@ -102,10 +103,7 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
     """
     books = _books_of(model, "state_dict")
     state = empty_state() if books.ledger is None else books.ledger().state_dict()
-    for kind in ("residuals", "owner_residuals"):
-        for entry in state[kind].values():
-            entry["values"] = torch.from_numpy(entry["values"])
-    return state
+    return with_tensors(state)
 
 
 def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -81,7 +81,10 @@ def register_comm_hook(
         check_patterns(routing.compressor, tensors)
         keep_books(model, Books(compression))
         return
-    talk, ranks, hosts = meet(group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None)
+    talk, ranks, hosts = meet(
+        group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None,
+        find_unused_parameters=bool(model.find_unused_parameters), static_graph=bool(model.static_graph),
+    )  # fmt: skip
     hook = CommHook(model, tensors, routing, group, talk, ranks, hosts, start_step, scaler)
     model.register_comm_hook(hook, _call)
     keep_books(model, Books(compression, lambda: hook.ledger, hook.load_state_dict))

@@ -84,6 +84,8 @@ class Fragment:
         self._gradients = [np.zeros(sync.lane.size, sync.lane.dtype) for sync in self.syncs]
         self._gradients_of = self._views(self._gradients)
         self.outer = make_outer(tensors, self._references)
+        self.frozen: set[str] = set()
+        """Its tensors that were frozen, and equal on all ranks, when it was last sent."""
 
     # -- synchronizing -----------------------------------------------------------------------------------------------
 
@@ -91,6 +93,24 @@ class Fragment:
         """Note that these values are what all ranks have."""
         for reference, x in zip(self._references, arrays, strict=True):
             reference[...] = x
+
+    def newly(self, frozen: Collection[str]) -> list[int]:
+        """Return which of its tensors, by their places in it, are frozen since it was last sent."""
+        self.frozen &= set(frozen)
+        return [i for i, t in enumerate(self._tensors) if t.name in frozen and t.name not in self.frozen]
+
+    def note_frozen(self, places: Sequence[int]) -> None:
+        """Note that tensors at these places are frozen and equal on all ranks."""
+        self.frozen |= {self._tensors[i].name for i in places}
+
+    def have_moved(self, places: Sequence[int], arrays: Sequence[Array]) -> bool:
+        """Return whether values of tensors at these places differ from what ranks agreed on last."""
+        return not all(np.array_equal(x, self._references[i]) for i, x in zip(places, arrays, strict=True))
+
+    def agree_at(self, places: Sequence[int], arrays: Sequence[Array]) -> None:
+        """Note that all ranks have these values of the tensors at these places."""
+        for i, x in zip(places, arrays, strict=True):
+            self._references[i][...] = x
 
     def checksum(self) -> str:
         """Return a number of what the ranks agreed on last, which differs where that does."""
@@ -196,3 +216,4 @@ class Fragment:
             sync.load(of_sync)
             sync.is_decayed = of_sync["decayed"]
         self.outer.load(checked["outer"])
+        self.frozen = set()

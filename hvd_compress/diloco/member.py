@@ -9,6 +9,7 @@ import numpy as np
 
 from hvd_compress import saved
 from hvd_compress.averaging import Array, Groups, Meeting, own_state
+from hvd_compress.averaging.groups import means
 from hvd_compress.diloco.fragment import Fragment, MakeOuter
 from hvd_compress.diloco.settings import DiLoCoSettings
 from hvd_compress.errors import StateError
@@ -121,6 +122,7 @@ class Member:
             MismatchError: ranks have made other numbers of steps, have frozen others, or do not agree on what they
                 agreed on last; raised on all of them.
         """
+        settled: dict[int, Array] = {}
         if turn.sends is not None:
             fragment = self._fragments[turn.sends]
             self._frozen = sorted(frozen)
@@ -129,11 +131,41 @@ class Member:
                 _AGREED: fragment.checksum(),
             }
             self._meeting.begin(f"a step after {self._steps} steps", facts)
-            fragment.send(take(fragment.numbers))
+            settled = self._settle_frozen(fragment, take)
+            arrays = take(fragment.numbers)
+            fragment.send([settled.get(n, x) for n, x in zip(fragment.numbers, arrays, strict=True)])
             self._under_way = turn.sends
             self._sent += 1
         # what average_parameters() has received before its time does not arrive again
-        return self._arrive(take) if turn.arrives is not None and turn.arrives == self._under_way else Outcome()
+        is_due = turn.arrives is not None and turn.arrives == self._under_way
+        outcome = self._arrive(take) if is_due else Outcome()
+        return outcome._replace(changed={**outcome.changed, **settled})
+
+    def _settle_frozen(self, fragment: Fragment, take: Take) -> dict[int, Array]:
+        """Make tensors that were frozen since the last synchronization their mean, if a rank has moved them before.
+
+        Nothing would ever make them equal otherwise. Returns the new values by number.
+        """
+        places = fragment.newly(self._frozen)
+        everyone = self.groups.everyone
+        if not places or everyone is None:
+            return {}
+        # all ranks have frozen the same ones, or are told so here
+        self._meeting.settle()
+        numbers = [fragment.numbers[i] for i in places]
+        arrays = take(numbers)
+        if not everyone.maximum([float(fragment.have_moved(places, arrays))])[0]:
+            fragment.note_frozen(places)
+            return {}
+        averages = means(everyone, arrays, f"{self.groups.name}.frozen")
+        if not all(np.isfinite(mean).all() for mean in averages):
+            # the rank that has them goes back in this synchronization
+            return {}
+        for x, mean in zip(arrays, averages, strict=True):
+            x[...] = mean
+        fragment.agree_at(places, arrays)
+        fragment.note_frozen(places)
+        return dict(zip(numbers, arrays, strict=True))
 
     def _arrive(self, take: Take) -> Outcome:
         number, self._under_way = self._under_way, None

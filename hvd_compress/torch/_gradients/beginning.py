@@ -34,12 +34,17 @@ class Beginning(NamedTuple):
 
 
 def compare_beginnings(
-    tensors: Mapping[str, torch.Tensor], has_loaded: bool, label: str, process_set: hvd.ProcessSet
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    has_loaded: bool,
+    label: str,
+    process_set: hvd.ProcessSet,
 ) -> Generator[Wait, None, Beginning]:
     """Tell all ranks what this one knows of its parameters and their gradients; a collective call.
 
     Args:
         tensors: parameters by name, the same and in the same order on all ranks.
+        values: what is to be equal on all ranks, by name; of others, it is what `tensors` has.
         has_loaded: whether this rank has loaded AdaGrad's accumulators.
         label: of the collective.
         process_set: the ranks that take part.
@@ -54,7 +59,8 @@ def compare_beginnings(
     if not tensors:
         # all of them are frozen, on all ranks
         return Beginning({}, None)
-    mine = np.array([*((_kind_of(p.grad), checksum(p)) for p in tensors.values()), (has_loaded, 0)], np.int64)
+    told = [(_kind_of(p.grad), checksum(values.get(name, p))) for name, p in tensors.items()]
+    mine = np.array([*told, (has_loaded, 0)], np.int64)
     name = f"hvd_compress.beginning.{next(iter(tensors), '')}{label}"
     handle = hvd.allgather_async(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
     yield Wait(partial(hvd.poll, handle))

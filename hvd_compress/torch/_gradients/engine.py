@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from hvd_compress._torch.device import described, memories
+from hvd_compress._torch.states import with_tensors
 from hvd_compress.engine import KernelThread, Ledger, Routing, has_cores
 from hvd_compress.exchange import Account, AdaGrad, Hosts, Pack, bucket_of
 from hvd_compress.mpi import start_root_messages
@@ -18,7 +19,7 @@ from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Engine", "precondition", "with_tensors"]
+__all__ = ["Engine", "precondition"]
 
 Array = npt.NDArray[Any]
 
@@ -33,14 +34,6 @@ def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool
     if staged.data_ptr() != combined.data_ptr():
         combined.data.copy_(staged)
     return finite
-
-
-def with_tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """A state of a ledger with its NumPy arrays as torch tensors, in place."""
-    for kind in ("residuals", "owner_residuals", "accumulators", "factors"):
-        for entry in state.get(kind, {}).values():
-            entry["values"] = torch.from_numpy(entry["values"])
-    return state
 
 
 class Engine(Ledger[Shipment]):

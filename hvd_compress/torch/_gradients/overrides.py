@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from hvd_compress._torch.scaling import told_by_scaler
+from hvd_compress._torch.states import with_tensors
 from hvd_compress.engine import empty_state, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
 from hvd_compress.torch._gradients.combiner import Combiner
-from hvd_compress.torch._gradients.engine import with_tensors
 from hvd_compress.torch._gradients.steering import left_out
 from hvd_compress.torch._horovod import HorovodOptimizer
 

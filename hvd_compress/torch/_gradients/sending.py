@@ -55,6 +55,8 @@ class Sender:
         """Whether ranks know which gradients of each other are sparse; nothing is sent before."""
         self.has_loaded = False
         """Whether AdaGrad's accumulators were loaded since the last step: all ranks must do so, or they drift apart."""
+        self.values: dict[str, torch.Tensor] = {}
+        """Of tensors that stand for others, those whose values ranks compare in the first step."""
         self.unequal: tuple[str, int] | None = None
         """A parameter that differed between ranks in the first step, and a rank that differed from the first one."""
         self._horovods = horovods
@@ -102,7 +104,7 @@ class Sender:
     def comparing(self) -> Iterator[Wait]:
         """Let all ranks know which gradients are sparse, and whether their parameters differ; a collective call."""
         beginning = yield from compare_beginnings(
-            self.members.by_name, self.has_loaded, self.wrapping.label, self.wrapping.process_set
+            self.members.by_name, self.values, self.has_loaded, self.wrapping.label, self.wrapping.process_set
         )
         self._sparse_dims, self.unequal = beginning.sparse_dims, beginning.unequal
         self.has_compared, self.has_loaded = True, False

@@ -11,6 +11,7 @@ import torch
 from hvd_compress._torch.moments import Moments, add_update, direction, gradient_of
 from hvd_compress.compressors import OneBit
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.errors import StateError
 from hvd_compress.exchange import Exchange
 from hvd_compress.schedules import Renewals
 from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
@@ -74,6 +75,7 @@ class CompressedAdam(MomentumOptimizer):
         ...  # train as always
     """
 
+    _KEPT = ("step", "variance_steps", "exp_avg", "exp_avg_sq")
     # of elements without a variance: those that ranks have not averaged yet
     _OWN = "late gradients"
 
@@ -107,10 +109,10 @@ class CompressedAdam(MomentumOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         told = {"warmup_steps": warmup_steps, "variance": variance, "renewals": renewals}
         super().__init__("CompressedAdam", params, defaults, named_parameters, compression, process_set, told)
-        # the one of gradients compares the parameters themselves, too
-        self._plain = Carrier({name: _itself(p) for p, name in self._names.items()}, process_set=process_set)
+        values = {name: p for p, name in self._names.items()}
+        self._plain = Carrier({name: stand_in(p) for name, p in values.items()}, values, process_set=process_set)
         self._carrier = Carrier(
-            {name: stand_in(p) for p, name in self._names.items()}, compression=compression, exchange=exchange,
+            {name: stand_in(p) for name, p in values.items()}, values, compression=compression, exchange=exchange,
             min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
         )  # fmt: skip
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
@@ -124,8 +126,8 @@ class CompressedAdam(MomentumOptimizer):
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         for p in parameters:
-            self._plain.add(self._names[p], _itself(p))
-            self._carrier.add(self._names[p], stand_in(p))
+            self._plain.add(self._names[p], stand_in(p), p)
+            self._carrier.add(self._names[p], stand_in(p), p)
 
     def retire(self) -> None:
         """Another optimizer takes over the parameters: refuse to go on."""
@@ -226,6 +228,11 @@ class CompressedAdam(MomentumOptimizer):
             state["step"] = state["variance_steps"] = 0
             state["exp_avg"] = torch.zeros_like(p, dtype=wide(p), memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        elif state["exp_avg"].dtype != wide(p) or state["exp_avg"].device != p.device:
+            # the model was converted
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].to(device=p.device, dtype=wide(p))
+            self._unseen = None
         return Moments(p, group, state)
 
     def _buffer(self, p: torch.Tensor) -> torch.Tensor:
@@ -237,8 +244,14 @@ class CompressedAdam(MomentumOptimizer):
     # -- states ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's own state, which is the same on all ranks; residuals have another method."""
-        super().load_state_dict(state_dict)
+        """Load the optimizer's own state, or one of torch's AdamW; it is the same on all ranks.
+
+        Residuals have another method.
+
+        Raises:
+            StateError: the state is of another kind of optimizer; nothing has changed then.
+        """
+        super().load_state_dict(_of_adamw(state_dict))
         self._unseen, self._has_loaded = None, True
 
     def compression_stats(self) -> dict[str, Any]:
@@ -253,6 +266,18 @@ class CompressedAdam(MomentumOptimizer):
         return {**super().compression_stats(), "uncompressed": plain, "steps_by_way": dict(self._steps_by_way)}
 
 
-def _itself(p: torch.Tensor) -> torch.Tensor:
-    """What stands for the gradient of a parameter: its own values where types agree, so that ranks compare them."""
-    return p.detach().requires_grad_(p.requires_grad) if p.dtype == wide(p) else stand_in(p)
+def _of_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state in which the variances of AdamW, or of Adam, have seen all gradients.
+
+    Raises:
+        StateError: of an AdamW with settings that are not here.
+    """
+    for key in ("amsgrad", "maximize"):
+        if any(group.get(key) for group in state_dict["param_groups"]):
+            raise StateError(f"load_state_dict() of a CompressedAdam: the state is of an optimizer with {key}=True")
+    kept = state_dict["state"]
+    full = {
+        number: {"variance_steps": int(of["step"]), **of, "step": int(of["step"])} if "exp_avg_sq" in of else of
+        for number, of in kept.items()
+    }
+    return {**state_dict, "state": full}

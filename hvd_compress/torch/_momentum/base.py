@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
@@ -53,6 +53,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
     # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
     _step_supports_amp_scaling = True
     _carrier: Carrier
+    _KEPT: ClassVar[Sequence[str]] = ()
+    """What torch keeps of each parameter in `state`."""
     _OWN: ClassVar[str]
     """What the values of `_own` are called in states."""
 
@@ -184,7 +186,12 @@ class MomentumOptimizer(torch.optim.Optimizer):
     # -- states ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's own state, which is the same on all ranks; residuals have another method."""
+        """Load the optimizer's own state, which is the same on all ranks; residuals have another method.
+
+        Raises:
+            StateError: the state is of another kind of optimizer; nothing has changed then.
+        """
+        self._refuse_other_kinds(state_dict)
         super().load_state_dict(state_dict)
         # torch converts what it loads to the parameters' types, and moments of halves are wider
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -193,6 +200,16 @@ class MomentumOptimizer(torch.optim.Optimizer):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, torch.Tensor) and key in self.state[p]:
                     self.state[p][key] = value.detach().to(device=p.device, dtype=wide(p), copy=True)
+
+    def _refuse_other_kinds(self, state_dict: dict[str, Any]) -> None:
+        entries = [("group", i, group, self.defaults) for i, group in enumerate(state_dict["param_groups"])]
+        entries += [("parameter", number, kept, self._KEPT) for number, kept in state_dict["state"].items()]
+        for what, number, entry, needed in entries:
+            if missing := [key for key in needed if key not in entry]:
+                raise StateError(
+                    f"load_state_dict() of a {self._kind}: {what} {number} of the state has no {missing[0]!r}, so it is "
+                    "of another kind of optimizer. Load model and residuals, and let the optimizer begin anew"
+                )
 
     def compression_state_dict(self) -> dict[str, Any]:
         """What this rank alone keeps, to be saved per rank: residuals of compression among it.

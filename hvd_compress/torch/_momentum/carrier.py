@@ -26,8 +26,12 @@ def stand_in(like: torch.Tensor, shape: torch.Size | tuple[int, ...] | None = No
         like: a parameter, on the device of the array.
         shape: of the array, if not that of the parameter.
     """
-    made = torch.zeros((), dtype=wide(like), device=like.device).expand(like.shape if shape is None else shape)
+    made = _without_memory(like.shape if shape is None else shape, wide(like), like.device)
     return made.requires_grad_(like.requires_grad)
+
+
+def _without_memory(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 class Carrier:
@@ -37,14 +41,18 @@ class Carrier:
 
     Args:
         stand_ins: by name, made by `stand_in`; they belong to this object alone.
+        values: by name, what is to be equal on all ranks before the first exchange; a difference is a warning.
         settings: of `DistributedOptimizer`.
     """
 
-    def __init__(self, stand_ins: Mapping[str, torch.Tensor], **settings: Any) -> None:
+    def __init__(
+        self, stand_ins: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor] | None = None, **settings: Any
+    ) -> None:
         self._stand_ins = dict(stand_ins)
         optimizer = torch.optim.SGD(list(stand_ins.values()), lr=0.0)
         self.optimizer: Any = DistributedOptimizer(optimizer, list(stand_ins.items()), **settings)
         self._combiner = self.optimizer._combiner
+        self._combiner.sender.values = dict(values or {})
 
     @property
     def engine(self) -> Engine | None:
@@ -52,9 +60,11 @@ class Carrier:
         engine: Engine | None = self._combiner.sender.engine
         return engine
 
-    def add(self, name: str, stand_in: torch.Tensor) -> None:
+    def add(self, name: str, stand_in: torch.Tensor, value: torch.Tensor | None = None) -> None:
         """Take another array; ranks compare in the next step."""
         self._stand_ins[name] = stand_in
+        if value is not None:
+            self._combiner.sender.values[name] = value
         self._combiner.members.names[stand_in] = name
         self.optimizer.add_param_group({"params": [stand_in]})
 
@@ -74,8 +84,12 @@ class Carrier:
             what it was before.
         """
         for name, stand_in in self._stand_ins.items():
-            stand_in.requires_grad_(name in arrays)
-            stand_in.grad = arrays.get(name)
+            array = arrays.get(name)
+            if array is not None and (array.dtype, array.device) != (stand_in.dtype, stand_in.device):
+                # its parameter was converted
+                stand_in.data = _without_memory(stand_in.shape, array.dtype, array.device)
+            stand_in.requires_grad_(array is not None)
+            stand_in.grad = array
         try:
             self._combiner.combine()
             self._combiner.close()

@@ -100,8 +100,9 @@ class DeMo(MomentumOptimizer):
         super().__init__("DeMo", params, defaults, named_parameters, rest, process_set, told)
         rules = [(glob.escape(name), TopK(k=self._sent(p), coding=coding)) for p, name in self._names.items()]
         self._carrier = Carrier(
-            {name: self._stand_in(p) for p, name in self._names.items()}, compression=Policy(rules, rest),
-            exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
+            {name: self._stand_in(p) for p, name in self._names.items()}, {name: p for p, name in self._names.items()},
+            compression=Policy(rules, rest), exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes,
+            process_set=process_set,
         )  # fmt: skip
         self._complete()
 
@@ -120,7 +121,7 @@ class DeMo(MomentumOptimizer):
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         for p in parameters:
-            self._carrier.add(self._names[p], self._stand_in(p))
+            self._carrier.add(self._names[p], self._stand_in(p), p)
 
     def retire(self) -> None:
         """Another optimizer takes over the parameters: refuse to go on."""

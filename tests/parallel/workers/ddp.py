@@ -557,6 +557,20 @@ def a_state_goes_on_to_the_bit() -> None:
 
 
 @cases.add
+def a_saved_state_has_tensors_only() -> None:
+    model = wrapped(Known(), PowerSGD(rank=2))
+    trained(model, range(4))
+    state = ddp.state_dict(model)
+    assert state["factors"]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    again = wrapped(Known(), PowerSGD(rank=2))
+    ddp.load_state_dict(again, torch.load(file, weights_only=True))
+    assert trained(model, range(4, 7)) == trained(again, range(4, 7))
+
+
+@cases.add
 def a_state_goes_on_among_fewer_ranks() -> None:
     model = wrapped(Known(), OneBit())
     trained(model, range(3))
@@ -605,6 +619,10 @@ def all_ranks_are_told_what_they_disagree_on() -> None:
     raises(MismatchError, lambda: wrapped(Known(), mine), "compression.id", "onebit", "adaptive")
     number = 500 + dist.get_rank()
     raises(MismatchError, lambda: wrapped(Known(), OneBit(), min_numel=number), "min_numel", "500", "501")
+    for setting in ("find_unused_parameters", "static_graph"):
+        # one rank would ask the others which tensors are used, and wait for them
+        model = DistributedDataParallel(Known(), **{setting: dist.get_rank() == 0})
+        raises(MismatchError, lambda model=model: ddp.register_comm_hook(model, OneBit()), setting)
     # nothing is left of it
     trained(wrapped(Known(), OneBit()), range(2))
 

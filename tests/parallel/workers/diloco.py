@@ -324,6 +324,34 @@ def what_is_frozen_later_stays_and_what_is_unfrozen_is_an_error_on_all_ranks() -
             call()
 
 
+@cases.each(
+    {
+        "float32": {},
+        "bfloat16": {"dtype": torch.bfloat16},
+        "delay": {"delay": 1},
+        "own share": {"alpha": 0.5},
+        "two fragments, compressed": {"fragments": 2, "compression": OneBit()},
+    }
+)
+def what_is_frozen_between_synchronizations_becomes_equal_and_stays(settings) -> None:
+    settings = dict(settings)
+    dtype = settings.pop("dtype", torch.float32)
+    model = network(dtype)
+    optimizer = wrapped(model, sync_every=4, **settings)
+    train(optimizer, model, 0, 6)
+    # two steps of this rank alone are in it
+    model[3].weight.requires_grad_(False)
+    model[3].weight.grad = None
+    of_all = everyone(model[3].weight.detach().float(), "frozen between")
+    assert hvd.size() == 1 or not torch.equal(of_all[0], of_all[-1])
+    train(optimizer, model, 6, 12)
+    frozen = model[3].weight.clone()
+    of_all = everyone(frozen.float(), "frozen equal")
+    assert torch.equal(of_all, of_all[:1].expand_as(of_all))
+    train(optimizer, model, 12, 20)
+    assert torch.equal(model[3].weight, frozen)
+
+
 @cases.each({"bfloat16": torch.bfloat16, "float64": torch.float64})
 def other_types_of_parameters(dtype) -> None:
     model = network(dtype)

@@ -507,3 +507,85 @@ def a_bad_number_takes_a_step_of_demo_back(settings) -> None:
     train(optimizer, model, 5, 9)
     assert all(p.isfinite().all() for p in model.parameters())
     assert_same_everywhere(model)
+
+
+# -- habits --------------------------------------------------------------------------------------------------------
+
+
+@cases.each(
+    {
+        "adam": (adam, torch.float32),
+        "adam, bfloat16": (adam, torch.bfloat16),
+        "demo": (demo, torch.float32),
+    }
+)
+def parameters_that_were_not_broadcast_are_told(setting) -> None:
+    make, dtype = setting
+    model = network(dtype)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            model[2].weight[3, 3] += 1
+    optimizer = make(model)
+    with pytest.warns(UserWarning, match="parameter '2.weight' of rank 1 differs from that of rank 0"):
+        train(optimizer, model, 0, 1)
+
+
+@cases.add
+def a_state_after_the_warm_up_tells_of_parameters_that_differ() -> None:
+    model = network()
+    optimizer = adam(model)
+    train(optimizer, model, 0, 4)
+    state = copy.deepcopy(optimizer.state_dict())
+    other = network()
+    again = adam(other)
+    again.load_state_dict(state)
+    if hvd.rank() == 1:
+        with torch.no_grad():
+            other[0].bias[0] += 1
+    with pytest.warns(UserWarning, match="parameter '0.bias' of rank 1 differs from that of rank 0"):
+        train(again, other, 4, 5)
+
+
+@cases.each({"adam": adam, "demo": demo})
+def a_model_may_be_converted(make) -> None:
+    model = network()
+    optimizer = make(model)
+    train(optimizer, model, 0, 5)
+    model.double()
+    train(optimizer, model, 5, 8)
+    assert_same_everywhere(model, optimizer if make is adam else None)
+    model.bfloat16()
+    train(optimizer, model, 8, 10)
+    assert_same_everywhere(model, optimizer if make is adam else None)
+
+
+@cases.add
+def a_state_of_adamw_goes_on_and_others_are_refused() -> None:
+    model, other = network(), network()
+    dense = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for step in range(4):
+        dense.zero_grad()
+        other(batch(step, 0)).square().mean().backward()
+        dense.step()
+    model.load_state_dict(other.state_dict())
+    optimizer = adam(model, warmup_steps=6)
+    optimizer.load_state_dict(dense.state_dict())
+    for step in range(4, 10):
+        for net, each in ((model, optimizer), (other, dense)):
+            each.zero_grad()
+            # the same on all ranks, so that their mean is that of one
+            net(batch(step, 0)).square().mean().backward()
+            each.step()
+        if step == 5:
+            for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+    assert optimizer.compression_stats()["steps_by_way"] == {"warm-up": 2, "renewal": 0, "compressed": 4}
+    sgd = torch.optim.SGD(other.parameters(), lr=0.01, momentum=0.9)
+    for refusing, state in ((optimizer, sgd), (demo(network()), dense), (adam(network()), demo(network()))):
+        before = copy.deepcopy(refusing.state_dict())
+        with pytest.raises(StateError, match="it is of another kind of optimizer"):
+            refusing.load_state_dict(state.state_dict())
+        assert refusing.state_dict()["param_groups"] == before["param_groups"]
+    maximizing = torch.optim.AdamW(other.parameters(), maximize=True)
+    with pytest.raises(StateError, match="maximize=True"):
+        optimizer.load_state_dict(maximizing.state_dict())
