@@ -59,8 +59,8 @@ def compare_beginnings(
     if not tensors:
         # all of them are frozen, on all ranks
         return Beginning({}, None)
-    told = [(_kind_of(p.grad), checksum(values.get(name, p))) for name, p in tensors.items()]
-    mine = np.array([*told, (has_loaded, 0)], np.int64)
+    of_tensors = [(_kind_of(p.grad), checksum(values.get(name, p))) for name, p in tensors.items()]
+    mine = np.array([*of_tensors, (has_loaded, 0)], np.int64)
     name = f"hvd_compress.beginning.{next(iter(tensors), '')}{label}"
     handle = hvd.allgather_async(torch.from_numpy(mine.reshape(1, -1)), name=name, process_set=process_set)
     yield Wait(partial(hvd.poll, handle))

@@ -202,13 +202,13 @@ class MomentumOptimizer(torch.optim.Optimizer):
                     self.state[p][key] = value.detach().to(device=p.device, dtype=wide(p), copy=True)
 
     def _refuse_other_kinds(self, state_dict: dict[str, Any]) -> None:
-        entries = [("group", i, group, self.defaults) for i, group in enumerate(state_dict["param_groups"])]
-        entries += [("parameter", number, kept, self._KEPT) for number, kept in state_dict["state"].items()]
-        for what, number, entry, needed in entries:
+        groups = [(f"group {i}", group, list(self.defaults)) for i, group in enumerate(state_dict["param_groups"])]
+        kept = [(f"parameter {i}", entry, list(self._KEPT)) for i, entry in state_dict["state"].items()]
+        for what, entry, needed in (*groups, *kept):
             if missing := [key for key in needed if key not in entry]:
                 raise StateError(
-                    f"load_state_dict() of a {self._kind}: {what} {number} of the state has no {missing[0]!r}, so it is "
-                    "of another kind of optimizer. Load model and residuals, and let the optimizer begin anew"
+                    f"load_state_dict() of a {self._kind}: {what} of the state has no {missing[0]!r}, so it is of "
+                    "another kind of optimizer. Load model and residuals, and let the optimizer begin anew"
                 )
 
     def compression_state_dict(self) -> dict[str, Any]:
