@@ -191,7 +191,7 @@ def test_a_state_goes_on_exactly(after):
 
 
 def test_a_state_of_another_schedule_is_refused():
-    with pytest.raises(StateError, match=r"global_skips=4, here global_skips=8"):
+    with pytest.raises(StateError, match=r"global_skips=4, and that here has global_skips=8"):
         DasoSchedule(8, 1).clock().load_state_dict(DasoSchedule(4, 1).clock().state_dict())
     with pytest.raises(StateError, match=r"clock of a DASO state lacks .*skips"):
         DasoSchedule().clock().load_state_dict({"schedule": DasoSchedule().get_config()})
