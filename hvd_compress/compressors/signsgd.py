@@ -28,8 +28,8 @@ class SignSGD(TableCompressor):
     tie decided, as a sign drawn at random, so that neither pushes in one direction. The magnitudes of gradients are
     lost, so the learning rate has to be about that of Adam. Hierarchical exchanges take the vote among hosts, each of
     which votes with the sign of its sum. An allgather has no owner who could decide, and is refused; "auto" takes two
-    phases. Tensors that go uncompressed (see `min_numel`) keep their magnitudes: give min_numel=1. A parameter without a
-    gradient on any rank counts as zeros, and moves by `scale` at random in each step: freeze it.
+    phases. Tensors that go uncompressed (see `min_numel`) keep their magnitudes: give min_numel=1. A parameter without
+    a gradient on any rank counts as zeros, and moves by `scale` at random in each step: freeze it.
 
     Source: Bernstein et al. 2018, algorithm 1 of "signSGD with majority vote". Differences: zeros and ties are random;
     Signum's momentum is not here, since optimizers are given the combined gradient. `OneBit` and `EFSignSGD` also send
