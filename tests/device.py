@@ -13,6 +13,7 @@ import torch
 from hvd_compress.compressors import Compressor, Key
 from hvd_compress.kernels import table
 from hvd_compress.kernels.checksum import checksum_of_parts
+from hvd_compress.kernels.cuda import feedback
 from hvd_compress.kernels.cuda.launch import Launch
 from hvd_compress.kernels.cuda.rows import FOUND, NBYTES
 
@@ -190,3 +191,20 @@ def assert_decoded(compressor, payloads, group, same, kind, scale, add, unaligne
             compressor.decode_into(payload, expected, scale, add=add or number > 0)
         same(wide(out), wide(torch.from_numpy(expected).to(TYPES[kind])))
         assert is_unharmed(whole)
+
+
+def assert_taken_back(compressor, group, numels, rng, spoil):
+    """Encode tensors of which `spoil` has made the first one's gradient bad, and take the step back on the device."""
+    tables = Tables(compressor, numels, group)
+    before = [0.1 * rng.standard_normal(n).astype(np.float32) for n in numels]
+    gradients = [rng.standard_normal(n).astype(np.float32) for n in numels]
+    spoil(gradients[0])
+    residuals, given = [on_device(x) for x in before], [on_device(g) for g in gradients]
+    assert [p.size > table.HEADER for p in tables.encode(residuals, given)] == [False, True]
+    tables.rows[:, table.ADD] = 1
+    tables.decode(residuals, 1.0, force=True)
+    tables.rows[:, table.GRADIENT] = [g.data_ptr() for g in given]
+    tables.launch.place(tables.rows, "float32", True)
+    feedback.take_back(tables.launch)
+    for residual, old in zip(residuals, before, strict=True):
+        np.testing.assert_allclose(wide(residual), old, atol=1e-6)

@@ -7,11 +7,11 @@ import pytest
 
 from hvd_compress import ChunkedTopK
 from hvd_compress.kernels import table
-from hvd_compress.kernels.cuda import feedback
 from tests import device
 from tests.device import (
     Tables,
     assert_same_bits,
+    assert_taken_back,
     first_of,
     framed,
     host_decode,
@@ -119,20 +119,7 @@ def test_values_without_feedback_are_only_read():
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_step_that_is_not_finite_is_taken_back(bad):
-    compressor, numels = ChunkedTopK(0.1, 100), [600, 50]
-    tables = Tables(compressor, numels, 100)
-    before = [0.1 * rng.standard_normal(n).astype(np.float32) for n in numels]
-    gradients = [rng.standard_normal(n).astype(np.float32) for n in numels]
-    gradients[0][[7, 300]] = bad
-    residuals, given = [on_device(x) for x in before], [on_device(g) for g in gradients]
-    assert [p.size > HEADER for p in tables.encode(residuals, given)] == [False, True]
-    tables.rows[:, table.ADD] = 1
-    tables.decode(residuals, 1.0, force=True)
-    tables.rows[:, table.GRADIENT] = [g.data_ptr() for g in given]
-    tables.launch.place(tables.rows, "float32", True)
-    feedback.take_back(tables.launch)
-    for residual, old in zip(residuals, before, strict=True):
-        np.testing.assert_allclose(wide(residual), old, atol=1e-6)
+    assert_taken_back(ChunkedTopK(0.1, 100), 100, [600, 50], rng, lambda g: np.put(g, [7, 300], bad))
 
 
 def sent(compressor, numel, rank=0):

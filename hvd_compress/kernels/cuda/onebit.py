@@ -23,6 +23,7 @@ from hvd_compress.kernels.cuda.rows import (
     expect_body,
     note_bad,
     note_body,
+    packed,
     pointer,
     state_of,
 )
@@ -57,13 +58,6 @@ def _put_means(body, g, positive, negative, per_group: tl.constexpr):
     tl.store(means, positive)
     if per_group == 2:
         tl.store(means + 1, negative)
-
-
-@triton.jit
-def packed(is_positive, BLOCK: tl.constexpr):
-    """Return the words of 32 bits that say which elements are positive."""
-    bits = tl.reshape(is_positive.to(tl.uint32), (BLOCK // 32, 32))
-    return tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
 
 
 @triton.jit

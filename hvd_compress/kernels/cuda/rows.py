@@ -74,26 +74,35 @@ def state_of(state, i, number: tl.constexpr):
 
 
 @triton.jit
+def packed(chosen, BLOCK: tl.constexpr):
+    """Return the words of 32 bits that say which elements are chosen, the first one in the lowest bit."""
+    bits = tl.reshape(chosen.to(tl.uint32), (BLOCK // 32, 32))
+    return tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def corrected(x, gradient, o, inside, feedback: tl.constexpr):
     """Load elements to encode: residual plus gradient, or the values; returns them as float32, and which are good.
 
     An element whose sum is not finite is given as its residual, which is what has to be left there.
     """
     y = tl.load(x + o, mask=inside, other=0.0).to(tl.float32)
-    v = y
     if feedback:
-        v = y + tl.load(gradient + o, mask=inside, other=0.0).to(tl.float32)
-    good = tl.abs(v) < float("inf")
-    return tl.where(good, v, y), good
+        return _kept(y, y + tl.load(gradient + o, mask=inside, other=0.0).to(tl.float32))
+    return _kept(y, y)
 
 
 @triton.jit
 def corrected_all(x, gradient, o, feedback: tl.constexpr):
     """Do as `corrected` where all elements are inside: without masks, which take as many instructions as all else."""
     y = tl.load(x + o).to(tl.float32)
-    v = y
     if feedback:
-        v = y + tl.load(gradient + o).to(tl.float32)
+        return _kept(y, y + tl.load(gradient + o).to(tl.float32))
+    return _kept(y, y)
+
+
+@triton.jit
+def _kept(y, v):
     good = tl.abs(v) < float("inf")
     return tl.where(good, v, y), good
 

@@ -39,6 +39,7 @@ from hvd_compress.kernels.cuda.rows import (
     entry,
     note_bad,
     note_body,
+    packed,
     pointer,
     state_of,
 )
@@ -80,8 +81,8 @@ _ANEW = tl.constexpr(5)  # not zero if all parts must count, also those that had
 _DONE = tl.constexpr(6)  # not zero if the places of all parts are known
 _LISTED = tl.constexpr(7)  # not zero if the span is within that of the lists
 _MARKED = tl.constexpr(8)  # the least magnitude that sectors are marked for
-_KNOWN = tl.constexpr(9)
-KNOWN = _KNOWN.value
+_NUMBERS = 9
+_KNOWN = tl.constexpr(_NUMBERS)
 
 _GROUPS_AT = tl.constexpr(GROUPS_AT)
 _TILES = tl.constexpr(TILES)
@@ -159,12 +160,10 @@ def chosen_of(sizes, threshold, left):
 
 
 @triton.jit
-def _put_bits(words, chosen, size, TILE: tl.constexpr):
-    """Write the bit of each element; the first one is that of a word of 32."""
-    bits = tl.reshape(chosen.to(tl.uint32), (TILE // 32, 32))
-    word = tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1).to(tl.int32, bitcast=True)
+def _put_bits(bits, words, size, TILE: tl.constexpr):
+    """Write the bits of a tile's elements, given as words of 32."""
     number = tl.arange(0, TILE // 32)
-    tl.store(words + number, word, mask=32 * number < size)
+    tl.store(bits + number, words, mask=32 * number < size)
 
 
 @triton.jit
@@ -194,8 +193,7 @@ def _send(
         body = column(rows, i, PAYLOAD) + HEADER
         bits = pointer(body, tl.int32) + (start >> 5)
         if is_even:
-            number = tl.arange(0, TILE // 32)
-            tl.store(bits + number, words.to(tl.int32, bitcast=True), mask=32 * number < size)
+            _put_bits(bits, words, size, TILE)
         else:
             at = o + (start & 31).to(tl.int32)
             tl.atomic_or(bits + (at >> 5), tl.full((TILE,), 1, tl.int32) << (at & 31), mask=chosen, sem="relaxed")
@@ -311,7 +309,7 @@ def _encode_short(
             chosen, rank, counted = chosen_of(tl.abs(of_tile), threshold, left)
             rank += above + tl.minimum(ties, allowed)
             if has_bits:
-                _put_bits(counts + (start >> 5), chosen, size - start, TILE)
+                _put_bits(counts + (start >> 5), packed(chosen, TILE), size - start, TILE)
                 first = above + tl.minimum(ties, allowed)
                 tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + start // TILE, first.to(tl.int64))
             elif group >= numel:
@@ -433,9 +431,8 @@ def _guess(
 def _mark(marks, y, low, TILE: tl.constexpr):
     """Mark the sectors of a tile that have a magnitude of at least `low`."""
     is_candidate = tl.reshape((_magnitude(y) >= low).to(tl.uint32), (TILE // _SECTOR, _SECTOR))
-    bits = tl.reshape(tl.max(is_candidate, 1), (TILE // _PER_WORD, 32))
-    words = tl.sum(bits << tl.arange(0, 32).to(tl.uint32)[None, :], 1)
-    tl.store(marks + tl.arange(0, TILE // _PER_WORD), words.to(tl.int32, bitcast=True))
+    words = packed(tl.max(is_candidate, 1), TILE // _SECTOR)
+    tl.store(marks + tl.arange(0, TILE // _PER_WORD), words)
 
 
 @triton.jit
@@ -666,8 +663,8 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
 
 
 @triton.jit
-def _share_of_tile(rows, work, known, tiles, starts, i, number):
-    """Return how many elements of a tile are above the threshold, how many equal ones are sent, and all before it."""
+def _share_of_tile(rows, known, tiles, starts, i, number):
+    """Count elements of a tile: above the threshold; equal to it; those of the latter that are sent; sent before it."""
     above, ties = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1)
     allowed = column(rows, i, LIMIT) - tl.load(known + i * _KNOWN + _ABOVE)
     ties_before = tl.load(starts + 2 * number + 1)
@@ -683,7 +680,7 @@ def _write(
     """Write what the tiles of long rows send, and leave zeros in the residuals."""
     i, _, part = entry(work)
     if column(rows, i, NUMEL) > SHORT:
-        above, ties, left, before = _share_of_tile(rows, work, known, tiles, starts, i, tl.program_id(0))
+        above, ties, left, before = _share_of_tile(rows, known, tiles, starts, i, tl.program_id(0))
         if bitmaps and is_even:
             tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + part, before)
         if above + left > 0:
@@ -710,13 +707,14 @@ def _write(
 
 @triton.jit
 def _ranks(chosen, TILE: tl.constexpr):
-    """Return the bits of the chosen elements, in words of 32 given as uint32, and how many are before each element."""
+    """Return the bits of the chosen elements, in words of 32, and how many are before each element."""
     bit = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
-    words = tl.sum(tl.reshape(chosen.to(tl.uint32), (TILE // 32, 32)) * bit[None, :], 1)
-    ones = count_ones(words)
+    words = packed(chosen, TILE)
+    word = words.to(tl.uint32, bitcast=True)
+    ones = count_ones(word)
     # only words are summed one after the other; within a word, bits are counted
     before = tl.cumsum(ones, 0) - ones
-    rank = before[:, None] + count_ones(words[:, None] & (bit - 1)[None, :])
+    rank = before[:, None] + count_ones(word[:, None] & (bit - 1)[None, :])
     return words, tl.reshape(rank, (TILE,))
 
 
@@ -728,7 +726,7 @@ def _write_sectors(
     """Do as `_write` for rows that send lists of few elements: only marked sectors are read."""
     i, _, part = entry(work)
     if column(rows, i, NUMEL) > SHORT:
-        above, _ties, left, before = _share_of_tile(rows, work, known, tiles, starts, i, tl.program_id(0))
+        above, _ties, left, before = _share_of_tile(rows, known, tiles, starts, i, tl.program_id(0))
         if above + left > 0:
             _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
             x = pointer(column(rows, i, X), tl.float32 if feedback else kind) + start
@@ -792,7 +790,7 @@ def _encode_long(launch: Launch, tile_starts: Any, bitmaps: bool, is_long: npt.N
     # nothing is added up when encoding, so that each row has its blocks
     work = launch.work_by_blocks(TILE) if even else launch.work_by_parts(TILE)
     count = work.shape[0]
-    known = launch.scratch("known", KNOWN * len(launch.numels), "int64")
+    known = launch.scratch("known", _NUMBERS * len(launch.numels), "int64")
     tiles = launch.scratch("tiles", 2 * count, "int32")
     starts = launch.scratch("starts", 2 * count, "int64")
     is_sparse = not bitmaps and bool((launch.limits[is_long] <= _SPARSE * launch.numels[is_long]).all())

@@ -9,7 +9,6 @@ from hvd_compress.kernels.cuda import onebit
 from hvd_compress.kernels.cuda.cast import load_block, store_block, wide_pointer
 from hvd_compress.kernels.cuda.draws import key_words, mix
 from hvd_compress.kernels.cuda.launch import Launch
-from hvd_compress.kernels.cuda.onebit import packed
 from hvd_compress.kernels.cuda.rows import (
     GRADIENT,
     HEADER,
@@ -22,6 +21,7 @@ from hvd_compress.kernels.cuda.rows import (
     expect_body,
     note_bad,
     note_body,
+    packed,
     pointer,
     state_of,
 )
