@@ -176,6 +176,8 @@ def _plot(data: str, rows: Mapping[str, list[Record]], folder: Path, name: str) 
         for coding, style in ((None, "o-"), (ELIAS, "s--")):
             found = [(bits, rows.get(label_of(data, bits, coding), [])) for bits in (*BITS, DENSE)]
             found = [(bits, records) for bits, records in found if records]
+            if not found:
+                continue
             bits = [b for b, _ in found]
             if coding is None:
                 of_seed = [[_accuracy(record) for record in records] for _, records in found]

@@ -142,9 +142,15 @@ class _Run:
             "worth": _worth(states, self.divisor or hvd.size()),
             "norm": float(np.hypot.reduce([0.0, *map(_norm, states)])),
             "lost_norm": stats.get("lost_norm", lost.norm), "lost_ranks": stats.get("lost_ranks", lost.ranks),
-            "squares": _squares(states), **more,
+            "squares": _squares(states), "compresses": self._compresses(stats), **more,
         }  # fmt: skip
         self.lines.write(json.dumps(line) + "\n")
+
+    @staticmethod
+    def _compresses(stats: dict[str, Any]) -> bool:
+        """Whether something is owed after a step; of what `Auto` has found faster uncompressed, nothing is."""
+        buckets = stats.get("auto", {}).get("buckets", [])
+        return not buckets or any(bucket["choice"] not in ("none", "fp16") for bucket in buckets)
 
     def _states(self) -> list[dict[str, Any]]:
         if self.uses_calls:
