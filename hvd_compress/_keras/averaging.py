@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvd_compress._keras.callbacks import LinkedCallback
+from hvd_compress._keras.callbacks import EdgeCallback
 from hvd_compress._keras.optimizer import distributed
 from hvd_compress._keras.weights import Array, arrays_of, is_floating, write
 from hvd_compress.horovod_nodes import NodeSets
@@ -13,7 +13,7 @@ from hvd_compress.horovod_nodes import NodeSets
 __all__ = ["AveragingCallback"]
 
 
-class AveragingCallback(LinkedCallback):
+class AveragingCallback(EdgeCallback):
     """Knows the weights that it has begun with, and what is averaged beside them.
 
     Args:
@@ -36,7 +36,7 @@ class AveragingCallback(LinkedCallback):
             ValueError: they are others.
         """
         weights = list(self.model.trainable_variables)
-        keys = [self.link.key(v) for v in weights]
+        keys = [self.edge.key(v) for v in weights]
         if self._keys is None:
             self._keys = keys
         if keys != self._keys:
@@ -53,7 +53,7 @@ class AveragingCallback(LinkedCallback):
             ValueError: the optimizer of the model averages gradients among other ranks.
         """
         # of this rank's own choosing, a callback could be in another place than the optimizer
-        sets = self.link.nodes.sets(self._ranks_per_node, user=user)
+        sets = self.edge.nodes.sets(self._ranks_per_node, user=user)
         found = distributed(self.model.optimizer)
         is_alone = may_be_plain and sets.within.size() == 1
         if found is None and is_alone:
@@ -68,7 +68,7 @@ class AveragingCallback(LinkedCallback):
 
     def _change(self, weights: list[Any], call: Callable[[list[Array]], bool]) -> None:
         """Let a call work on arrays of weights; it returns whether it has changed them."""
-        arrays = arrays_of(self.link, weights)
+        arrays = arrays_of(self.edge, weights)
         if call(arrays):
             write(weights, arrays)
 

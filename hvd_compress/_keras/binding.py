@@ -8,12 +8,12 @@ from types import ModuleType
 from typing import Any
 
 from hvd_compress._keras import callbacks, compression_callbacks, daso, diloco, elastic, eventgrad
+from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.interface import Interface
-from hvd_compress._keras.link import Link
 
 __all__ = ["bound"]
 
-_NO_CALLBACKS = ("ALL_RANKS", "LinkedCallback", "variables_of")
+_NO_CALLBACKS = ("ALL_RANKS", "EdgeCallback", "variables_of")
 
 _MIXINS = [
     *(callbacks.__dict__[name] for name in callbacks.__all__ if name not in _NO_CALLBACKS),
@@ -26,39 +26,39 @@ _MIXINS = [
 _OF_ELASTIC_RUNS = [elastic.CommitStateCallback, elastic.UpdateBatchStateCallback, elastic.UpdateEpochStateCallback]
 
 
-def bound(keras: Any, link: Link, module: str) -> dict[str, Any]:
+def bound(keras: Any, edge: Edge, module: str) -> dict[str, Any]:
     """What an edge's module named `module` has of its own: functions; `callbacks` and `elastic`, importable too."""
-    interface = Interface(link, keras)
+    interface = Interface(edge, keras)
     functions = {name: getattr(interface, name) for name in dir(interface) if not name.startswith("_")}
     submodules = {"callbacks": _bound_callbacks, "elastic": _bound_elastic}
-    made = {name: bind(keras, link, f"{module}.{name}") for name, bind in submodules.items()}
+    made = {name: bind(keras, edge, f"{module}.{name}") for name, bind in submodules.items()}
     sys.modules.update({f"{module}.{name}": submodule for name, submodule in made.items()})
     return {**functions, **made}
 
 
-def _joined(mixins: Sequence[type], base: type, link: Link, module: str) -> dict[str, type]:
+def _joined(mixins: Sequence[type], base: type, edge: Edge, module: str) -> dict[str, type]:
     """Subclasses of `base`, each with one of the mixins before it, by their names."""
     return {
         mixin.__name__: type(
-            mixin.__name__, (mixin, base), {"link": link, "__doc__": mixin.__doc__, "__module__": module}
+            mixin.__name__, (mixin, base), {"edge": edge, "__doc__": mixin.__doc__, "__module__": module}
         )
         for mixin in mixins
     }
 
 
-def _bound_elastic(keras: Any, link: Link, module: str) -> ModuleType:
+def _bound_elastic(keras: Any, edge: Edge, module: str) -> ModuleType:
     """A module named `module` with what elastic runs need: `run`, a state and its callbacks."""
     made = ModuleType(module, "Elastic runs, whose ranks come and go; nothing is compressed in them.")
-    made.__dict__.update(_joined(_OF_ELASTIC_RUNS, keras.callbacks.Callback, link, module))
-    made.__dict__.update(_joined([elastic.KerasState], link.object_state, link, module))
-    made.__dict__.update(run=link.elastic_run, TensorFlowKerasState=made.__dict__["KerasState"])
+    made.__dict__.update(_joined(_OF_ELASTIC_RUNS, keras.callbacks.Callback, edge, module))
+    made.__dict__.update(_joined([elastic.KerasState], edge.object_state, edge, module))
+    made.__dict__.update(run=edge.elastic_run, TensorFlowKerasState=made.__dict__["KerasState"])
     return made
 
 
-def _bound_callbacks(keras: Any, link: Link, module: str) -> ModuleType:
+def _bound_callbacks(keras: Any, edge: Edge, module: str) -> ModuleType:
     """A module named `module` with all callbacks, as subclasses of `keras.callbacks.Callback`."""
     made = ModuleType(module, "Callbacks for `fit`: Horovod's, and those that tell of compression.")
-    made.__dict__.update(_joined(_MIXINS, keras.callbacks.Callback, link, module))
+    made.__dict__.update(_joined(_MIXINS, keras.callbacks.Callback, edge, module))
     setattr(made, "BestModelCheckpoint", _best_model_checkpoint(keras, module))  # noqa: B010, a module has no such name
     return made
 

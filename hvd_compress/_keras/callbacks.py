@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvd_compress._keras.link import Link
+from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.optimizer import distributed
 
 __all__ = [
     "ALL_RANKS",
     "BroadcastGlobalVariablesCallback",
+    "EdgeCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
-    "LinkedCallback",
     "MetricAverageCallback",
     "variables_of",
 ]
@@ -26,10 +26,10 @@ __all__ = [
 ALL_RANKS = 1.0 - 1e-6
 
 
-class LinkedCallback:
-    """What all callbacks here have: the link to the edge, and the distributed optimizer of the model."""
+class EdgeCallback:
+    """What all callbacks here have: the edge, and the distributed optimizer of the model."""
 
-    link: ClassVar[Link]
+    edge: ClassVar[Edge]
     wrapper: ClassVar[str] = "hvd.DistributedOptimizer(...)"
     """What the model's optimizer is to be wrapped with."""
     model: Any
@@ -40,7 +40,7 @@ class LinkedCallback:
         super().set_model(model)  # type: ignore[misc]
         if getattr(model, "jit_compile", False) and distributed(getattr(model, "optimizer", None)) is not None:
             model.jit_compile = False
-            if self.link.rank() == 0:
+            if self.edge.rank() == 0:
                 warnings.warn(
                     "jit_compile is switched off: XLA cannot compile the exchange of gradients. Give "
                     "model.compile(..., jit_compile=False) to say so yourself",
@@ -61,7 +61,7 @@ class LinkedCallback:
         return found
 
 
-class BroadcastGlobalVariablesCallback(LinkedCallback):
+class BroadcastGlobalVariablesCallback(EdgeCallback):
     """Makes the weights and the optimizer's variables those of one rank, before the first step where that can be.
 
     They are broadcast when training begins if they exist by then, else after the first batch. Seeds of random layers
@@ -98,7 +98,7 @@ class BroadcastGlobalVariablesCallback(LinkedCallback):
         optimizer = self.model.optimizer
         can = bool(self.model.built) and hasattr(optimizer, "build")
         # one rank alone may have built the model, to load weights
-        if self.link.average([float(can)], ["ranks with a model that is built"])[0] < ALL_RANKS:
+        if self.edge.average([float(can)], ["ranks with a model that is built"])[0] < ALL_RANKS:
             return
         if not getattr(optimizer, "built", False):
             optimizer.build(self.model.trainable_variables)
@@ -112,7 +112,7 @@ class BroadcastGlobalVariablesCallback(LinkedCallback):
         if self.broadcast_done:
             return
         variables = variables_of(self.model, self.model.optimizer)
-        self.link.broadcast([v for v in variables if not any(v is local for local in self._local)], self.root_rank)
+        self.edge.broadcast([v for v in variables if not any(v is local for local in self._local)], self.root_rank)
         self.broadcast_done = True
 
 
@@ -122,7 +122,7 @@ def variables_of(model: Any, optimizer: Any) -> list[Any]:
     return [*model.weights, *(of_optimizer if isinstance(of_optimizer, list) else of_optimizer())]
 
 
-class MetricAverageCallback(LinkedCallback):
+class MetricAverageCallback(EdgeCallback):
     """Averages the metrics of an epoch over all ranks; put it before callbacks that use them.
 
     Raises:
@@ -139,7 +139,7 @@ class MetricAverageCallback(LinkedCallback):
             return
         values = {n: np.asarray(v, np.float64) for n, v in sorted(logs.items()) if _is_number(v)}
         flat = [x for array in values.values() for x in array.reshape(-1).tolist()]
-        averages = np.array(self.link.average(flat, [f"{name}{list(array.shape)}" for name, array in values.items()]))
+        averages = np.array(self.edge.average(flat, [f"{name}{list(array.shape)}" for name, array in values.items()]))
         for name, array in values.items():
             mine, averages = averages[: array.size].reshape(array.shape), averages[array.size :]
             logs[name] = mine if array.shape else float(mine)
@@ -149,7 +149,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or hasattr(value, "item")
 
 
-class LearningRateScheduleCallback(LinkedCallback):
+class LearningRateScheduleCallback(EdgeCallback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` until before `end_epoch`.
 
     Args:
@@ -266,12 +266,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Put the learning rate into the logs; say when the warm-up has ended."""
         super().on_epoch_end(epoch, logs)
-        if epoch == self.warmup_epochs - 1 and self.verbose and self.link.rank() == 0:
+        if epoch == self.warmup_epochs - 1 and self.verbose and self.edge.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
 
     def _rise(self, epoch: float) -> float:
         # one step ahead, so that the last step of the warm-up has the whole rate
         epoch += 1.0 / (self.steps_per_epoch or 1)
-        size = self.link.size()
+        size = self.edge.size()
         return (epoch * (size - 1) / self.warmup_epochs + 1) / size

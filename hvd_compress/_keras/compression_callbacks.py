@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from hvd_compress._keras.callbacks import ALL_RANKS, LinkedCallback
+from hvd_compress._keras.callbacks import ALL_RANKS, EdgeCallback
 from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
@@ -16,7 +16,7 @@ from hvd_compress.policy import meant
 __all__ = ["CompressionCheckpointCallback", "CompressionStatsCallback", "CompressionWarmupCallback"]
 
 
-class CompressionStatsCallback(LinkedCallback):
+class CompressionStatsCallback(EdgeCallback):
     """Puts what compression did in an epoch into `logs`; put it before callbacks that show or write them.
 
     Keys, each of this rank: `compression_ratio` (bytes of a dense ring allreduce / bytes sent), `bytes_sent`, and
@@ -44,7 +44,7 @@ class CompressionStatsCallback(LinkedCallback):
         logs["residual_norm"] = total["residual_norm"]
 
 
-class CompressionWarmupCallback(LinkedCallback):
+class CompressionWarmupCallback(EdgeCallback):
     """Trains dense first, then sends less and less, until the optimizer's own compressor takes over.
 
     Error feedback delays gradients, which hurts most while they still change fast. Sources: Lin et al., Deep Gradient
@@ -92,7 +92,7 @@ class CompressionWarmupCallback(LinkedCallback):
         self.model.make_train_function(force=True)
 
 
-class CompressionCheckpointCallback(LinkedCallback):
+class CompressionCheckpointCallback(EdgeCallback):
     """Saves what each rank owes beside the model's checkpoints, and takes it up again where training goes on.
 
     At the end of each epoch every rank writes a file of its own. When training begins, all ranks take up theirs if all
@@ -113,7 +113,7 @@ class CompressionCheckpointCallback(LinkedCallback):
         """Write this rank's state."""
         optimizer = self.optimizer()
         state = {**optimizer.compression_state_dict(), "iterations": int(optimizer.iterations)}
-        write_state(self.directory / f"compression-{self.link.rank()}.npz", state)
+        write_state(self.directory / f"compression-{self.edge.rank()}.npz", state)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Take up the state, on all ranks or on none."""
@@ -123,7 +123,7 @@ class CompressionCheckpointCallback(LinkedCallback):
         except (OSError, StateError) as error:
             # of this rank's file alone: the others must hear of it
             state, problem = None, str(error)
-        ready = self.link.average([float(state is not None)], ["ranks with a compressor state"])[0]
+        ready = self.edge.average([float(state is not None)], ["ranks with a compressor state"])[0]
         if ready > ALL_RANKS and state is not None:
             optimizer.load_compression_state_dict(state)
         elif problem or ready > 0:
@@ -139,8 +139,8 @@ class CompressionCheckpointCallback(LinkedCallback):
         if not files:
             return None, ""
         process_set = self.optimizer()._hvd.settings["process_set"]
-        ranks, position = self.link.ranks_of(process_set), self.link.position_in(process_set)
-        own = self.directory / f"compression-{self.link.rank()}.npz"
+        ranks, position = self.edge.ranks_of(process_set), self.edge.position_in(process_set)
+        own = self.directory / f"compression-{self.edge.rank()}.npz"
         state = read_state(own if own in files else files[0])
         if state.get("iterations") != iterations:
             return None, f"it was saved after {state.get('iterations')} iterations, the optimizer has done {iterations}"

@@ -9,7 +9,7 @@ from hvd_compress import saved
 from hvd_compress._keras.averaging import AveragingCallback
 from hvd_compress._keras.weights import arrays_of, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
-from hvd_compress.daso import DasoSettings, Member, number_of
+from hvd_compress.daso import DasoMember, DasoSettings, number_of
 from hvd_compress.schedules import DasoSchedule, Moment
 
 __all__ = ["DASOCallback"]
@@ -72,7 +72,7 @@ class DASOCallback(AveragingCallback):
         )
         self._settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
         self._monitor = monitor
-        self._member: Member | None = None
+        self._member: DasoMember | None = None
         self._saved: Any = None
         self._trains = False
 
@@ -104,7 +104,7 @@ class DASOCallback(AveragingCallback):
         loss = (logs or {}).get(self._monitor)
         self._change(self._weights(), lambda arrays: member.end_epoch(arrays, number_of(loss)))
         others = self._others()
-        named = {f"{i}": x for i, x in enumerate(arrays_of(self.link, others))}
+        named = {f"{i}": x for i, x in enumerate(arrays_of(self.edge, others))}
         member.average(named)
         write(others, list(named.values()))
 
@@ -130,14 +130,14 @@ class DASOCallback(AveragingCallback):
         else:
             self._member.load_state_dict(state)
 
-    def _member_of(self) -> Member:
+    def _member_of(self) -> DasoMember:
         weights = self._weights()
         if self._member is None:
             sets = self._sets("DASO")
             schedule = replace(self._settings.schedule, steps_per_epoch=self._steps())
             settings = replace(self._settings, schedule=schedule)
-            tensors = tensors_of(weights, arrays_of(self.link, weights))
-            member = Member(tensors, settings, self.link.nodes.groups(sets))
+            tensors = tensors_of(weights, arrays_of(self.edge, weights))
+            member = DasoMember(tensors, settings, self.edge.nodes.groups(sets))
             if self._saved:
                 member.load_state_dict(self._saved)
             self._member = member

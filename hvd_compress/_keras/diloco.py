@@ -12,7 +12,7 @@ from hvd_compress import saved
 from hvd_compress._keras.averaging import AveragingCallback
 from hvd_compress._keras.callbacks import ALL_RANKS
 from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
-from hvd_compress.diloco import DiLoCoSettings, Member, Outcome, OuterSGD
+from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, Outcome, OuterSGD
 from hvd_compress.schedules import Turn
 
 __all__ = ["DiLoCoCallback"]
@@ -69,7 +69,7 @@ class DiLoCoCallback(AveragingCallback):
         self._settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
         self._outer = OuterSGD(outer_learning_rate, outer_momentum, outer_nesterov)
         self._averages_epochs = average_epochs
-        self._member: Member | None = None
+        self._member: DiLoCoMember | None = None
         self._saved: Any = None
         self._trains = False
         self._is_level = True
@@ -80,7 +80,7 @@ class DiLoCoCallback(AveragingCallback):
         self._trains = True
         # as BroadcastGlobalVariablesCallback, which may have made it equal
         can = bool(self.model.built) and hasattr(self.model.optimizer, "build")
-        if self.link.average([float(can)], ["ranks with a model that is built"])[0] >= ALL_RANKS:
+        if self.edge.average([float(can)], ["ranks with a model that is built"])[0] >= ALL_RANKS:
             self._begin()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -100,7 +100,7 @@ class DiLoCoCallback(AveragingCallback):
         turn = member.step()
         weights = self._weights()
         if turn != Turn():
-            arrays = arrays_of(self.link, weights)
+            arrays = arrays_of(self.edge, weights)
             self._take_over(weights, member.act(turn, lambda numbers: [arrays[n] for n in numbers]))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -130,17 +130,17 @@ class DiLoCoCallback(AveragingCallback):
         else:
             self._member.load_state_dict(state)
 
-    def _begin(self) -> Member:
+    def _begin(self) -> DiLoCoMember:
         """The member, made when first asked for, with what ranks begin with."""
         if self._member is None:
             sets = self._sets("DiLoCo", may_be_plain=True)
             weights = self._weights()
-            arrays = arrays_of(self.link, weights)
+            arrays = arrays_of(self.edge, weights)
             tensors = tensors_of(weights, arrays)
             # seeds of random layers have no name that fragments could have
             still = [v for v in self.model.non_trainable_variables if is_floating(v)]
-            frozen = {t.name for t in tensors_of(still, arrays_of(self.link, still))}
-            member = Member(tensors, self._settings, self.link.nodes.groups(sets, "diloco"), self._outer, frozen)
+            frozen = {t.name for t in tensors_of(still, arrays_of(self.edge, still))}
+            member = DiLoCoMember(tensors, self._settings, self.edge.nodes.groups(sets, "diloco"), self._outer, frozen)
             if self._saved:
                 member.load_state_dict(self._saved)
             member.begin(lambda numbers: [arrays[n] for n in numbers])
@@ -152,8 +152,8 @@ class DiLoCoCallback(AveragingCallback):
         if member is None or self._is_level:
             return
         weights, others = self._weights(), self._others()
-        arrays = arrays_of(self.link, weights)
-        named = {f"{i}": x for i, x in enumerate(arrays_of(self.link, others))}
+        arrays = arrays_of(self.edge, weights)
+        named = {f"{i}": x for i, x in enumerate(arrays_of(self.edge, others))}
         self._take_over(weights, member.average_parameters(lambda numbers: [arrays[n] for n in numbers], named))
         write(others, list(named.values()))
         self._is_level = True
@@ -169,7 +169,7 @@ class DiLoCoCallback(AveragingCallback):
     def _forget_spoiled(self) -> None:
         """Let the inner optimizer go on without what it keeps that is not finite, such as momentum."""
         spoiled: list[tuple[Any, Array]] = []
-        for variable, array in zip(self._of_optimizer(), arrays_of(self.link, self._of_optimizer()), strict=True):
+        for variable, array in zip(self._of_optimizer(), arrays_of(self.edge, self._of_optimizer()), strict=True):
             if not np.isfinite(array).all():
                 spoiled.append((variable, np.where(np.isfinite(array), array, 0)))
         write([v for v, _ in spoiled], [a for _, a in spoiled])

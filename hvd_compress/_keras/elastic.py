@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvd_compress._keras.callbacks import LinkedCallback, variables_of
+from hvd_compress._keras.callbacks import EdgeCallback, variables_of
 
 __all__ = [
     "CommitStateCallback",
@@ -21,12 +21,12 @@ __all__ = [
 class VariablesState:
     """Keeps the values of variables beside those of plain attributes; laid over Horovod's `ObjectState`."""
 
-    link: ClassVar[Any]
-    """A `Link`, or the part of one that is used here."""
+    edge: ClassVar[Any]
+    """A `Edge`, or the part of one that is used here."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._values = self._copies()
-        super().__init__(bcast_object=self.link.broadcast_object, get_rank=self.link.rank, **kwargs)  # type: ignore[call-arg]
+        super().__init__(bcast_object=self.edge.broadcast_object, get_rank=self.edge.rank, **kwargs)  # type: ignore[call-arg]
 
     def _variables(self) -> Sequence[Any]:
         raise NotImplementedError
@@ -44,12 +44,12 @@ class VariablesState:
 
     def sync(self) -> None:
         """Take the values of rank 0; a collective call."""
-        self.link.broadcast(self._variables(), 0)
+        self.edge.broadcast(self._variables(), 0)
         self._values = self._copies()
         super().sync()  # type: ignore[misc]
 
     def _copies(self) -> list[Any]:
-        return [np.array(self.link.values(variable)) for variable in self._variables()]
+        return [np.array(self.edge.values(variable)) for variable in self._variables()]
 
 
 class KerasState(VariablesState):
@@ -81,7 +81,7 @@ class KerasState(VariablesState):
         return variables_of(self.model, self.optimizer)
 
 
-class CommitStateCallback(LinkedCallback):
+class CommitStateCallback(EdgeCallback):
     """Commits a state every so many batches, and at the end of each epoch.
 
     Args:
@@ -110,7 +110,7 @@ class CommitStateCallback(LinkedCallback):
         self.state.commit()
 
 
-class UpdateBatchStateCallback(LinkedCallback):
+class UpdateBatchStateCallback(EdgeCallback):
     """Keeps the number of the batch in `state.batch`; put it before a `CommitStateCallback`.
 
     Args:
@@ -141,7 +141,7 @@ class UpdateBatchStateCallback(LinkedCallback):
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(LinkedCallback):
+class UpdateEpochStateCallback(EdgeCallback):
     """Keeps the number of epochs that are done, over all interruptions, in `state.epoch`.
 
     Args:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress._keras.callbacks import LinkedCallback
+from hvd_compress._keras.callbacks import EdgeCallback
 from hvd_compress._keras.weights import arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import NoCompression
-from hvd_compress.gossip import GossipSettings, LateMember, Member
+from hvd_compress.gossip import GossipMember, GossipSettings, LateGossipMember
 from hvd_compress.schedules import SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
 
@@ -19,7 +19,7 @@ __all__ = ["EventGraDCallback"]
 Array = np.ndarray[Any, Any]
 
 
-class EventGraDCallback(LateMember, LinkedCallback):
+class EventGraDCallback(LateGossipMember, EdgeCallback):
     """Lets each rank train on its own and average its weights with its neighbours', sent when they changed enough.
 
     Takes the place of `hvd.DistributedOptimizer`: compile the model with a plain optimizer. A batch's gradient belongs
@@ -60,9 +60,9 @@ class EventGraDCallback(LateMember, LinkedCallback):
         process_set: Any = None,
     ) -> None:
         settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, False, traced)
-        LateMember.__init__(self, settings)
+        LateGossipMember.__init__(self, settings)
         # Keras' own callback, which this is joined with, comes behind these two
-        super(LateMember, self).__init__()
+        super(LateGossipMember, self).__init__()
         self._process_set = process_set
         self._averages_at_end = average_at_end
         self._changes: list[Array] | None = None
@@ -74,7 +74,7 @@ class EventGraDCallback(LateMember, LinkedCallback):
             # its first batch builds the model, on all ranks
             return
         weights = self.model.trainable_variables
-        before = arrays_of(self.link, weights)
+        before = arrays_of(self.edge, weights)
         mixed = [x.copy() for x in before]
         self._member_of(weights).mix(mixed)
         self._changes = [after - x for after, x in zip(mixed, before, strict=True)]
@@ -84,7 +84,7 @@ class EventGraDCallback(LateMember, LinkedCallback):
         if self._changes is None:
             return
         weights = self.model.trainable_variables
-        now = arrays_of(self.link, weights)
+        now = arrays_of(self.edge, weights)
         write(weights, [x + change for x, change in zip(now, self._changes, strict=True)])
         self._changes = None
 
@@ -97,8 +97,8 @@ class EventGraDCallback(LateMember, LinkedCallback):
         """Make all floating weights, those that are not trained too, their mean over the ranks; a collective call."""
         weights = self.model.trainable_variables
         others = [v for v in self.model.non_trainable_variables if is_floating(v)]
-        arrays = arrays_of(self.link, weights)
-        buffers = {f"buffer.{i}": x for i, x in enumerate(arrays_of(self.link, others))}
+        arrays = arrays_of(self.edge, weights)
+        buffers = {f"buffer.{i}": x for i, x in enumerate(arrays_of(self.edge, others))}
         self._member_of(weights).average(arrays, buffers)
         write(weights, arrays)
         write(others, list(buffers.values()))
@@ -106,16 +106,16 @@ class EventGraDCallback(LateMember, LinkedCallback):
     def consensus_distance(self) -> float:
         """The root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
         weights = self.model.trainable_variables
-        return self._member_of(weights).consensus_distance(arrays_of(self.link, weights))
+        return self._member_of(weights).consensus_distance(arrays_of(self.edge, weights))
 
-    def _member_of(self, weights: Sequence[Any]) -> Member:
-        keys = [self.link.key(v) for v in weights]
+    def _member_of(self, weights: Sequence[Any]) -> GossipMember:
+        keys = [self.edge.key(v) for v in weights]
         if self._member is None:
-            tensors = tensors_of(weights, arrays_of(self.link, weights))
-            process_set = self.link.all_ranks if self._process_set is None else self._process_set
+            tensors = tensors_of(weights, arrays_of(self.edge, weights))
+            process_set = self.edge.all_ranks if self._process_set is None else self._process_set
             takes_part = process_set.included() and process_set.size() > 1
-            ranks = self.link.ranks(process_set) if takes_part else None
-            member = self._made(tensors, ranks, self.link.one_sided)
+            ranks = self.edge.ranks(process_set) if takes_part else None
+            member = self._made(tensors, ranks, self.edge.one_sided)
             self._keys = keys
             return member
         if keys != self._keys:

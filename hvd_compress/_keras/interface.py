@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_compress._keras.link import Link
+from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.optimizer import local_variables, wrap
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchange_of, resolved
 from hvd_compress.exchange import AdaGrad, Exchange
@@ -18,12 +18,12 @@ class Interface:
     """Functions that an edge exports as its own.
 
     Args:
-        link: to the edge.
+        edge: of the framework.
         keras: the Keras that models are loaded with.
     """
 
-    def __init__(self, link: Link, keras: Any) -> None:
-        self._link = link
+    def __init__(self, edge: Edge, keras: Any) -> None:
+        self._edge = edge
         self._keras = keras
 
     def DistributedOptimizer(
@@ -101,13 +101,13 @@ class Interface:
             model.compile(optimizer, "sparse_categorical_crossentropy")
         """
         groups = num_groups if num_groups and groups is None else groups
-        compression = resolved(self._link.none if compression is None else compression, exchange)
+        compression = resolved(self._edge.none if compression is None else compression, exchange)
         settings = {
             "compression": compression,
             "sparse_as_dense": sparse_as_dense,
-            "op": self._link.average_op if op is None else op,
+            "op": self._edge.average_op if op is None else op,
             "gradient_predivide_factor": gradient_predivide_factor,
-            "process_set": self._link.all_ranks if process_set is None else process_set,
+            "process_set": self._edge.all_ranks if process_set is None else process_set,
             "exchange": exchange_of(adagrad, exchange, compression),
             "adagrad": adagrad,
             "min_numel": min_numel,
@@ -115,9 +115,9 @@ class Interface:
             "device_dense": device_dense,
             "device_sparse": device_sparse,
         }
-        self._link.check(backward_passes_per_step=backward_passes_per_step, groups=groups, **settings)
+        self._edge.check(backward_passes_per_step=backward_passes_per_step, groups=groups, **settings)
         return wrap(
-            optimizer, self._link, settings, groups, backward_passes_per_step, average_aggregated_gradients,
+            optimizer, self._edge, settings, groups, backward_passes_per_step, average_aggregated_gradients,
             scale_local_gradients,
         )  # fmt: skip
 
@@ -156,7 +156,7 @@ class Interface:
             UnsupportedError: a process set is missing.
         """
         return self.DistributedOptimizer(
-            optimizer, process_set=self._link.nodes.sets(ranks_per_node).within, **settings
+            optimizer, process_set=self._edge.nodes.sets(ranks_per_node).within, **settings
         )
 
     def daso_process_sets(self, ranks_per_node: int | None = None, size: int | None = None) -> list[Any]:
@@ -171,7 +171,7 @@ class Interface:
             ValueError: the ranks are not so many times a number of nodes. Where hosts differ, use
                 `hvd.init(process_sets="dynamic")`.
         """
-        return self._link.nodes.process_sets(ranks_per_node, size)
+        return self._edge.nodes.process_sets(ranks_per_node, size)
 
     def load_model(
         self,
@@ -224,20 +224,20 @@ class Interface:
         compression: Any = None,
     ) -> Any:
         """Average or sum what can be made a tensor over all ranks; see `allreduce` of the backend's edge."""
-        compression = self._link.none if compression is None else compression
-        return self._link.allreduce(
+        compression = self._edge.none if compression is None else compression
+        return self._edge.allreduce(
             value, average=average, name=name, compression=compression, op=op, prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
         )  # fmt: skip
 
     def allgather(self, value: Any, name: str | None = None) -> Any:
         """Concatenate what can be made a tensor over all ranks, along its first axis."""
-        return self._link.allgather(value, name)
+        return self._edge.allgather(value, name)
 
     def broadcast(self, value: Any, root_rank: int, name: str | None = None) -> Any:
         """The value of one rank, as a tensor."""
-        return self._link.broadcast_value(value, root_rank, name)
+        return self._edge.broadcast_value(value, root_rank, name)
 
     def reducescatter(self, value: Any, name: str | None = None, op: Any = None) -> Any:
         """This rank's share, along the first axis, of the average or sum of what can be made a tensor."""
-        return self._link.reducescatter(value, name, self._link.average_op if op is None else op)
+        return self._edge.reducescatter(value, name, self._edge.average_op if op is None else op)

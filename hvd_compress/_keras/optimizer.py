@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_compress._keras.link import KerasExchange, Link
+from hvd_compress._keras.edge import Edge, KerasExchange
 from hvd_compress.engine import empty_state, refuse_residuals, resolved
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
@@ -18,7 +18,7 @@ class Distribution:
     """What a wrapped optimizer has beyond its base.
 
     Args:
-        link: to the edge.
+        edge: of the framework.
         settings: of the exchange, by name, without groups.
         groups: see `DistributedOptimizer`.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
@@ -28,7 +28,7 @@ class Distribution:
 
     def __init__(
         self,
-        link: Link,
+        edge: Edge,
         settings: dict[str, Any],
         groups: Any,
         scale_local_gradients: bool,
@@ -39,12 +39,12 @@ class Distribution:
         # a warm-up changes the compression in `settings` for a while
         self.asked_for = settings["compression"]
         self.passes = passes
-        self.accumulators: Any = link.accumulators(passes) if passes > 1 else None
+        self.accumulators: Any = edge.accumulators(passes) if passes > 1 else None
         self.of_gradients: list[Any] = []
         self.local: list[Any] = []
         self.is_broadcast = False
         """Whether a callback makes the variables of all ranks the same, but those that are to differ."""
-        self._link = link
+        self._edge = edge
         self._groups = groups
         self._scale_local = scale_local_gradients
         self._scale = scale
@@ -64,17 +64,17 @@ class Distribution:
             known: all variables that the optimizer will ever be given; the exchange is made for these.
             loss_scale: that gradients are multiplied with.
         """
-        link, key = self._link, self._link.key
+        edge, key = self._edge, self._edge.key
         by_key = {key(v): g for v, g in zip(variables, gradients, strict=True)}
         exchange = self._exchange_for(known)
         self._check_known(variables)
         combined = exchange.reduce([by_key.get(key(v)) for v in self._variables], loss_scale)
         if self._scale != 1.0:
-            combined = [link.divided(g, 1.0 / self._scale) for g in combined]
+            combined = [edge.divided(g, 1.0 / self._scale) for g in combined]
         by_key.update({key(v): g for v, g in zip(self._variables, combined, strict=True) if g is not None})
         if self._scale_local and self.local:
-            ranks = link.ranks_of(self.settings["process_set"])
-            by_key.update({key(v): link.divided(by_key[key(v)], ranks) for v in self.local if key(v) in by_key})
+            ranks = edge.ranks_of(self.settings["process_set"])
+            by_key.update({key(v): edge.divided(by_key[key(v)], ranks) for v in self.local if key(v) in by_key})
         return [by_key[key(v)] for v in variables]
 
     def replace_compression(self, compression: Any) -> None:
@@ -90,7 +90,7 @@ class Distribution:
                 "hvd_compress.feedback.redistribute into an optimizer with the other one"
             )
         settings = {**self.settings, "compression": resolved(compression, self.settings["exchange"])}
-        self._link.check(**settings)
+        self._edge.check(**settings)
         self.settings = settings
         if self.exchange is not None:
             self._replaced, self.exchange = self.exchange, None
@@ -119,7 +119,7 @@ class Distribution:
             _load(self.exchange, state)
 
     def _check_known(self, variables: Sequence[Any]) -> None:
-        key = self._link.key
+        key = self._edge.key
         known = {key(v) for v in [*self._variables, *self.local]}
         unknown = [_path(v) for v in variables if key(v) not in known]
         if unknown:
@@ -130,9 +130,9 @@ class Distribution:
 
     def _exchange_for(self, known: Sequence[Any]) -> KerasExchange:
         if self.exchange is None:
-            local = {self._link.key(v) for v in self.local}
-            self._variables = [v for v in known if self._link.key(v) not in local]
-            exchange = self._link.exchange(self._variables, self._groups, self.settings, not self.is_broadcast)
+            local = {self._edge.key(v) for v in self.local}
+            self._variables = [v for v in known if self._edge.key(v) not in local]
+            exchange = self._edge.exchange(self._variables, self._groups, self.settings, not self.is_broadcast)
             # what may be refused comes before anything is given up
             if self._replaced is not None:
                 exchange.inherit(self._replaced)
@@ -338,7 +338,7 @@ def keras_of(optimizer: Any) -> Any:
 
 def wrap(
     optimizer: Any,
-    link: Link,
+    edge: Edge,
     settings: dict[str, Any],
     groups: Any,
     backward_passes_per_step: int,
@@ -360,7 +360,7 @@ def wrap(
             "optimizer.set_compression(...)"
         )
     if int(keras.__version__.partition(".")[0]) < 3:
-        return _wrap_keras2(optimizer, link, settings, groups, backward_passes_per_step,
+        return _wrap_keras2(optimizer, edge, settings, groups, backward_passes_per_step,
                             average_aggregated_gradients, scale_local_gradients)  # fmt: skip
     scale = 1.0
     if backward_passes_per_step > 1:
@@ -376,8 +376,8 @@ def wrap(
     wrapped = _same_object(optimizer, _Keras3Apply if has_own_apply else _Keras3)
     if backward_passes_per_step > 1:
         _accumulate(getattr(wrapped, "inner_optimizer", wrapped), backward_passes_per_step)
-    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale)
-    link.keep_uncompiled(wrapped, "apply")
+    wrapped._hvd = Distribution(edge, settings, groups, scale_local_gradients, scale)
+    edge.keep_uncompiled(wrapped, "apply")
     return wrapped
 
 
@@ -435,7 +435,7 @@ def distributed(optimizer: Any) -> Any:
 
 def _wrap_keras2(
     optimizer: Any,
-    link: Link,
+    edge: Edge,
     settings: dict[str, Any],
     groups: Any,
     passes: int,
@@ -443,7 +443,7 @@ def _wrap_keras2(
     scale_local_gradients: bool,
 ) -> Any:
     if hasattr(optimizer, "inner_optimizer"):
-        inner = _wrap_keras2(optimizer.inner_optimizer, link, settings, groups, passes, average,
+        inner = _wrap_keras2(optimizer.inner_optimizer, edge, settings, groups, passes, average,
                              scale_local_gradients)  # fmt: skip
         # the same loss scale, which may have changed since the optimizer was made
         scaled = object.__new__(type(optimizer))
@@ -452,7 +452,7 @@ def _wrap_keras2(
     is_legacy = not hasattr(optimizer, "aggregate_gradients")
     wrapped = _same_object(optimizer, _Keras2Legacy if is_legacy else _Keras2)
     scale = 1.0 / passes if average and settings["adagrad"] is None else 1.0
-    wrapped._hvd = Distribution(link, settings, groups, scale_local_gradients, scale, passes)
+    wrapped._hvd = Distribution(edge, settings, groups, scale_local_gradients, scale, passes)
     return wrapped
 
 

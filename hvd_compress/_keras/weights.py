@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress._keras.link import Link
+from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.names import stable_name, unique
 from hvd_compress.tensors import ParameterSpec
 
@@ -16,9 +16,9 @@ __all__ = ["Array", "arrays_of", "is_floating", "tensors_of", "write"]
 Array = np.ndarray[Any, Any]
 
 
-def arrays_of(link: Link, variables: Sequence[Any]) -> list[Array]:
+def arrays_of(edge: Edge, variables: Sequence[Any]) -> list[Array]:
     """Flat copies, float32 or float64."""
-    values = [link.values(v) for v in variables]
+    values = [edge.values(v) for v in variables]
     return [np.array(x, np.float64 if x.dtype == np.float64 else np.float32).reshape(-1) for x in values]
 
 

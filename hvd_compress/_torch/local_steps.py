@@ -12,7 +12,7 @@ import torch
 from hvd_compress._torch.outer import Make, OuterOptimizer
 from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors
 from hvd_compress.averaging import Groups
-from hvd_compress.diloco import DiLoCoSettings, Member, Outcome
+from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, Outcome
 from hvd_compress.schedules import Turn
 
 __all__ = ["LocalSteps", "LocalStepsMethods"]
@@ -40,7 +40,7 @@ class LocalSteps:
         others: Collection[str],
     ) -> None:
         self.parameters = Parameters(parameters, "DiLoCo")
-        self.member = Member(self.parameters.tensors, settings, groups, partial(OuterOptimizer, outer), others)
+        self.member = DiLoCoMember(self.parameters.tensors, settings, groups, partial(OuterOptimizer, outer), others)
         self._buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:

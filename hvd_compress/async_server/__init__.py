@@ -2,14 +2,14 @@
 
 A worker sends a gradient, goes on with the parameters it has, and waits only for the answer to its last gradient
 before it sends the next. The server applies each gradient as it comes, and holds back the answers of workers that are
-too far ahead (`schedules.BoundedStaleness`). A `Link` carries messages between the server and one worker; nothing here
-knows MPI.
+too far ahead (`schedules.BoundedStaleness`). A `Connection` carries messages between the server and one worker; nothing
+here knows MPI.
 """
 
 from __future__ import annotations
 
-from hvd_compress.async_server.link import Link, QueueLink, queue_links
-from hvd_compress.async_server.member import Member, wait_until
+from hvd_compress.async_server.connection import Connection, QueueConnection, queue_connections
+from hvd_compress.async_server.member import ServerMember, wait_until
 from hvd_compress.async_server.server import Server
 from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.values import Array, Values
@@ -18,12 +18,12 @@ from hvd_compress.async_server.worker import Worker
 __all__ = [
     "Array",
     "AsyncServerSettings",
-    "Link",
-    "Member",
-    "QueueLink",
+    "Connection",
+    "QueueConnection",
     "Server",
+    "ServerMember",
     "Values",
     "Worker",
-    "queue_links",
+    "queue_connections",
     "wait_until",
 ]

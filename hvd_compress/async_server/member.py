@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_compress import feedback
-from hvd_compress.async_server.link import Link
+from hvd_compress.async_server.connection import Connection
 from hvd_compress.async_server.server import Server
 from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.values import Array, Values
@@ -16,20 +16,20 @@ from hvd_compress.async_server.worker import Worker
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Member", "wait_until"]
+__all__ = ["ServerMember", "wait_until"]
 
 # naps last about as long as a message between hosts: MPI itself would spin on a core that others want
 _NAP_SECONDS = 1e-4
 
 
-class Member:
+class ServerMember:
     """Runs a rank of an asynchronous parameter server; on workers it waits for the server's parameters.
 
     Args:
         tensors: the same on all ranks.
         settings: the same on all ranks.
         values: the parameters of this rank.
-        links: by position: to all workers, or to the server.
+        connections: by position: to all workers, or to the server.
         position: of this rank.
         size: number of ranks.
     """
@@ -39,7 +39,7 @@ class Member:
         tensors: Sequence[ParameterSpec],
         settings: AsyncServerSettings,
         values: Values,
-        links: Mapping[int, Link],
+        connections: Mapping[int, Connection],
         position: int,
         size: int,
     ) -> None:
@@ -52,12 +52,12 @@ class Member:
         self._server: Server | None = None
         self._worker: Worker | None = None
         if self.is_server:
-            workers = sorted(links)
-            self._links = [links[worker] for worker in workers]
-            self._server = Server(tensors, settings, values, self._links, workers, time.monotonic)
+            workers = sorted(connections)
+            self._connections = [connections[worker] for worker in workers]
+            self._server = Server(tensors, settings, values, self._connections, workers, time.monotonic)
         else:
-            self._links = [links[server]]
-            self._worker = Worker(tensors, settings, values, links[server], position)
+            self._connections = [connections[server]]
+            self._worker = Worker(tensors, settings, values, connections[server], position)
             wait_until(self._worker.poll)
 
     @property
@@ -135,8 +135,8 @@ class Member:
                 wait_until(self._the_worker.poll)
         finally:
             # an answer may say that the server has failed
-            for link in self._links:
-                link.flush()
+            for connection in self._connections:
+                connection.flush()
 
     def stats(self) -> dict[str, Any]:
         """See `server_stats` of the optimizer."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.async_server.answers import AnswersOfServer
-from hvd_compress.async_server.link import Bytes, Link
+from hvd_compress.async_server.connection import Bytes, Connection
 from hvd_compress.async_server.message import HEADER_BYTES, Kind, Message, open_message, seal_message
 from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.stats import ServerTally
@@ -29,7 +29,7 @@ class Server:
         tensors: the same on all ranks.
         settings: the same on all ranks.
         values: the parameters.
-        links: to each worker.
+        connections: to each worker.
         ranks: of the workers.
         clock: returns seconds, as `time.monotonic` does.
     """
@@ -39,18 +39,18 @@ class Server:
         tensors: Sequence[ParameterSpec],
         settings: AsyncServerSettings,
         values: Values,
-        links: Sequence[Link],
+        connections: Sequence[Connection],
         ranks: Sequence[int],
         clock: Callable[[], float],
     ) -> None:
-        self.clocks = settings.rule.clocks(len(links), clock())
+        self.clocks = settings.rule.clocks(len(connections), clock())
         self.tally = ServerTally(ranks)
         self.on_update: Callable[[int], object] | None = None
         """Called with the number of updates after each of them."""
         self._clock = clock
         self._tensors = tensors
         self._values = values
-        self._links = links
+        self._connections = connections
         self._ranks = ranks
         self._patience = settings.patience
         self._compressors = settings.for_gradients(tensors)
@@ -58,12 +58,12 @@ class Server:
         # each worker gets a buffer of its own, since its last answer may be under way for long
         compressors = settings.for_answers(tensors)
         self._answers = [AnswersOfServer(tensors, compressors, rank, len(ranks) + 1) for rank in ranks]
-        self._buffers = [aligned_empty(settings.answer_bytes(tensors), np.uint8) for _ in links]
-        self._numbers = [0] * len(links)
-        self._outcomes = [Kind.APPLIED] * len(links)
-        self._has_left = [False] * len(links)
+        self._buffers = [aligned_empty(settings.answer_bytes(tensors), np.uint8) for _ in connections]
+        self._numbers = [0] * len(connections)
+        self._outcomes = [Kind.APPLIED] * len(connections)
+        self._has_left = [False] * len(connections)
         self._farewell: Kind | None = None
-        for worker in range(len(links)):
+        for worker in range(len(connections)):
             self._answer(worker, Kind.APPLIED)
 
     @property
@@ -83,8 +83,8 @@ class Server:
             WireError: a damaged message, or one that does not follow the last one of its worker.
         """
         has_moved = False
-        for worker, link in enumerate(self._links):
-            message = None if self._has_left[worker] else link.receive()
+        for worker, connection in enumerate(self._connections):
+            message = None if self._has_left[worker] else connection.receive()
             if message is not None:
                 has_moved = True
                 self._read(worker, message)
@@ -176,15 +176,15 @@ class Server:
             self._answer(worker, self._outcomes[worker])
 
     def _answer(self, worker: int, kind: Kind) -> None:
-        link, buffer = self._links[worker], self._buffers[worker]
+        connection, buffer = self._connections[worker], self._buffers[worker]
         # a worker that has sent a gradient has got its last answer, but MPI wants to be asked all the same
-        link.flush()
+        connection.flush()
         number, used, payloads = self._numbers[worker], 0, 0
         if kind is not Kind.FAILED:
             used = self._answers[worker].encode(self._values.arrays(), number, buffer[HEADER_BYTES:])
             payloads = len(self._tensors)
         message = seal_message(buffer, HEADER_BYTES + used, kind, number, self.clocks.version, payloads)
-        link.send(message)
+        connection.send(message)
         self.tally.workers[worker].bytes_sent += message.size
 
     def _tell_of(self, worker: int) -> None:

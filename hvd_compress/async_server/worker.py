@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvd_compress.async_server.answers import AnswersOfWorker
+from hvd_compress.async_server.connection import Connection
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
-from hvd_compress.async_server.link import Link
 from hvd_compress.async_server.message import HEADER_BYTES, Kind, Message, open_message, seal_message
 from hvd_compress.async_server.settings import AsyncServerSettings
 from hvd_compress.async_server.stats import WorkerTally
@@ -27,7 +27,7 @@ class Worker:
         tensors: the same on all ranks.
         settings: the same on all ranks.
         values: the parameters of this rank.
-        link: to the server.
+        connection: to the server.
         position: of this rank.
     """
 
@@ -36,7 +36,7 @@ class Worker:
         tensors: Sequence[ParameterSpec],
         settings: AsyncServerSettings,
         values: Values,
-        link: Link,
+        connection: Connection,
         position: int,
     ) -> None:
         self.encoder = GradientEncoder(tensors, settings.for_gradients(tensors), position)
@@ -51,7 +51,7 @@ class Worker:
         """Whether the others have finished without this rank."""
         self._answers = AnswersOfWorker(tensors, settings.for_answers(tensors))
         self._values = values
-        self._link = link
+        self._connection = connection
         self._position, self._server = position, settings.server
         self._count = len(tensors)
         self._dense_bytes = settings.answer_bytes(tensors)
@@ -66,13 +66,13 @@ class Worker:
             computed_from: `version` as it was then.
         """
         # the answer to the last gradient means that it has arrived, but MPI wants to be asked all the same
-        self._link.flush()
+        self._connection.flush()
         self.number += 1
         used = self.encoder.encode(gradients, self._buffer[HEADER_BYTES:])
         kind = Kind.BAD_GRADIENT if used is None else Kind.GRADIENT
         payloads = 0 if used is None else self._count
         message = seal_message(self._buffer, HEADER_BYTES + (used or 0), kind, self.number, computed_from, payloads)
-        self._link.send(message)
+        self._connection.send(message)
         self.is_waiting = True
         self.tally.steps += 1
         self.tally.bytes_sent += message.size
@@ -87,7 +87,7 @@ class Worker:
         """
         if not self.is_waiting:
             return True
-        received = self._link.receive()
+        received = self._connection.receive()
         if received is None:
             return False
         self.is_waiting = False
@@ -101,7 +101,7 @@ class Worker:
 
     def finish(self) -> None:
         """Say that no gradient follows; the server then sends an outstanding answer at once."""
-        self._link.send(seal_message(self._farewell, HEADER_BYTES, Kind.FINISHED, self.number, self.version, 0))
+        self._connection.send(seal_message(self._farewell, HEADER_BYTES, Kind.FINISHED, self.number, self.version, 0))
 
     def _take(self, answer: Message) -> None:
         if answer.number != self.number or answer.kind < Kind.APPLIED or answer.version < self.version:

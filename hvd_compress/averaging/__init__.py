@@ -6,8 +6,8 @@ carries arrays between ranks is `hvd_compress.ranks.Ranks`.
 
 from __future__ import annotations
 
+from hvd_compress.averaging.flat_tensors import Array, FlatTensors, Share
 from hvd_compress.averaging.groups import Groups
-from hvd_compress.averaging.lane import Array, Lane, Share
 from hvd_compress.averaging.meeting import Meeting
 from hvd_compress.averaging.node_sync import CHANGES, FORMS, VALUES, Arrived, NodeSync
 from hvd_compress.averaging.nodes import Nodes
@@ -19,8 +19,8 @@ __all__ = [
     "VALUES",
     "Array",
     "Arrived",
+    "FlatTensors",
     "Groups",
-    "Lane",
     "Meeting",
     "NodeSync",
     "Nodes",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hvd_compress.averaging.lane import Array
+from hvd_compress.averaging.flat_tensors import Array
 from hvd_compress.averaging.nodes import Nodes
 from hvd_compress.ranks import Ranks
 from hvd_compress.tensors import averaged

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from hvd_compress.averaging.flat_tensors import Array
 from hvd_compress.averaging.groups import Groups, means
-from hvd_compress.averaging.lane import Array
 from hvd_compress.errors import MismatchError
 
 __all__ = ["Meeting"]

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvd_compress import saved
+from hvd_compress.averaging.flat_tensors import Array, FlatTensors, Share
 from hvd_compress.averaging.groups import Groups
-from hvd_compress.averaging.lane import Array, Lane, Share
 from hvd_compress.averaging.share_sync import ShareSync
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import StateError
@@ -41,7 +41,7 @@ class Arrived(NamedTuple):
 
     Args:
         kind: `VALUES`, a sum over the nodes, or `CHANGES`, their mean.
-        parts: of the lane; a change that is not finite is left out.
+        parts: of the elements laid end to end; a change that is not finite is left out.
         is_finite: whether nothing was left out.
         mine: this rank's own part, if it has sent one.
     """
@@ -60,7 +60,7 @@ class NodeSync:
     on last; who uses this keeps it up to date.
 
     Args:
-        lane: the tensors.
+        flat: the tensors.
         form: "sharded" or "rotate".
         known: the compressions that may be used, for the check of states.
         groups: where this rank stands.
@@ -71,7 +71,7 @@ class NodeSync:
 
     def __init__(
         self,
-        lane: Lane,
+        flat: FlatTensors,
         form: str,
         known: Sequence[Compressor | Policy],
         groups: Groups,
@@ -80,8 +80,8 @@ class NodeSync:
         *,
         restorable: bool = False,
     ) -> None:
-        self.lane = lane
-        self.reference: Array = np.empty(0, lane.dtype)
+        self.flat = flat
+        self.reference: Array = np.empty(0, flat.dtype)
         """What nodes agreed on last, or nothing."""
         self.seconds_inside = 0.0
         self.bytes_inside = 0
@@ -94,17 +94,17 @@ class NodeSync:
         self._group_count = len(groups.nodes.groups)
         self._share_sync: ShareSync | None = None
         if groups.across is not None:
-            mine = lane.shares[self._position if form == "sharded" else 0]
-            largest = max(share.size for share in lane.shares) * lane.dtype.itemsize
+            mine = flat.shares[self._position if form == "sharded" else 0]
+            largest = max(share.size for share in flat.shares) * flat.dtype.itemsize
             label = f"{name}.{self._position}"
             self._share_sync = ShareSync(
-                mine, lane.dtype, largest, groups.across, groups.weight, label, owner, restorable
+                mine, flat.dtype, largest, groups.across, groups.weight, label, owner, restorable
             )
         self._turn = 0
         self._flight: _Flight | None = None
         self._mine: Array | None = None
         """This rank's share of what has arrived, until it is shared in the node."""
-        self._whole: Array = np.empty(0, lane.dtype)
+        self._whole: Array = np.empty(0, flat.dtype)
 
     @property
     def seconds_between(self) -> float:
@@ -163,7 +163,7 @@ class NodeSync:
         flight, out = self._flight, self._share_sync
         if flight is None or self._mine is not None:
             return
-        self._mine = np.empty(0, self.lane.dtype)
+        self._mine = np.empty(0, self.flat.dtype)
         if out is None:
             return
         if not self._sends_in(flight.group):
@@ -172,7 +172,7 @@ class NodeSync:
             self._mine = out.receive_values()
         else:
             # the last element tells whether the others are to be taken
-            self._mine = np.ones(out.share.size + 1, self.lane.dtype)
+            self._mine = np.ones(out.share.size + 1, self.flat.dtype)
             if not out.receive_changes(self._mine[:-1]):
                 self._mine[-1] = 0
 
@@ -190,7 +190,7 @@ class NodeSync:
         parts = []
         at = 0
         all_finite = True
-        for i, share in enumerate(self.lane.shares):
+        for i, share in enumerate(self.flat.shares):
             values = whole[at : at + share.size]
             at += share.size
             if flight.kind == CHANGES and self._is_sent(i):
@@ -210,9 +210,9 @@ class NodeSync:
         if self._form == "sharded":
             self.bytes_inside += (within.size - 1) * mine.nbytes
             return within.run("allgather", f"{self._name}.share", mine)
-        count = self.lane.size + (flight.kind == CHANGES and self._is_sent(0))
+        count = self.flat.size + (flight.kind == CHANGES and self._is_sent(0))
         if not self._sends_in(flight.group):
-            mine = self._whole = self._whole if self._whole.size == count else np.empty(count, self.lane.dtype)
+            mine = self._whole = self._whole if self._whole.size == count else np.empty(count, self.flat.dtype)
         else:
             self.bytes_inside += (within.size - 1) * mine.nbytes
         return within.run("broadcast", f"{self._name}.share", mine, root=flight.group)
@@ -254,7 +254,7 @@ class NodeSync:
         Raises:
             StateError: of another rank or network, or damaged.
         """
-        kind, size, dtype = self._owner, self.lane.size, self.lane.dtype
+        kind, size, dtype = self._owner, self.flat.size, self.flat.dtype
         given = saved.record(f"{kind} state of a dtype", state, ["turn", "reference", "outgoing", "flight"])
         reference = saved.floats(f"reference of a {kind} state", given["reference"], None, dtype, finite=finite)
         if reference.size not in (0, size) or (given["outgoing"] is None) != (self._share_sync is None):
@@ -279,12 +279,12 @@ class NodeSync:
         kind = saved.text(f"kind {what}", given["kind"], KINDS)
         group = saved.integer(f"group {what}", given["group"], 0, self._group_count - 1)
         # parameters of a network that diverges are on their way as they are
-        mine = saved.floats(f"mine {what}", given["mine"], None, self.lane.dtype, finite=False)
+        mine = saved.floats(f"mine {what}", given["mine"], None, self.flat.dtype, finite=False)
         of_changes = kind == CHANGES
         sent = 0
         if self._share_sync is not None and self._sends_in(group):
             sent = self._share_sync.share.size + of_changes
-        if mine.size != sent or (of_changes and reference_size != self.lane.size):
+        if mine.size != sent or (of_changes and reference_size != self.flat.size):
             raise StateError(
                 f"values {what} are of another rank or model: there are {mine.size}, and this rank sends {sent}"
             )
@@ -315,10 +315,10 @@ class NodeSync:
 
     def _is_sent(self, index: int) -> bool:
         """Tell whether a share has elements; a node may have more ranks than there are shares with elements."""
-        return index < len(self.lane.shares) and self.lane.shares[index].size > 0
+        return index < len(self.flat.shares) and self.flat.shares[index].size > 0
 
     def fit(self) -> Array:
-        """Return the reference, made to hold all elements of the lane."""
-        if self.reference.size != self.lane.size:
-            self.reference = aligned_empty(self.lane.size, self.lane.dtype)
+        """Return the reference, made to hold all elements."""
+        if self.reference.size != self.flat.size:
+            self.reference = aligned_empty(self.flat.size, self.flat.dtype)
         return self.reference

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging.lane import Array, Piece, Share
+from hvd_compress.averaging.flat_tensors import Array, Piece, Share
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import (
@@ -151,7 +151,7 @@ class ShareSync:
     def send_changes(
         self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int, decay: float
     ) -> None:
-        """Start to average the change since the reference, flat, of the lane; it may arrive `wait` batches later."""
+        """Start to average the change since the reference, laid end to end; it may arrive `wait` batches later."""
         bucket = self._bucket_of(compression)
         if decay != 1.0 and not self.is_decayed:
             self._decay(bucket, decay)

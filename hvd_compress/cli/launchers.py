@@ -17,7 +17,7 @@ from pathlib import Path
 from hvd_compress.cli.finding import MISSING, NOTE, OK, Finding, last_line
 from hvd_compress.missing import BUILD
 
-__all__ = ["Built", "Outcome", "attempt", "launchers"]
+__all__ = ["Built", "CommandResult", "attempt", "launchers"]
 
 _START_SECONDS, _RANKS_SECONDS, _END_SECONDS = 60.0, 120.0, 5.0
 _OF_HOROVOD = "import horovod.{} as hvd; hvd.init(); print('ranks=%d.' % hvd.size(), flush=True); hvd.shutdown()"
@@ -44,7 +44,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """Says how a command ended.
 
     Args:
@@ -70,7 +70,7 @@ class Outcome:
         return lines[0] if lines else f"ends with {self.code}"
 
 
-def attempt(command: Sequence[str], seconds: float, changes: Mapping[str, str] | None = None) -> Outcome:
+def attempt(command: Sequence[str], seconds: float, changes: Mapping[str, str] | None = None) -> CommandResult:
     """Run a command without input, for so many seconds at most.
 
     Args:
@@ -86,14 +86,14 @@ def attempt(command: Sequence[str], seconds: float, changes: Mapping[str, str] |
                 env={**_environment(), **(changes or {})},
             )  # fmt: skip
         except OSError as error:
-            return Outcome(None, f"cannot be run: {error.strerror or error}")
+            return CommandResult(None, f"cannot be run: {error.strerror or error}")
         try:
             code: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             _end(process)
-            return Outcome(None, f"does not end within {seconds:g} s")
+            return CommandResult(None, f"does not end within {seconds:g} s")
         printed.seek(0)
-        return Outcome(code, printed.read().decode(errors="replace"))
+        return CommandResult(code, printed.read().decode(errors="replace"))
 
 
 def _environment() -> dict[str, str]:
@@ -132,7 +132,7 @@ def _horovodrun(built: Built) -> tuple[Finding, bool]:
     """Look at horovodrun; returns its line, and whether it starts ranks."""
     own, on_path = _own_horovodrun(), shutil.which("horovodrun")
     options = ["-np", "1", "--gloo" if built.gloo else "--mpi", sys.executable, "-c", ""]
-    first = Outcome(None, "not there")
+    first = CommandResult(None, "not there")
     if own is not None:
         where = f"put {own.parent} first on PATH, as activating this environment does"
         first = attempt([str(own), *options], _START_SECONDS)
@@ -172,7 +172,7 @@ class _Mpirun:
     def __init__(self, built: Built) -> None:
         self._built = built
         self._path = shutil.which("mpirun") or ""
-        self._version = attempt([self._path, "--version"], _START_SECONDS) if self._path else Outcome(None, "")
+        self._version = attempt([self._path, "--version"], _START_SECONDS) if self._path else CommandResult(None, "")
         self._is_open_mpi = bool(re.search("Open MPI|OpenRTE", self._version.text))
         self._theirs = f"of Horovod's {built.library}" if built.library else "that Horovod was built with"
         self._instead = "; horovodrun --gloo needs no MPI" if built.gloo else ""
@@ -199,11 +199,11 @@ class _Mpirun:
         remedy = f"put the mpirun {self._theirs} first on PATH, or build Horovod for this one: {BUILD}{self._instead}"
         return self._note(f"{self._name()}, {reason}", remedy), False
 
-    def start(self, ranks: int, program: str) -> Outcome:
+    def start(self, ranks: int, program: str) -> CommandResult:
         """Start a Python program on this host."""
         return self._start(ranks, program, {})
 
-    def _start(self, ranks: int, program: str, changes: Mapping[str, str]) -> Outcome:
+    def _start(self, ranks: int, program: str, changes: Mapping[str, str]) -> CommandResult:
         flags = ["--allow-run-as-root"] if self._needs_leave() else []
         # so that hosts with one core start two ranks too
         flags += ["--oversubscribe"] if self._is_open_mpi else []
@@ -229,7 +229,7 @@ class _Mpirun:
             return Finding("mpirun", "not on PATH", NOTE, "not needed: Horovod was built without MPI")
         return Finding("mpirun", "not on PATH", NOTE, f"put the mpirun {self._theirs} on PATH{self._instead}")
 
-    def _does_not_start(self, alone: Outcome) -> Finding:
+    def _does_not_start(self, alone: CommandResult) -> Finding:
         remedies = ["install its MPI again"]
         reason = alone.reason
         if "plm_rsh_agent" in alone.text:
@@ -258,6 +258,6 @@ def _mpi4py(built: Built, mpirun: _Mpirun) -> Finding:
     return Finding("mpi4py", f"{version}: {reason}", NOTE, again)
 
 
-def _sizes(outcome: Outcome) -> list[int]:
+def _sizes(outcome: CommandResult) -> list[int]:
     """Return, for each rank, of how many ranks it says it is one."""
     return [int(size) for size in re.findall(r"ranks=(\d+)\.", outcome.text)]

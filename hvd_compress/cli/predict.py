@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hvd_compress import NoCompression
 from hvd_compress.compressors import Compressor
 from hvd_compress.cost import (
-    Job,
     Network,
+    PlannedExchange,
     Speed,
     Work,
     break_even_bandwidth,
@@ -93,7 +93,7 @@ def predict(
     backward = BACKWARD_SHARE * step
 
     def seconds(works: Works, speed: Speed, of: Network) -> float:
-        jobs = [Job(stages_of(work, speed, of), work.numel * backward / whole) for work in works]
+        jobs = [PlannedExchange(stages_of(work, speed, of), work.numel * backward / whole) for work in works]
         return step_seconds(jobs, step - backward, worker)
 
     def works_of(compressor: Compressor, exchange: Exchange, speed: Speed) -> Works:

@@ -23,7 +23,7 @@ from hvd_compress.cost.predict import (
 from hvd_compress.cost.race import Race
 from hvd_compress.cost.rivals import Rivals
 from hvd_compress.cost.speeds import Speed, copy_speed, measure_speed, speed_of
-from hvd_compress.cost.step import Job, step_seconds
+from hvd_compress.cost.step import PlannedExchange, step_seconds
 
 __all__ = [
     "COLLECTIVES",
@@ -31,10 +31,10 @@ __all__ = [
     "Corrector",
     "DriftWatch",
     "Explorer",
-    "Job",
     "Line",
     "LinkSpeed",
     "Network",
+    "PlannedExchange",
     "Race",
     "Rivals",
     "Speed",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from hvd_compress.cost.predict import Stage
-from hvd_compress.cost.step import Job, step_seconds
+from hvd_compress.cost.step import PlannedExchange, step_seconds
 
 __all__ = ["Configuration", "Corrector", "configurations", "pick"]
 
@@ -101,7 +101,7 @@ def configurations(
     found.setdefault(choose(None), "mixed")
 
     def predicted(labels: tuple[str, ...]) -> float:
-        jobs = [Job(b[label], back) for b, label, back in zip(buckets, labels, backward, strict=True)]
+        jobs = [PlannedExchange(b[label], back) for b, label, back in zip(buckets, labels, backward, strict=True)]
         return step_seconds(jobs, forward)
 
     made = [Configuration(name, labels, predicted(labels)) for labels, name in found.items()]

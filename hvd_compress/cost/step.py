@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvd_compress.cost.predict import Stage
 
-__all__ = ["Job", "step_seconds"]
+__all__ = ["PlannedExchange", "step_seconds"]
 
 # HOROVOD_FUSION_THRESHOLD: the most bytes of tensors that one allreduce joins
 _FUSION_BYTES = 128 * 2**20
@@ -19,7 +19,7 @@ _HOOK, _MIDDLE, _BACKWARD, _ISSUE, _SEND = range(5)
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedExchange:
     """Describes one exchange of a step.
 
     Args:
@@ -31,7 +31,7 @@ class Job:
     backward: float = 0.0
 
 
-def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False) -> float:
+def step_seconds(jobs: Sequence[PlannedExchange], forward: float = 0.0, worker: bool = False) -> float:
     """Predict the seconds of a training step whose exchanges overlap with backward.
 
     The model: collectives run one after the other, in the order in which they are issued, and slow down what computes
@@ -44,8 +44,8 @@ def step_seconds(jobs: Sequence[Job], forward: float = 0.0, worker: bool = False
         worker: whether kernels run on a core of their own, and not between the layers of backward.
 
     Example:
-        >>> from hvd_compress.cost import Job, Stage, step_seconds
-        >>> job = Job((Stage(1.0), Stage(3.0, "allgather"), Stage(2.0)), backward=4.0)
+        >>> from hvd_compress.cost import PlannedExchange, Stage, step_seconds
+        >>> job = PlannedExchange((Stage(1.0), Stage(3.0, "allgather"), Stage(2.0)), backward=4.0)
         >>> step_seconds([job])  # 4 backward, 1 encode, 3 send, 2 decode
         10.0
         >>> step_seconds([job, job])  # the first is sent while the second is made
@@ -64,7 +64,7 @@ def _gathering(stage: Stage) -> float:
 class _Simulation:
     """Runs events in the order of time; one whose core is busy comes again when the core is free."""
 
-    def __init__(self, jobs: Sequence[Job], worker: bool) -> None:
+    def __init__(self, jobs: Sequence[PlannedExchange], worker: bool) -> None:
         self._jobs = jobs
         self._free = {"main": 0.0, "worker": 0.0, "network": 0.0}
         self._kernels = "worker" if worker else "main"

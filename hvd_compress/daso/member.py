@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging import Array, Groups, Lane, Meeting, own_state
+from hvd_compress.averaging import Array, FlatTensors, Groups, Meeting, own_state
 from hvd_compress.compressors import NoCompression
 from hvd_compress.daso.merging import Merging
 from hvd_compress.daso.settings import DasoSettings
@@ -18,13 +18,13 @@ from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Member"]
+__all__ = ["DasoMember"]
 
 FORMAT = 1
 _STEP = "a step"
 
 
-class Member:
+class DasoMember:
     """The parameters of one rank, flat arrays in the order of `tensors`; creating it is a collective call.
 
     Args:
@@ -50,7 +50,7 @@ class Member:
         shares = len(groups.nodes.groups) if settings.form == "sharded" else 1
         dtypes = [dtype for dtype in ("float32", "float64") if any(t.dtype == dtype for t in tensors)]
         self._syncs = [
-            Merging(Lane(tensors, dtype, shares), settings, groups, f"{groups.name}.{dtype}")
+            Merging(FlatTensors(tensors, dtype, shares), settings, groups, f"{groups.name}.{dtype}")
             for dtype in dtypes
             if groups.nodes.count > 1
         ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging import CHANGES, VALUES, Array, Arrived, Groups, Lane, NodeSync
+from hvd_compress.averaging import CHANGES, VALUES, Array, Arrived, FlatTensors, Groups, NodeSync
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.daso.settings import DasoSettings
 from hvd_compress.errors import StateError
@@ -25,21 +25,21 @@ class Merging:
     All ranks of a node hold the reference, which is what the nodes agreed on last, and each merges for itself.
 
     Args:
-        lane: the tensors.
+        flat: the tensors.
         settings: the same on all ranks.
         groups: where this rank stands.
         name: of its collectives.
     """
 
-    def __init__(self, lane: Lane, settings: DasoSettings, groups: Groups, name: str) -> None:
+    def __init__(self, flat: FlatTensors, settings: DasoSettings, groups: Groups, name: str) -> None:
         known = (settings.compression, settings.blocking_compression)
-        self.nodes = NodeSync(lane, settings.form, known, groups, name, "DASO")
-        self._lane = lane
+        self.nodes = NodeSync(flat, settings.form, known, groups, name, "DASO")
+        self._flat = flat
         self._merge = settings.merge
         self._node_count = groups.nodes.count
         self._follows = False
         """Whether changes will follow what is under way, so that it is to be remembered."""
-        self._snapshot: Array = np.empty(0, lane.dtype)
+        self._snapshot: Array = np.empty(0, flat.dtype)
         self.needs_values = True
         """Whether there is no reference that a change could be added to, or it has not got everywhere."""
 
@@ -56,9 +56,9 @@ class Merging:
         self._follows = compression != NoCompression()
         kind = CHANGES if self._follows and not self.needs_values else VALUES
         if wait and (self._merge == "delta" or kind == CHANGES):
-            if self._snapshot.size != self._lane.size:
-                self._snapshot = aligned_empty(self._lane.size, self._lane.dtype)
-            self._lane.gather(arrays, self._snapshot)
+            if self._snapshot.size != self._flat.size:
+                self._snapshot = aligned_empty(self._flat.size, self._flat.dtype)
+            self._flat.gather(arrays, self._snapshot)
         self.nodes.send(kind, arrays, compression, wait)
 
     def receive(self) -> Arrived:
@@ -87,7 +87,7 @@ class Merging:
     def merge(self, arrays: Sequence[Array], arrived: Arrived, staleness: int) -> None:
         """Merge what has arrived with parameters that have made `staleness` further steps."""
         keep, divisor = self._weights(staleness)
-        number = self._lane.dtype.type
+        number = self._flat.dtype.type
         for share, values in arrived.parts:
             for piece in share.pieces:
                 x, part = piece.of(arrays), values[share.place(piece)]
@@ -111,7 +111,7 @@ class Merging:
 
     @property
     def _count(self) -> Any:
-        return self._lane.dtype.type(self._node_count)
+        return self._flat.dtype.type(self._node_count)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -140,8 +140,8 @@ class Merging:
         what = "of what is under way in a DASO state"
         given = saved.record(f"record {what}", state, ["follows", "snapshot"])
         follows = saved.flag(f"follows {what}", given["follows"])
-        snapshot = saved.floats(f"snapshot {what}", given["snapshot"], None, self._lane.dtype, finite=False)
-        size = self._lane.size
+        snapshot = saved.floats(f"snapshot {what}", given["snapshot"], None, self._flat.dtype, finite=False)
+        size = self._flat.size
         is_compared = kind == CHANGES or self._merge == "delta"
         if snapshot.size not in ((size,) if is_compared else (0, size)):
             raise StateError(

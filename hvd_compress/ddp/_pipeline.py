@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_compress.ddp._call_thread import CallThread
 from hvd_compress.ddp._dense import DensePart
 from hvd_compress.ddp._given import Given, Staged
-from hvd_compress.ddp._lane import Lane
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import Ledger
 from hvd_compress.exchange import Bucket
@@ -89,14 +89,14 @@ class Pipeline:
 
     Args:
         talk: the ranks, for what they ask each other before a bucket is encoded.
-        ranks: of each stage, with a group and a lane of its own.
+        ranks: of each stage, with a group and a thread of its own.
     """
 
     def __init__(self, talk: GlooRanks, ranks: Sequence[GlooRanks]) -> None:
         self._talk = talk
         self._ranks = list(ranks)
         self._scale = 1.0 / talk.size
-        self._kernels = Lane(f"hvd_compress.{talk.name}.kernels")
+        self._kernels = CallThread(f"hvd_compress.{talk.name}.kernels")
         self.failure: BaseException | None = None
         """What has ended it."""
 
@@ -105,8 +105,8 @@ class Pipeline:
 
         Either all jobs of a step look for unused tensors, or none does.
         """
-        lane, call = (self._talk.lane, self._ask) if job.finds_unused else (self._kernels, self._begin)
-        lane.submit(self._guarded, call, job, ledger)
+        thread, call = (self._talk.thread, self._ask) if job.finds_unused else (self._kernels, self._begin)
+        thread.submit(self._guarded, call, job, ledger)
 
     def close(self) -> None:
         """Leave the groups, and let the threads end."""
@@ -162,7 +162,7 @@ class Pipeline:
         if job.before is not None:
             job.before()
         if job.staged is not None and job.staged.give(job.given, job.unused):
-            self._ranks[0].lane.submit(self._guarded, self._carry, job, ledger, 0)
+            self._ranks[0].thread.submit(self._guarded, self._carry, job, ledger, 0)
         else:
             self._end(job, ledger)
 
@@ -174,7 +174,7 @@ class Pipeline:
             self._end(job, ledger)
             return
         bucket.proceed(bucket.collectives[number], received)
-        self._ranks[number + 1].lane.submit(self._guarded, self._carry, job, ledger, number + 1)
+        self._ranks[number + 1].thread.submit(self._guarded, self._carry, job, ledger, number + 1)
 
     def _end(self, job: Job, ledger: Ledger[Staged]) -> None:
         """Count a job that has arrived, or failed; with the last one, end the step."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from hvd_compress.ddp._lane import Lane
+from hvd_compress.ddp._call_thread import CallThread
 from hvd_compress.errors import LostRankError
 from hvd_compress.ranks import OnHost, Ranks
 
@@ -32,11 +32,11 @@ class GlooRanks(Ranks):
     def __init__(self, group: Any, name: str) -> None:
         super().__init__(group.size(), group.rank(), name)
         self._group = group
-        self.lane = Lane(f"hvd_compress.{name}")
+        self.thread = CallThread(f"hvd_compress.{name}")
         """The thread that runs the collectives."""
 
     def start(self, collective: str, name: str, array: Array, sizes: Sequence[int] | None = None, root: int = 0) -> Any:
-        return self.lane.submit(self.move, collective, name, array, sizes, root)
+        return self.thread.submit(self.move, collective, name, array, sizes, root)
 
     def is_done(self, handle: Any) -> bool:
         return bool(handle.done())
@@ -59,7 +59,7 @@ class GlooRanks(Ranks):
     def close(self) -> None:
         """Leave the group, and let the thread end."""
         self.leave()
-        self.lane.close()
+        self.thread.close()
 
     def move(
         self,
@@ -70,7 +70,7 @@ class GlooRanks(Ranks):
         root: int = 0,
         expected: Sequence[int] | None = None,
     ) -> Array:
-        """Run a collective, on the thread of the lane; see `start`.
+        """Run a collective, on that thread; see `start`.
 
         Args:
             collective: its kind.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging import CHANGES, Array, Arrived, Lane
+from hvd_compress.averaging import CHANGES, Array, Arrived, FlatTensors
 from hvd_compress.compressors import Compressor
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.policy import Policy
@@ -20,16 +20,16 @@ class AloneSync:
     """Holds the change of one node until it is due; see `NodeSync`.
 
     Args:
-        lane: the tensors.
+        flat: the tensors.
     """
 
     seconds_between = seconds_inside = 0.0
     bytes_between = bytes_inside = 0
     is_decayed = False
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.reference: Array = aligned_empty(lane.size, lane.dtype)
+    def __init__(self, flat: FlatTensors) -> None:
+        self.flat = flat
+        self.reference: Array = aligned_empty(flat.size, flat.dtype)
         self._change: Array | None = None
 
     def fit(self) -> Array:
@@ -40,8 +40,8 @@ class AloneSync:
         self, kind: str, arrays: Sequence[Array], compression: Compressor | Policy, wait: int, decay: float = 1.0
     ) -> None:
         """Keep the change since the reference, exactly: compression is for what is sent."""
-        change = np.empty(self.lane.size, self.lane.dtype)
-        self.lane.gather(arrays, change)
+        change = np.empty(self.flat.size, self.flat.dtype)
+        self.flat.gather(arrays, change)
         with np.errstate(invalid="ignore"):
             change -= self.reference
         self._change = change
@@ -54,7 +54,7 @@ class AloneSync:
         change, self._change = self._change, None
         assert change is not None
         is_finite = bool(np.isfinite(change).all())
-        parts = [(share, change[share.at]) for share in self.lane.shares]
+        parts = [(share, change[share.at]) for share in self.flat.shares]
         return Arrived(CHANGES, parts if is_finite else [], is_finite, None)
 
     def take_back(self) -> None:
@@ -74,7 +74,7 @@ class AloneSync:
             StateError: of another network, or damaged.
         """
         given = saved.record("DiLoCo state of a dtype", state, ["reference", "change"])
-        size, dtype = (self.lane.size,), self.lane.dtype
+        size, dtype = (self.flat.size,), self.flat.dtype
         change = given["change"]
         if change is not None:
             change = saved.floats("change under way in a DiLoCo state", change, size, dtype, finite=False)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging import CHANGES, Array, Groups, Lane, NodeSync
+from hvd_compress.averaging import CHANGES, Array, FlatTensors, Groups, NodeSync
 from hvd_compress.diloco.alone import AloneSync
 from hvd_compress.diloco.settings import DiLoCoSettings
 from hvd_compress.errors import StateError
@@ -69,19 +69,19 @@ class Fragment:
         self.syncs: list[NodeSync | AloneSync] = []
         dtypes = [dtype for dtype in ("float32", "float64") if any(t.dtype == dtype for t in tensors)]
         for dtype in dtypes:
-            lane = Lane(tensors, dtype, len(groups.nodes.groups))
+            flat = FlatTensors(tensors, dtype, len(groups.nodes.groups))
             known = (settings.compression,)
             label = f"{name}.{dtype}"
             if groups.nodes.count == 1:
-                self.syncs.append(AloneSync(lane))
+                self.syncs.append(AloneSync(flat))
                 continue
-            # all shares of all lanes are taken over, or none
-            restorable = len(dtypes) > 1 or len(lane.shares) > 1
-            self.syncs.append(NodeSync(lane, "sharded", known, groups, label, "DiLoCo", restorable=restorable))
+            # all shares of all types are taken over, or none
+            restorable = len(dtypes) > 1 or len(flat.shares) > 1
+            self.syncs.append(NodeSync(flat, "sharded", known, groups, label, "DiLoCo", restorable=restorable))
         self._references = self._views([sync.fit() for sync in self.syncs])
         for reference in self._references:
             reference[...] = 0
-        self._gradients = [np.zeros(sync.lane.size, sync.lane.dtype) for sync in self.syncs]
+        self._gradients = [np.zeros(sync.flat.size, sync.flat.dtype) for sync in self.syncs]
         self._gradients_of = self._views(self._gradients)
         self.outer = make_outer(tensors, self._references)
         self.frozen: set[str] = set()
@@ -165,10 +165,10 @@ class Fragment:
             x[...] = reference
         return True
 
-    def _views(self, lanes: Sequence[Array]) -> list[Array]:
-        """Return the parts of lanes that the fragment's tensors have, in their order."""
+    def _views(self, flats: Sequence[Array]) -> list[Array]:
+        """Return the parts of these arrays that the fragment's tensors have, in their order."""
         found = {
-            i: view for sync, lane in zip(self.syncs, lanes, strict=True) for i, view in sync.lane.views(lane).items()
+            i: view for sync, flat in zip(self.syncs, flats, strict=True) for i, view in sync.flat.views(flat).items()
         }
         return [found[i] for i in range(len(self._tensors))]
 
@@ -197,10 +197,10 @@ class Fragment:
         for sync, of_sync in zip(self.syncs, of_syncs, strict=True):
             decayed = saved.record("DiLoCo state of a dtype", of_sync, ["decayed"])["decayed"]
             found = sync.check(of_sync, finite=True)
-            if found["reference"].size != sync.lane.size:
+            if found["reference"].size != sync.flat.size:
                 raise StateError(
                     f"this DiLoCo state has a reference of {found['reference'].size} parameters, and here are "
-                    f"{sync.lane.size}: it is damaged, or of another model"
+                    f"{sync.flat.size}: it is damaged, or of another model"
                 )
             if (found["flight"] is not None) != is_sent:
                 raise StateError(

@@ -17,7 +17,7 @@ from hvd_compress.policy import check_patterns
 from hvd_compress.schedules import Turn
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Member", "Outcome"]
+__all__ = ["DiLoCoMember", "Outcome"]
 
 FORMAT = 1
 
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     problem: str | None = None
 
 
-class Member:
+class DiLoCoMember:
     """The parameters of one rank, flat arrays in the order of `tensors`; creating it is a collective call.
 
     Args:

@@ -22,7 +22,7 @@ from hvd_compress.exchange.inside import Inside, Parcel
 from hvd_compress.exchange.outbox import NARROW, Outbox, by_kind, computed_in
 from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.table import Damaged, Table
-from hvd_compress.exchange.tally import Tally
+from hvd_compress.exchange.tally import BucketTally
 from hvd_compress.memory import aligned
 
 __all__ = ["Bucket"]
@@ -105,7 +105,7 @@ class Bucket:
         # on a device, a launch for each would take longer than what it encodes
         alone = self._inside is None and self.memory.is_host
         self._large = {i for i, a in enumerate(self._all) if a.plan.numel >= _LARGE and alone}
-        self.tally = Tally(self._all)
+        self.tally = BucketTally(self._all)
         self._inboxes: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         """Memory of a device for what the first and the last collective bring."""
         self._sums: dict[int, Any] = {}

@@ -26,7 +26,7 @@ from hvd_compress.exchange.named import plan_together
 from hvd_compress.exchange.outbox import NARROW, computed_in
 from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.raw import CheckedRaw, Raw
-from hvd_compress.exchange.tally import Tally
+from hvd_compress.exchange.tally import BucketTally
 from hvd_compress.kernels import common
 from hvd_compress.kernels import lowrank as kernels
 from hvd_compress.memory import HOST, aligned_empty
@@ -92,7 +92,7 @@ class FactorBucket(Bucket):
         self.exchange, self.ranks, self.position = first.plan.exchange, first.plan.ranks, first.position
         self.memory, self.root = HOST, None
         self.collectives = first.plan.collectives
-        self.tally = Tally(self._all)
+        self.tally = BucketTally(self._all)
         self._matrices: list[_Matrix] = []
         left, right = _CHECKS, 0
         for account in self.accounts.values():

@@ -14,13 +14,13 @@ from hvd_compress.exchange.account import Account
 if TYPE_CHECKING:
     from hvd_compress.exchange.message import Message
 
-__all__ = ["Tally"]
+__all__ = ["BucketTally"]
 
 _BYTES = ("bytes_sent", "bytes_received", "bytes_sent_inside")
 Numbers = npt.NDArray[Any]
 
 
-class Tally:
+class BucketTally:
     """Counts for all tensors of a bucket at once: a step with a thousand of them has no time for each.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hvd_compress.gossip.alltoall import Alltoall
 from hvd_compress.gossip.averager import Transport
 from hvd_compress.gossip.loopback import GossipLoopback
-from hvd_compress.gossip.member import LateMember, Member, OneSided
+from hvd_compress.gossip.member import GossipMember, LateGossipMember, OneSided
 from hvd_compress.gossip.node import Node
 from hvd_compress.gossip.settings import GossipSettings
 from hvd_compress.tensors import ParameterSpec
@@ -17,9 +17,9 @@ from hvd_compress.tensors import ParameterSpec
 __all__ = [
     "Alltoall",
     "GossipLoopback",
+    "GossipMember",
     "GossipSettings",
-    "LateMember",
-    "Member",
+    "LateGossipMember",
     "Node",
     "OneSided",
     "ParameterSpec",

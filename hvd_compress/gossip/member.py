@@ -19,13 +19,13 @@ from hvd_compress.ranks import Ranks
 from hvd_compress.tensors import ParameterSpec, averaged
 from hvd_compress.topology import ALONE, Neighbours
 
-__all__ = ["LateMember", "Member", "OneSided"]
+__all__ = ["GossipMember", "LateGossipMember", "OneSided"]
 
 OneSided = Callable[[Ranks, Node, Sequence[Neighbours]], Transport]
 """Makes the transport over MPI's one-sided operations, of this rank's node and the parts of all ranks."""
 
 
-class Member:
+class GossipMember:
     """The parameters of one rank, flat arrays in the order of `tensors`; creating it is a collective call.
 
     Args:
@@ -168,7 +168,7 @@ class Member:
         return {key: value for key, value in described.items() if key not in ("overlap", "parameters")}
 
 
-class LateMember:
+class LateGossipMember:
     """A member that is made when its variables are known, in the first step; an edge derives from it.
 
     Args:
@@ -177,7 +177,7 @@ class LateMember:
 
     def __init__(self, settings: GossipSettings) -> None:
         self._settings = settings
-        self._member: Member | None = None
+        self._member: GossipMember | None = None
         self._saved: Any = None
 
     def event_stats(self) -> dict[str, Any]:
@@ -207,9 +207,9 @@ class LateMember:
         if self._member is not None:
             self._member.close()
 
-    def _made(self, tensors: Sequence[ParameterSpec], ranks: Ranks | None, one_sided: OneSided) -> Member:
+    def _made(self, tensors: Sequence[ParameterSpec], ranks: Ranks | None, one_sided: OneSided) -> GossipMember:
         """Make the member and load the waiting state; one that it refuses is refused again in the next step."""
-        member = Member(tensors, self._settings, ranks, one_sided)
+        member = GossipMember(tensors, self._settings, ranks, one_sided)
         if self._saved:
             member.load_state_dict(self._saved)
         self._member = member

@@ -17,7 +17,7 @@ from hvd_compress.compressors import Compressor
 from hvd_compress.errors import StateError, WireError
 from hvd_compress.gossip.copies import Array, Bytes, Copies
 from hvd_compress.gossip.message import open_message, payloads_at, seal_message
-from hvd_compress.gossip.stats import Tally
+from hvd_compress.gossip.stats import GossipTally
 from hvd_compress.kernels import gossip as kernels
 from hvd_compress.kernels.common import norm
 from hvd_compress.schedules import Trigger
@@ -84,7 +84,7 @@ class Node:
         self._at = payloads_at(len(self.tensors))
         self.capacity = self._at + self.copies.most_bytes
         """The most bytes that a message can take."""
-        self.tally = Tally(
+        self.tally = GossipTally(
             [t.name for t in self.tensors], [t.raw_bytes for t in self.tensors], self._at, len(part.receivers), traced
         )
         self._payloads: dict[int, Bytes] = {}

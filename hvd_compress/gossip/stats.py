@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from hvd_compress import saved
 
-__all__ = ["Tally"]
+__all__ = ["GossipTally"]
 
 
-class Tally:
+class GossipTally:
     """Counters of one rank.
 
     Args:

@@ -24,18 +24,18 @@ try:
 except ImportError as error:
     raise missing_keras(error) from error
 
-# of the backend that Keras runs on, and of no other: (edge, its link)
+# of the backend that Keras runs on, and of no other: (the package for it, what Keras asks of that)
 _EDGES = {
-    "tensorflow": ("hvd_compress.tensorflow", "hvd_compress.tensorflow.keras._link"),
-    "torch": ("hvd_compress.torch", "hvd_compress.torch._keras_link"),
+    "tensorflow": ("hvd_compress.tensorflow", "hvd_compress.tensorflow.keras._edge"),
+    "torch": ("hvd_compress.torch", "hvd_compress.torch._keras_edge"),
 }
 if keras.backend.backend() not in _EDGES:
     raise UnsupportedError(
         f"Keras runs on the {keras.backend.backend()} backend, which Horovod does not know: set "
         "KERAS_BACKEND=tensorflow or KERAS_BACKEND=torch before importing Keras"
     )
-_edge = import_module(_EDGES[keras.backend.backend()][0])
-_link = import_module(_EDGES[keras.backend.backend()][1]).LINK
+_framework = import_module(_EDGES[keras.backend.backend()][0])
+_edge = import_module(_EDGES[keras.backend.backend()][1]).EDGE
 
 # what horovod.keras takes from horovod.tensorflow
 _OF_HOROVOD = [
@@ -44,10 +44,10 @@ _OF_HOROVOD = [
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
     "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
 ]  # fmt: skip
-globals().update({name: getattr(_edge, name) for name in _OF_HOROVOD})
+globals().update({name: getattr(_framework, name) for name in _OF_HOROVOD})
 
 # those that an edge of Keras has of its own, in the place of Horovod's
-_OWN = bound(keras, _link, __name__)
+_OWN = bound(keras, _edge, __name__)
 globals().update(_OWN)
 
 __all__ = [*_OF_HOROVOD, *_OWN]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.async_server import AsyncServerSettings, Member, Values
+from hvd_compress.async_server import AsyncServerSettings, ServerMember, Values
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import HvdCompressError, UnsupportedError
 from hvd_compress.fingerprint import agree
 from hvd_compress.missing import missing_mpi
-from hvd_compress.mpi.links import MOST_BYTES, MpiLink
+from hvd_compress.mpi.connections import MOST_BYTES, MpiConnection
 from hvd_compress.mpi.session import Session, session
 from hvd_compress.policy import check_patterns
 from hvd_compress.tensors import ParameterSpec
@@ -221,7 +221,7 @@ def _type_of(p: object) -> str:
 
 def join_server(
     tensors: Sequence[ParameterSpec], settings: AsyncServerSettings, values: Values, mpi: Session, comm: Any
-) -> Member:
+) -> ServerMember:
     """Make this rank's part of an asynchronous parameter server, which is closed at exit; a collective call.
 
     Args:
@@ -264,8 +264,8 @@ def join_server(
         )
     peers = [rank for rank in range(size) if rank != server] if position == server else [server]
     room = to_server if position == server else to_worker
-    links = {peer: MpiLink(peer, room, mpi, comm) for peer in peers}
-    member = _MpiMember(tensors, settings, values, links, position, size)
+    connections = {peer: MpiConnection(peer, room, mpi, comm) for peer in peers}
+    member = _MpiMember(tensors, settings, values, connections, position, size)
     _end_at_exit(member, mpi, comm)
     return member
 
@@ -281,14 +281,14 @@ def _gathered(mpi: Session, comm: Any, mine: bytes) -> bytes:
     return everyone.tobytes()
 
 
-class _MpiMember(Member):
+class _MpiMember(ServerMember):
     """Closes at exit: messages that nobody receives would keep MPI from ending."""
 
     mpi: Session
     comm: Any
 
     def close(self) -> None:
-        """See `Member.close`."""
+        """See `ServerMember.close`."""
         if self not in _open:
             return
         _open.remove(self)

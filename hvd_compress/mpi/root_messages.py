@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from hvd_compress.errors import HvdCompressError, UnsupportedError
 from hvd_compress.exchange import aligned_empty
-from hvd_compress.mpi.links import MOST_BYTES, WORD
+from hvd_compress.mpi.connections import MOST_BYTES, WORD
 from hvd_compress.mpi.session import Session
 from hvd_compress.ranks import Ranks
 from hvd_compress.waiting import waiting

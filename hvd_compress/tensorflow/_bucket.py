@@ -15,14 +15,14 @@ import tensorflow as tf
 from hvd_compress.exchange import Bucket, Parcel, aligned_empty
 from hvd_compress.fingerprint import Place
 
-__all__ = ["Nodes"]
+__all__ = ["GraphStages"]
 
 Array = np.ndarray[Any, Any]
 
 _WITHOUT_SIZES = ("allgather", "broadcast")
 
 
-class Nodes:
+class GraphStages:
     """Lays the stages of a bucket into the current graph.
 
     No stage waits for anything but its input. Stages are Python functions without side effects that TensorFlow has to

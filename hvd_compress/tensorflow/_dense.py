@@ -26,7 +26,7 @@ class DenseWay:
     Args:
         settings: of the exchange.
         sources: of all its gradients.
-        wire_names: see `Nodes`.
+        wire_names: see `GraphStages`.
         horovods_of: Horovod's compressor of a tensor, by its name.
     """
 

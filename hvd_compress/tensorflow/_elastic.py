@@ -18,7 +18,7 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState"]
 
 
 class _Carrier:
-    """What a state asks of the edge; the link to Keras would import Keras."""
+    """What a state asks of the edge; the edge of Keras would import Keras."""
 
     rank, broadcast_object = staticmethod(hvd.rank), staticmethod(hvd.broadcast_object)
 
@@ -57,7 +57,7 @@ class TensorFlowState(VariablesState, ObjectState):
                     state.commit()
     """
 
-    link = _Carrier
+    edge = _Carrier
 
     def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any) -> None:
         _require_eager("TensorFlowState", session)
@@ -82,7 +82,7 @@ class TensorFlowKerasState(KerasState, ObjectState):
         UnsupportedError: outside of eager mode.
     """
 
-    link = _Carrier
+    edge = _Carrier
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
         _require_eager("TensorFlowKerasState", None)

@@ -31,15 +31,15 @@ from hvd_compress.fingerprint import Place
 from hvd_compress.mpi import start_root_messages
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.tensorflow._beginning import lay_comparison
-from hvd_compress.tensorflow._bucket import Nodes
+from hvd_compress.tensorflow._bucket import GraphStages
 from hvd_compress.tensorflow._dense import DenseWay
 from hvd_compress.tensorflow._gradients import Gradient, after, all_finite, first_value, kind_of, refuse_unfit
 from hvd_compress.tensorflow._kinds import KindsOfGradients
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
-from hvd_compress.tensorflow._root_bucket import RootNodes, after_others, let_others_follow
+from hvd_compress.tensorflow._root_bucket import RootGraphStages, after_others, let_others_follow
 from hvd_compress.tensorflow._seams import ALLGATHER, ALLREDUCE, is_compiled_by_xla, split_list
 from hvd_compress.tensorflow._settings import Settings, Source, claim
-from hvd_compress.tensorflow._turn import Turn
+from hvd_compress.tensorflow._step_token import StepToken
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
 
 __all__ = ["GradientExchange", "in_use"]
@@ -47,7 +47,7 @@ __all__ = ["GradientExchange", "in_use"]
 _in_use: weakref.WeakSet[GradientExchange] = weakref.WeakSet()
 
 
-class GradientExchange(Ledger[Nodes]):
+class GradientExchange(Ledger[GraphStages]):
     """Combines the gradients of a fixed list of tensors over all ranks, in eager mode or within a `tf.function`.
 
     Args:
@@ -104,7 +104,7 @@ class GradientExchange(Ledger[Nodes]):
             refuse_unfit(source.name, source.dtype, self.exchanges(source.name))
         self._horovods = horovod_compressor(settings.compression)
         self._dense = DenseWay(settings, sources, self._wire_names, self._horovods_of)
-        self._turn = Turn()
+        self._turn = StepToken()
         self._compiled = tf.function(self._lay, autograph=False)
 
     @property
@@ -359,15 +359,15 @@ class GradientExchange(Ledger[Nodes]):
             routing = self._pilot.routing()
         return routing
 
-    def _bucket_maker(self) -> Callable[[dict[str, Account], Pack | None], Nodes]:
+    def _bucket_maker(self) -> Callable[[dict[str, Account], Pack | None], GraphStages]:
         process_set = self.settings.process_set
         if not self._waits:
-            return lambda accounts, pack: Nodes(bucket_of(accounts, pack), process_set, self._wire_names)
+            return lambda accounts, pack: GraphStages(bucket_of(accounts, pack), process_set, self._wire_names)
         with tf.init_scope(), tf.device("CPU:0"):
             messages = start_root_messages(hvd, TensorFlowRanks(process_set))
 
-        def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> Nodes:
-            return RootNodes(bucket_of(accounts, pack), process_set, self._wire_names, messages.channel())
+        def make_bucket(accounts: dict[str, Account], pack: Pack | None) -> GraphStages:
+            return RootGraphStages(bucket_of(accounts, pack), process_set, self._wire_names, messages.channel())
 
         return make_bucket
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.gossip import GossipSettings, LateMember, Member, ParameterSpec
+from hvd_compress.gossip import GossipMember, GossipSettings, LateGossipMember, ParameterSpec
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.schedules import SlopeThreshold, Trigger
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
@@ -27,7 +27,7 @@ __all__ = [
 Array = np.ndarray[Any, Any]
 
 
-class EventGraD(LateMember):
+class EventGraD(LateGossipMember):
     """Averages variables with those of the neighbours, sent when they have changed enough; for custom loops.
 
     Call `step(variables)` in every step between computing the gradients and applying them: equation 3 of Ghosh and
@@ -112,7 +112,7 @@ class EventGraD(LateMember):
         """The root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
         return self._member_of(variables).consensus_distance(self._arrays(variables, "consensus_distance"))
 
-    def _member_of(self, variables: Sequence[Any]) -> Member:
+    def _member_of(self, variables: Sequence[Any]) -> GossipMember:
         given = [raw(v) for v in variables]
         if self._member is None:
             tensors = [

@@ -14,7 +14,7 @@ from hvd_compress.errors import MismatchError
 from hvd_compress.fingerprint import Place
 from hvd_compress.tensorflow._agreement import is_mismatch, require_agreement_through
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
-from hvd_compress.tensorflow._turn import Turn
+from hvd_compress.tensorflow._step_token import StepToken
 
 __all__ = ["KindsOfGradients"]
 
@@ -46,7 +46,7 @@ class KindsOfGradients:
         self._numbers: dict[Kinds, int] = {}
         self._last: Kinds | None = None
         self._problem: Exception | None = None
-        self._number_of_last = Turn()
+        self._number_of_last = StepToken()
         with tf.init_scope(), tf.device("CPU:0"):
             self._answers = tf.queue.FIFOQueue(1, [tf.int64], [()])
 

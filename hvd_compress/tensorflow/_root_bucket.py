@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from hvd_compress.exchange import Bucket, Parcel
 from hvd_compress.mpi import Channel
-from hvd_compress.tensorflow._bucket import Nodes
+from hvd_compress.tensorflow._bucket import GraphStages
 
-__all__ = ["RootNodes", "after_others", "let_others_follow"]
+__all__ = ["RootGraphStages", "after_others", "let_others_follow"]
 
 _last_in: WeakKeyDictionary[Any, tf.Tensor] = WeakKeyDictionary()
 """Of each graph, a number that exists when the last exchange that was laid into it has ended."""
@@ -37,8 +37,8 @@ def let_others_follow(ends: Sequence[tf.Tensor]) -> None:
     )
 
 
-class RootNodes(Nodes):
-    """`Nodes` with messages in place of Horovod's collectives.
+class RootGraphStages(GraphStages):
+    """`GraphStages` with messages in place of Horovod's collectives.
 
     Two of its stages wait for other ranks, on a thread of TensorFlow's, which may be the only one. So none of them runs
     before all buckets have run the stage before: then everything that any rank waits for is under way.
@@ -46,7 +46,7 @@ class RootNodes(Nodes):
     Args:
         bucket: its stages.
         process_set: the ranks that take part.
-        wire_names: see `Nodes`.
+        wire_names: see `GraphStages`.
         channel: of the bucket.
     """
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from hvd_compress import OneBit, SlopeThreshold, TopK
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
-from hvd_compress.diloco import DiLoCoSettings, OuterSGD
-from hvd_compress.diloco import Member as DiLoCoMember
+from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, OuterSGD
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import check_state, read_state, redistribute, write_state
 from hvd_compress.gossip import GossipLoopback

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import BF16, FP16, QSGD, Adaptive, Auto, NoCompression, OneBit, Policy, TopK
-from hvd_compress.async_server import AsyncServerSettings, Member, Server, Worker, queue_links
+from hvd_compress.async_server import AsyncServerSettings, Server, ServerMember, Worker, queue_connections
 from hvd_compress.async_server.message import HEADER_BYTES, Kind, open_message, seal_message
 from hvd_compress.errors import HvdCompressError, StateError, UnsupportedError, WireError
 from hvd_compress.kernels.checksum import checksum
@@ -65,14 +65,14 @@ class Simulated:
     def __init__(self, workers, tensors=TENSORS, **asked):
         self.settings = AsyncServerSettings(**{"staleness": 1000, **asked})
         self.now = 0.0
-        self.links = [queue_links() for _ in range(workers)]
+        self.connections = [queue_connections() for _ in range(workers)]
         self.values = Values(start(tensors=tensors))
         self.of_workers = [Values([np.full_like(x, 99) for x in self.values.x]) for _ in range(workers)]
         self.server = Server(
             tensors,
             self.settings,
             self.values,
-            [mine for mine, _ in self.links],
+            [mine for mine, _ in self.connections],
             range(1, workers + 1),
             lambda: self.now,
         )
@@ -84,12 +84,12 @@ class Simulated:
                 theirs,
                 rank,
             )
-            for rank, (values, (_, theirs)) in enumerate(zip(self.of_workers, self.links, strict=True), 1)
+            for rank, (values, (_, theirs)) in enumerate(zip(self.of_workers, self.connections, strict=True), 1)
         ]
         assert all(worker.poll() for worker in self.workers)
 
     def step(self, worker, gradients=None, now=0.0):
-        """What `Member.step` does, and the server's turn; the answer is left on its way."""
+        """What `ServerMember.step` does, and the server's turn; the answer is left on its way."""
         w = self.workers[worker]
         computed_from = w.version
         if gradients is None:
@@ -106,8 +106,8 @@ class Simulated:
         self.server.turn()
 
     def is_ready(self, worker):
-        link = self.workers[worker]._link
-        return not self.workers[worker].is_waiting or bool(link._incoming)
+        connection = self.workers[worker]._connection
+        return not self.workers[worker].is_waiting or bool(connection._incoming)
 
 
 def oracle(limit, workers, order):
@@ -392,9 +392,9 @@ def test_the_layout_of_a_message_is_frozen():
 
 
 def messages():
-    """A gradient on its way to the server, and the ends of the link."""
+    """A gradient on its way to the server, and the ends of the connection."""
     run = Simulated(1, compression=TopK(0.05))
-    mine, theirs = run.links[0]
+    mine, theirs = run.connections[0]
     run.workers[0].send(gradients_at(run.values.x, 0, 0), 0)
     return run, mine._incoming, theirs
 
@@ -419,7 +419,7 @@ def test_a_truncated_gradient_is_refused(nbytes):
 
 
 def forged(run, kind=Kind.GRADIENT, number=1, version=0):
-    incoming = run.links[0][0]._incoming
+    incoming = run.connections[0][0]._incoming
     message = incoming.pop()
     opened = open_message(message, len(TENSORS))
     incoming.append(seal_message(message, message.size, kind, number, version, len(opened.payloads)))
@@ -437,7 +437,7 @@ def test_a_gradient_of_another_compressor_is_refused_by_name():
     run = Simulated(1, compression=TopK(0.05))
     other = Simulated(1, compression=OneBit())
     other.workers[0].send(start(), 0)
-    run.links[0][0]._incoming.append(other.links[0][0]._incoming.pop())
+    run.connections[0][0]._incoming.append(other.connections[0][0]._incoming.pop())
     with pytest.raises(WireError, match=r"message of rank 1 to the server: 'w'"):
         run.server.turn()
 
@@ -447,7 +447,7 @@ def test_a_damaged_answer_is_refused(at):
     run = Simulated(1)
     run.step(0)
     before = [x.copy() for x in run.of_workers[0].x]
-    run.links[0][1]._incoming[0][at] ^= 0x40
+    run.connections[0][1]._incoming[0][at] ^= 0x40
     with pytest.raises(WireError, match="rank 1, answer of the server, rank 0"):
         run.workers[0].poll()
     assert_equal(run.of_workers[0].x, before)
@@ -459,20 +459,22 @@ def test_a_damaged_answer_is_refused(at):
 def run_threads(workers, train, serve=lambda member, values: member.serve(), **asked):
     """The server in this thread, workers in others: (values of the server, what `train` returned)."""
     asked = AsyncServerSettings(**asked)
-    links = {rank: queue_links() for rank in range(1, workers + 1)}
+    connections = {rank: queue_connections() for rank in range(1, workers + 1)}
     values = Values(start())
-    server = Member(TENSORS, asked, values, {rank: mine for rank, (mine, _) in links.items()}, 0, workers + 1)
+    server = ServerMember(
+        TENSORS, asked, values, {rank: mine for rank, (mine, _) in connections.items()}, 0, workers + 1
+    )
 
     def work(rank):
         own = Values(start(1000 + rank))
-        member = Member(TENSORS, asked, own, {0: links[rank][1]}, rank, workers + 1)
+        member = ServerMember(TENSORS, asked, own, {0: connections[rank][1]}, rank, workers + 1)
         try:
             return train(member, own, rank)
         finally:
             member.close()
 
     with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, rank) for rank in links]
+        futures = [pool.submit(work, rank) for rank in connections]
         try:
             serve(server, values)
         finally:

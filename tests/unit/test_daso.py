@@ -18,8 +18,8 @@ from hvd_compress import (
     Threshold,
     TopK,
 )
-from hvd_compress.averaging import Lane, Nodes, share_sync
-from hvd_compress.daso import DasoSettings, Member
+from hvd_compress.averaging import FlatTensors, Nodes, share_sync
+from hvd_compress.daso import DasoMember, DasoSettings
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Moment
 from hvd_compress.tensors import ParameterSpec
@@ -87,7 +87,7 @@ def run(nodes, chosen, tensors=TENSORS, steps=12, ends=(), world=None):
     world = World() if world is None else world
 
     def program(groups):
-        member = Member(tensors, chosen, groups)
+        member = DasoMember(tensors, chosen, groups)
         trace = []
         train(member, groups, tensors, start_of(tensors), 0, steps, trace, ends)
         return trace, member.stats()
@@ -221,7 +221,7 @@ def test_nothing_is_lost_but_only_delayed(compressor, layout, form):
     tensors = [t._replace(dtype="float64") for t in TENSORS]
 
     def program(groups):
-        member = Member(tensors, chosen, groups)
+        member = DasoMember(tensors, chosen, groups)
         arrays = start_of(tensors)
         train(member, groups, tensors, arrays, 0, 16)
         return arrays, owed(member, tensors)
@@ -250,7 +250,7 @@ def test_a_compressed_merge_keeps_a_share_of_the_local_progress(merge, share):
         return np.full(tensors[0].numel, (1 + node) * (1 + step) / 4)
 
     def program(groups):
-        member = Member(tensors, chosen, groups)
+        member = DasoMember(tensors, chosen, groups)
         node = groups.nodes.node_of(groups.rank)
         arrays, trace = [np.zeros(tensors[0].numel)], []
         for step in range(5):
@@ -277,7 +277,7 @@ def test_a_change_that_is_not_finite_poisons_no_reference(bad, form):
     chosen = settings(compression=OneBit(), global_skips=1, batches_to_wait=0, form=form)
 
     def program(groups):
-        member = Member(tensors, chosen, groups)
+        member = DasoMember(tensors, chosen, groups)
         arrays = start_of(tensors)
         trace = []
         for step in range(6):
@@ -304,7 +304,7 @@ def test_a_small_tensor_that_is_not_finite_poisons_no_reference():
     """What is too small to be compressed goes beside the others, and says so as well."""
 
     def program(groups):
-        member = Member(TENSORS, settings(compression=OneBit(), global_skips=1, batches_to_wait=0), groups)
+        member = DasoMember(TENSORS, settings(compression=OneBit(), global_skips=1, batches_to_wait=0), groups)
         arrays = start_of(TENSORS)
         train(member, groups, TENSORS, arrays, 0, 2)
         good = arrays[1].copy()
@@ -339,7 +339,7 @@ def test_a_debt_is_paid_as_far_as_it_has_got_into_the_parameters(merge, wait):
     )  # fmt: skip
 
     def program(groups):
-        member = Member(tensors, chosen, groups)
+        member = DasoMember(tensors, chosen, groups)
         arrays = start_of(tensors)
         train(member, groups, tensors, arrays, 0, 4)
         for _ in range(160):
@@ -359,7 +359,7 @@ def test_values_that_are_not_finite_reach_all():
     tensors = [ParameterSpec("w", (40, 64))]
 
     def program(groups):
-        member = Member(tensors, settings(batches_to_wait=0, global_skips=1), groups)
+        member = DasoMember(tensors, settings(batches_to_wait=0, global_skips=1), groups)
         arrays = start_of(tensors)
         if groups.rank < 2:
             arrays[0][5] = np.nan
@@ -397,12 +397,12 @@ def test_a_state_goes_on_exactly_from_every_step(layout, way):
     def program(groups):
         failures = []
         for after in range(1, 16):
-            first = Member(TENSORS, chosen, groups)
+            first = DasoMember(TENSORS, chosen, groups)
             arrays = start_of(TENSORS)
             train(first, groups, TENSORS, arrays, 0, after)
             state = first.state_dict()
             # the run that goes on is not disturbed by having been asked
-            second = Member(TENSORS, chosen, groups)
+            second = DasoMember(TENSORS, chosen, groups)
             second.load_state_dict(state)
             for member in (second, first):
                 copied, trace = [x.copy() for x in arrays], []
@@ -418,8 +418,8 @@ def test_a_state_goes_on_exactly_from_every_step(layout, way):
 
 def test_a_state_of_other_settings_or_ranks_is_refused():
     def program(groups):
-        member = Member(TENSORS, settings(), groups)
-        other = Member(TENSORS, settings(merge="delta"), groups)
+        member = DasoMember(TENSORS, settings(), groups)
+        other = DasoMember(TENSORS, settings(merge="delta"), groups)
         return member, other.state_dict(), member.state_dict()
 
     results = World().run(NODES["2x2"], program)
@@ -443,7 +443,7 @@ def test_losses_are_averaged_and_ranks_agree_on_b():
 
 def test_a_state_knows_the_epochs_before_it():
     def program(groups):
-        first, second = (Member(TENSORS, settings(steps_per_epoch=2), groups) for _ in range(2))
+        first, second = (DasoMember(TENSORS, settings(steps_per_epoch=2), groups) for _ in range(2))
         arrays = start_of(TENSORS)
         train(first, groups, TENSORS, arrays, 0, 4, ends=[1, 3])
         second.load_state_dict(first.state_dict())
@@ -456,7 +456,7 @@ def test_a_state_knows_the_epochs_before_it():
 
 def test_a_loss_on_some_ranks_only_is_an_error_on_all():
     def program(groups):
-        member = Member(TENSORS, settings(), groups)
+        member = DasoMember(TENSORS, settings(), groups)
         with pytest.raises(MismatchError, match=r"a loss for epoch_end\(\)"):
             member.end_epoch(start_of(TENSORS), 1.0 if groups.rank else None)
 
@@ -466,14 +466,14 @@ def test_a_loss_on_some_ranks_only_is_an_error_on_all():
 def test_ranks_that_disagree_are_told_so():
     def program(groups):
         with pytest.raises(MismatchError, match="global_skips"):
-            Member(TENSORS, settings(global_skips=4 + groups.rank), groups)
+            DasoMember(TENSORS, settings(global_skips=4 + groups.rank), groups)
 
     World().run(NODES["2x2"], program)
 
 
 def test_buffers_become_their_mean():
     def program(groups):
-        member = Member(TENSORS, settings(), groups)
+        member = DasoMember(TENSORS, settings(), groups)
         buffers = {"mean": np.full((2, 3), groups.rank, np.float32), "var": np.full(3, groups.rank, np.float64)}
         member.average(buffers)
         return buffers
@@ -513,9 +513,9 @@ def test_large_values_go_in_parts_and_change_nothing(monkeypatch, form, length):
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 7])
 def test_shares_are_rows_and_cover_everything_once(shares):
-    lane = Lane(MIXED, "float32", shares)
-    seen = np.zeros(lane.size, int)
-    for share in lane.shares:
+    flat = FlatTensors(MIXED, "float32", shares)
+    seen = np.zeros(flat.size, int)
+    for share in flat.shares:
         for piece in share.pieces:
             seen[piece.at] += 1
             tensor = MIXED[piece.tensor]
@@ -523,7 +523,7 @@ def test_shares_are_rows_and_cover_everything_once(shares):
             if tensor.name == "w":
                 assert piece.shape[1:] == (64,)
     assert (seen == 1).all()
-    assert max(s.size for s in lane.shares) <= lane.size / shares + 300
+    assert max(s.size for s in flat.shares) <= flat.size / shares + 300
 
 
 def test_more_shares_than_elements():

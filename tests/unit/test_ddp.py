@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import hvd_compress
 from hvd_compress import FP16, Adaptive, NoCompression, OneBit, ddp
 from hvd_compress._torch.device import DeviceMemory, described
+from hvd_compress.ddp._call_thread import CallThread
 from hvd_compress.ddp._dense import dense_parts, pay_debts
 from hvd_compress.ddp._given import Given, Side, Staged, views_of
 from hvd_compress.ddp._hook import ByBucket
-from hvd_compress.ddp._lane import Lane
 from hvd_compress.ddp._settings import named_parameters, routing_of
 from hvd_compress.engine import Ledger
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
@@ -138,23 +138,23 @@ def test_tensors_share_the_buckets_that_ddp_has() -> None:
 # -- threads ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_lane_raises_what_its_call_raises_and_goes_on() -> None:
-    lane = Lane("test")
-    failed, then = lane.submit(math.sqrt, -1), lane.submit(math.sqrt, 4)
+def test_a_thread_raises_what_its_call_raises_and_goes_on() -> None:
+    thread = CallThread("test")
+    failed, then = thread.submit(math.sqrt, -1), thread.submit(math.sqrt, 4)
     with pytest.raises(ValueError, match=r"math|domain|expected"):
         failed.result()
     assert then.result() == 2
-    thread = lane.submit(threading.current_thread).result()
-    assert thread.daemon
-    lane.close()
-    thread.join(10)
-    assert not thread.is_alive()
+    running = thread.submit(threading.current_thread).result()
+    assert running.daemon
+    thread.close()
+    running.join(10)
+    assert not running.is_alive()
 
 
-def test_a_process_ends_while_a_lane_waits() -> None:
+def test_a_process_ends_while_a_thread_waits() -> None:
     program = (
-        "import threading\nfrom hvd_compress.ddp._lane import Lane\n"
-        "lane = Lane('test'); lane.submit(threading.Event().wait); print('end')"
+        "import threading\nfrom hvd_compress.ddp._call_thread import CallThread\n"
+        "thread = CallThread('test'); thread.submit(threading.Event().wait); print('end')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr

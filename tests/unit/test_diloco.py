@@ -22,7 +22,7 @@ from hvd_compress import (
     TopK,
 )
 from hvd_compress.averaging import Nodes
-from hvd_compress.diloco import DiLoCoSettings, Member, OuterSGD
+from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, OuterSGD
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.schedules import Turn
 from hvd_compress.tensors import ParameterSpec
@@ -109,7 +109,7 @@ def run(nodes, settings, tensors=TENSORS, steps=12, make=NumpyOuter, world=None)
     """The trace of each rank, and its statistics."""
 
     def program(groups):
-        member, arrays, trace = Member(tensors, settings, groups, make), start_of(tensors), []
+        member, arrays, trace = DiLoCoMember(tensors, settings, groups, make), start_of(tensors), []
         train(member, tensors, arrays, 0, steps, trace)
         return trace, member.stats()
 
@@ -131,7 +131,9 @@ def test_trajectories_of_another_implementation_are_followed_exactly(setting, go
     settings = DiLoCoSettings(setting["sync_every"], setting["fragments"], golden["delay"], golden["alpha"])
 
     def program(groups):
-        member = Member(tensors, settings, groups, lambda t, a: NumpyOuter(t, a, lambda: Nesterov(2.0, 0.0, False)))
+        member = DiLoCoMember(
+            tensors, settings, groups, lambda t, a: NumpyOuter(t, a, lambda: Nesterov(2.0, 0.0, False))
+        )
         arrays = [np.full(1, setting["start"], np.float32) for _ in tensors]
         agreed = {}
         for step in range(len(golden["local"])):
@@ -271,7 +273,7 @@ def test_what_is_sent_and_what_is_owed_is_what_was_moved_and_a_share_of_what_was
 
     def program(groups):
         outer = []
-        member = Member([tensor], settings, groups, lambda t, a: outer.append(NumpyOuter(t, a)) or outer[0])
+        member = DiLoCoMember([tensor], settings, groups, lambda t, a: outer.append(NumpyOuter(t, a)) or outer[0])
         arrays, found = start_of([tensor]), []
         for step in range(8):
             member.begin(taken(arrays))
@@ -333,7 +335,7 @@ def test_what_is_not_finite_spoils_nothing(layout, compressor, delay, bad):
     nodes = NODES[layout]
 
     def program(groups):
-        member, arrays = Member(TENSORS, settings, groups, NumpyOuter), start_of(TENSORS)
+        member, arrays = DiLoCoMember(TENSORS, settings, groups, NumpyOuter), start_of(TENSORS)
         train(member, TENSORS, arrays, 0, 8)
         before = [(f.outer.state_dict(), [r.copy() for r in f._references]) for f in member._fragments]
         is_spoiled = groups.nodes.node_of(groups.rank) == 0
@@ -371,7 +373,7 @@ def test_residuals_decay_once_for_a_synchronization_that_was_left_out(layout):
     def program(groups):
         def sent_with(bad):
             outer = []
-            member = Member([tensor], settings, groups, lambda t, a: outer.append(NumpyOuter(t, a)) or outer[0])
+            member = DiLoCoMember([tensor], settings, groups, lambda t, a: outer.append(NumpyOuter(t, a)) or outer[0])
             arrays = start_of([tensor])
             train(member, [tensor], arrays, 0, 4)
             good = arrays[0].copy()
@@ -404,7 +406,7 @@ def test_what_arrived_beside_what_is_not_finite_is_owed_as_before(layout):
         return found
 
     def program(groups):
-        member, arrays = Member(tensors, settings, groups, NumpyOuter), start_of(tensors)
+        member, arrays = DiLoCoMember(tensors, settings, groups, NumpyOuter), start_of(tensors)
         train(member, tensors, arrays, 0, 4)
         before = residuals(member)
         if groups.nodes.node_of(groups.rank) == 0:
@@ -417,7 +419,7 @@ def test_what_arrived_beside_what_is_not_finite_is_owed_as_before(layout):
         for name, x in after.items():
             np.testing.assert_allclose(x, np.float32(0.5) * before[name], rtol=0, atol=1e-6)
         state = member.state_dict()
-        again = Member(tensors, settings, groups, NumpyOuter)
+        again = DiLoCoMember(tensors, settings, groups, NumpyOuter)
         again.load_state_dict(state)
         copied = [x.copy() for x in arrays]
         train(member, tensors, arrays, 6, 9)
@@ -432,7 +434,7 @@ def test_an_infinite_sum_of_finite_changes_is_left_out():
     tensor = ParameterSpec("w", (2048,))
 
     def program(groups):
-        member = Member([tensor], DiLoCoSettings(1), groups, NumpyOuter)
+        member = DiLoCoMember([tensor], DiLoCoSettings(1), groups, NumpyOuter)
         arrays = [np.zeros(2048, np.float32)]
         member.begin(taken(arrays))
         arrays[0][...] = 3e38
@@ -450,7 +452,7 @@ def test_an_infinite_sum_of_finite_changes_is_left_out():
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_frozen_parameter_stays_whatever_the_momentum(delay):
     def program(groups):
-        member, arrays = Member(TENSORS, DiLoCoSettings(2, delay=delay), groups, NumpyOuter), start_of(TENSORS)
+        member, arrays = DiLoCoMember(TENSORS, DiLoCoSettings(2, delay=delay), groups, NumpyOuter), start_of(TENSORS)
         train(member, TENSORS, arrays, 0, 4)
         kept, moving = arrays[2].copy(), arrays[0].copy()
         for _ in range(4):
@@ -464,7 +466,7 @@ def test_a_frozen_parameter_stays_whatever_the_momentum(delay):
 
 def test_ranks_that_freeze_different_parameters_are_told_so():
     def program(groups):
-        member, arrays = Member(TENSORS, DiLoCoSettings(1), groups, NumpyOuter), start_of(TENSORS)
+        member, arrays = DiLoCoMember(TENSORS, DiLoCoSettings(1), groups, NumpyOuter), start_of(TENSORS)
         member.begin(taken(arrays))
         with pytest.raises(MismatchError, match="the number of what is frozen"):
             member.act(member.step(), taken(arrays), frozen=["v"] if groups.rank else [])
@@ -478,7 +480,7 @@ def test_an_average_makes_all_ranks_equal_and_keeps_the_outer_state(layout):
     settings = DiLoCoSettings(6, 2, 2, 0.5, compression=TopK(0.1))
 
     def program(groups):
-        member, arrays = Member(MIXED, settings, groups, NumpyOuter), start_of(MIXED)
+        member, arrays = DiLoCoMember(MIXED, settings, groups, NumpyOuter), start_of(MIXED)
         # the second fragment is under way after step 10
         train(member, MIXED, arrays, 0, 10)
         assert member.stats()["under_way"] == 1
@@ -507,7 +509,7 @@ def test_an_average_makes_all_ranks_equal_and_keeps_the_outer_state(layout):
 
 def test_a_mean_that_is_not_finite_is_seen_and_not_kept():
     def program(groups):
-        member, arrays = Member(TENSORS, DiLoCoSettings(2, 2), groups, NumpyOuter), start_of(TENSORS)
+        member, arrays = DiLoCoMember(TENSORS, DiLoCoSettings(2, 2), groups, NumpyOuter), start_of(TENSORS)
         train(member, TENSORS, arrays, 0, 2)
         if groups.rank == 0:
             arrays[0][1] = np.nan
@@ -523,7 +525,7 @@ def test_ranks_with_other_numbers_of_steps_are_told_so(ahead):
     """The others average at the end; one rank has made more steps, and has perhaps begun one more synchronization."""
 
     def program(groups):
-        member, arrays = Member(TENSORS, DiLoCoSettings(2), groups, NumpyOuter), start_of(TENSORS)
+        member, arrays = DiLoCoMember(TENSORS, DiLoCoSettings(2), groups, NumpyOuter), start_of(TENSORS)
 
         def train_and_average():
             train(member, TENSORS, arrays, 0, 2 + ahead * groups.rank)
@@ -537,7 +539,7 @@ def test_ranks_with_other_numbers_of_steps_are_told_so(ahead):
 
 def test_ranks_that_begin_with_other_parameters_are_told_so():
     def program(groups):
-        member, arrays = Member(TENSORS, DiLoCoSettings(2, delay=1), groups, NumpyOuter), start_of(TENSORS)
+        member, arrays = DiLoCoMember(TENSORS, DiLoCoSettings(2, delay=1), groups, NumpyOuter), start_of(TENSORS)
         arrays[0][0] += groups.rank
         with pytest.raises(MismatchError, match=r"what they agreed on last \(start from equal parameters, as after"):
             train(member, TENSORS, arrays, 0, 4)
@@ -560,7 +562,7 @@ def test_ranks_that_disagree_are_told_so(changed, told):
     def program(groups):
         chosen = {"sync_every": 2, "fragments": 1, **(changed if groups.rank else {})}
         with pytest.raises(MismatchError, match=told):
-            Member(TENSORS, DiLoCoSettings(**chosen), groups, NumpyOuter)
+            DiLoCoMember(TENSORS, DiLoCoSettings(**chosen), groups, NumpyOuter)
 
     World().run(NODES["2x1"], program)
 
@@ -569,7 +571,7 @@ def test_ranks_with_other_outer_optimizers_are_told_so():
     def program(groups):
         make = lambda t, a: NumpyOuter(t, a, lambda: Nesterov(0.7 + groups.rank))  # noqa: E731
         with pytest.raises(MismatchError, match="outer"):
-            Member(TENSORS, DiLoCoSettings(), groups, make)
+            DiLoCoMember(TENSORS, DiLoCoSettings(), groups, make)
 
     World().run(NODES["2x1"], program)
 
@@ -594,11 +596,11 @@ def test_a_state_goes_on_exactly_from_every_step(layout, way):
     def program(groups):
         failures = []
         for after in range(14):
-            first, arrays = Member(MIXED, settings, groups, NumpyOuter), start_of(MIXED)
+            first, arrays = DiLoCoMember(MIXED, settings, groups, NumpyOuter), start_of(MIXED)
             train(first, MIXED, arrays, 0, after)
             state = first.state_dict()
             # the run that goes on is not disturbed by having been asked
-            second = Member(MIXED, settings, groups, NumpyOuter)
+            second = DiLoCoMember(MIXED, settings, groups, NumpyOuter)
             second.load_state_dict(state)
             for member in (second, first):
                 copied, trace = [x.copy() for x in arrays], []
@@ -614,8 +616,8 @@ def test_a_state_goes_on_exactly_from_every_step(layout, way):
 
 def test_a_state_of_other_settings_ranks_or_moments_is_refused():
     def program(groups):
-        member = Member(TENSORS, DiLoCoSettings(4, delay=2), groups, NumpyOuter)
-        other = Member(TENSORS, DiLoCoSettings(4, delay=1), groups, NumpyOuter)
+        member = DiLoCoMember(TENSORS, DiLoCoSettings(4, delay=2), groups, NumpyOuter)
+        other = DiLoCoMember(TENSORS, DiLoCoSettings(4, delay=1), groups, NumpyOuter)
         train(member, TENSORS, start_of(TENSORS), 0, 3)
         return member, other.state_dict(), member.state_dict()
 

@@ -13,9 +13,8 @@ import pytest
 
 from hvd_compress import ConstantThreshold, OneBit, SlopeThreshold, TopK
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
-from hvd_compress.daso import Member
-from hvd_compress.diloco import DiLoCoSettings, OuterSGD
-from hvd_compress.diloco import Member as DiLoCoMember
+from hvd_compress.daso import DasoMember
+from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, OuterSGD
 from hvd_compress.engine import Ledger, refuse_residuals
 from hvd_compress.engine import Tensor as EngineTensor
 from hvd_compress.errors import StateError
@@ -97,7 +96,7 @@ def test_an_infinite_slope_would_silence_a_tensor() -> None:
 def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
     def program(groups: Any) -> int:
         chosen = test_daso.settings(global_skips=2, batches_to_wait=1, steps_per_epoch=6, **test_daso.WAYS[way])
-        member = Member(test_daso.TENSORS, chosen, groups)
+        member = DasoMember(test_daso.TENSORS, chosen, groups)
         arrays = test_daso.start_of(test_daso.TENSORS)
         test_daso.train(member, groups, test_daso.TENSORS, arrays, 0, 10, ends=[5])
         state = member.state_dict()
@@ -216,7 +215,7 @@ def test_numbers_of_numpy_become_pythons() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_values_are_converted_to_the_type_of_the_lane(dtype: str) -> None:
+def test_values_are_converted_to_the_type_of_their_tensors(dtype: str) -> None:
     tensor = EngineTensor("w", (100, 100), dtype, {"float32": 4, "float64": 8, "bfloat16": 2}[dtype])
     ledger = Ledger(test_ledger.routing(OneBit()), 2, 0, [tensor], Bucket)
     state = {"format": 1, "size": 2, "rank": 0, "steps": 1, "owner_residuals": {}}

@@ -192,16 +192,16 @@ def test_what_a_hierarchy_inherits_is_pending_until_a_step_is_kept(after: str) -
     for one, other in zip(new, old, strict=True):
         one.inherit(other)
     before = owed(new)
-    assert any(lane.pending is not None for lane in new[0].accounts.values())
+    assert any(account.pending is not None for account in new[0].accounts.values())
     step(new, 1, keep=False)
     check_taken_back(owed(new), before, largest=20.0)
     before = owed(new)
     # a tensor that is left out keeps what is owed of it; the others pay
     step(new, 2, without="a")
     assert owed(new)["a"].tobytes() == before["a"].tobytes()
-    assert all(lane.pending is None for ledger in new for name, lane in ledger.accounts.items() if name != "a")
+    assert all(account.pending is None for ledger in new for name, account in ledger.accounts.items() if name != "a")
     step(new, 3)
-    assert all(lane.pending is None for ledger in new for lane in ledger.accounts.values())
+    assert all(account.pending is None for ledger in new for account in ledger.accounts.values())
 
 
 def test_a_loss_scale_converts_what_is_pending_and_debts() -> None:
@@ -260,20 +260,22 @@ def test_an_account_that_keeps_no_residual_inherits_none(after: Any, owes: bool)
     if owes:
         step(old, 0)
     else:
-        for lane in (lane for ledger in old for lane in ledger.accounts.values()):
-            lane.fit_residual(np.float32)
+        for account in (account for ledger in old for account in ledger.accounts.values()):
+            account.fit_residual(np.float32)
     for one, other in zip(new, old, strict=True):
         assert other.accounts["a"].residual is not None
         assert other.accounts["a"].is_owing() == owes
         one.inherit(other)
-        assert all(lane.residual is lane.pending is lane.owner_residual is None for lane in one.accounts.values())
+        assert all(
+            account.residual is account.pending is account.owner_residual is None for account in one.accounts.values()
+        )
         assert ("a" in one.debts) == owes
-    lane = new[0].accounts["a"]
-    gradient = np.ones(lane.plan.numel, np.float32)
-    bucket = Bucket({"a": lane})
+    account = new[0].accounts["a"]
+    gradient = np.ones(account.plan.numel, np.float32)
+    bucket = Bucket({"a": account})
     assert bucket.give("a", gradient)
-    payloads = wire.frames(bucket.parcel().buffer, len(lane.sent_chunks))
-    for (_, part), slot in zip(lane.sent_chunks, payloads, strict=True):
+    payloads = wire.frames(bucket.parcel().buffer, len(account.sent_chunks))
+    for (_, part), slot in zip(account.sent_chunks, payloads, strict=True):
         out = np.empty(part.stop - part.start, np.float32)
         assert after.decode_into(slot, out)
         np.testing.assert_array_equal(out, gradient[part])
@@ -304,7 +306,7 @@ def test_randomness_is_not_used_again_after_steps_that_went_dense() -> None:
         ledger.count_step()
         ledger.count_step()
     new[0].inherit(dense[0])
-    assert {lane.step for lane in new[0].accounts.values()} == {3}
+    assert {account.step for account in new[0].accounts.values()} == {3}
 
 
 def test_what_auto_assigns_is_followed() -> None:

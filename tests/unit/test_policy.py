@@ -39,8 +39,7 @@ from hvd_compress.engine import (
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import TwoPhase
-from hvd_compress.gossip import GossipLoopback, GossipSettings
-from hvd_compress.gossip import Member as GossipMember
+from hvd_compress.gossip import GossipLoopback, GossipMember, GossipSettings
 from hvd_compress.policy import Assigned, check_patterns, given_compression, meant
 from hvd_compress.tensors import ParameterSpec
 

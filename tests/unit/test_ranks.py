@@ -12,7 +12,7 @@ import pytest
 
 from hvd_compress import ConstantThreshold, OneBit, ThreadRanks
 from hvd_compress.errors import HvdCompressError, MismatchError
-from hvd_compress.gossip import GossipLoopback, GossipSettings, Member, ParameterSpec
+from hvd_compress.gossip import GossipLoopback, GossipMember, GossipSettings, ParameterSpec
 from hvd_compress.topology import Ring
 from tests.ranks_contract import PROGRAMS
 
@@ -145,7 +145,7 @@ def test_event_triggered_averaging_on_threads_is_that_of_the_loopback(compressio
             raise NotImplementedError
 
         asked = GossipSettings(ConstantThreshold(0.1), Ring(), **settings)
-        member, arrays = Member(tensors, asked, ranks, one_sided), start(ranks.position)
+        member, arrays = GossipMember(tensors, asked, ranks, one_sided), start(ranks.position)
         for _ in range(5):
             member.mix(arrays)
         return arrays

@@ -163,7 +163,7 @@ def combined(given: dict[str, Any], disturb: Any = None, steps: int = 3, keep: b
 
 
 def owed(it: Any) -> dict[str, np.ndarray]:
-    return {name: lane.residual.copy() for name, lane in it.accounts.items()}
+    return {name: account.residual.copy() for name, account in it.accounts.items()}
 
 
 def test_results_are_written_where_the_gradients_lie() -> None:

@@ -28,10 +28,10 @@ from tensorflow import keras
 from hvd_compress._keras.binding import bound
 from hvd_compress.submodules import offer
 from hvd_compress.tensorflow.compression import Compression
-from hvd_compress.tensorflow.keras._link import LINK
+from hvd_compress.tensorflow.keras._edge import EDGE
 
 # those that an edge of Keras has of its own, in the place of Horovod's
-_OWN = bound(keras, LINK, __name__)
+_OWN = bound(keras, EDGE, __name__)
 globals().update(_OWN)
 offer(__name__, "horovod.tensorflow.keras")
 # this one has imported more of it

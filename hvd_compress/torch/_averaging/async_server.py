@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hvd_compress._torch.parameters import Parameters, as_tensors, trained
-from hvd_compress.async_server import AsyncServerSettings, Member
+from hvd_compress.async_server import AsyncServerSettings, ServerMember
 from hvd_compress.compressors import NoCompression
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.mpi import communicator, join_server
@@ -68,7 +68,7 @@ class _Overrides:
     """Methods laid over those of the wrapped optimizer's class."""
 
     param_groups: list[dict[str, Any]]  # of the optimizer's class
-    _server: Member | _NoServer = _NoServer()
+    _server: ServerMember | _NoServer = _NoServer()
     _values: _Values | _NoServer = _NoServer()
     _retired = False
     """Whether another optimizer has taken over the parameters."""
@@ -226,7 +226,7 @@ def AsyncParameterServerOptimizer(
     return wrapped
 
 
-def _joined(values: _Values, settings: AsyncServerSettings, process_set: hvd.ProcessSet) -> Member:
+def _joined(values: _Values, settings: AsyncServerSettings, process_set: hvd.ProcessSet) -> ServerMember:
     mpi, comm = communicator(
         hvd, TorchRanks(process_set), "AsyncParameterServerOptimizer", "messages that two ranks alone know of",
         "DistributedOptimizer",

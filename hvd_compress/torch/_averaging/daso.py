@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors, by_name, named_or_numbered, trained
 from hvd_compress.compressors import BF16, NoCompression
-from hvd_compress.daso import DasoSettings, Member, number_of
+from hvd_compress.daso import DasoMember, DasoSettings, number_of
 from hvd_compress.horovod_nodes import NodeSets
 from hvd_compress.schedules import DasoSchedule, Moment
 from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
@@ -107,7 +107,7 @@ class _Daso:
         sets: NodeSets,
     ) -> None:
         self.parameters = Parameters(parameters, "DASO")
-        self.member = Member(self.parameters.tensors, settings, NODES.groups(sets))
+        self.member = DasoMember(self.parameters.tensors, settings, NODES.groups(sets))
         self._buffers = {f"buffer {name}": b for name, b in buffers.items()}
         self._by_name = parameters
         self._averages_state = settings.average_state

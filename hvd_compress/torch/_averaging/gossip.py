@@ -15,7 +15,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors
 from hvd_compress.errors import MismatchError
 from hvd_compress.fingerprint import Place
-from hvd_compress.gossip import GossipSettings, Member
+from hvd_compress.gossip import GossipMember, GossipSettings
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.torch._agreement import require_agreement_through
 from hvd_compress.torch._ranks import TorchRanks
@@ -63,7 +63,7 @@ class Gossip:
         self._process_set = process_set
         takes_part = process_set.included() and process_set.size() > 1
         ranks = _Neighbours(process_set) if takes_part else None
-        self.member = Member(self._parameters.tensors, settings, ranks, partial(start_one_sided, hvd))
+        self.member = GossipMember(self._parameters.tensors, settings, ranks, partial(start_one_sided, hvd))
         self._waits = takes_part and not settings.is_one_sided
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:

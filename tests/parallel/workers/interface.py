@@ -200,8 +200,8 @@ def residuals_stay_where_they_are_and_results_are_the_callers(dtype: torch.dtype
     seen, results = set(), []
     for _ in range(4):
         results.append(hvd.allreduce(given, name="again", compression=OneBit()))
-        (lane,) = (lane for engine in _calls._engines.values() for lane in engine.accounts.values())
-        seen.add(lane.residual.ctypes.data)
+        (account,) = (account for engine in _calls._engines.values() for account in engine.accounts.values())
+        seen.add(account.residual.ctypes.data)
     assert len(seen) == 1
     assert len({result.data_ptr() for result in results}) == 4
     assert torch.equal(given, before)

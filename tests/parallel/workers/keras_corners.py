@@ -362,7 +362,7 @@ def bfloat16_is_broadcast() -> None:
     first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     first.set_model(mine)
     first.on_train_begin()
-    first.link.broadcast([variable], 0)
+    first.edge.broadcast([variable], 0)
     single = keras.Variable(hvd.rank() + 0.5, dtype="bfloat16")
     state = hvd.elastic.KerasState(mine, step=hvd.rank())
     state._variables = lambda: [single, variable]

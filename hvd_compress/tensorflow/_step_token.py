@@ -6,12 +6,12 @@ import itertools
 
 import tensorflow as tf
 
-__all__ = ["Turn"]
+__all__ = ["StepToken"]
 
 _made = itertools.count()
 
 
-class Turn:
+class StepToken:
     """A number that is read before the first stage of a step and written after its last one.
 
     TensorFlow orders reads and writes of a resource as the program does: between two steps, between iterations of a

@@ -10,16 +10,16 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Lane"]
+__all__ = ["CallThread"]
 
 _Call = tuple[Callable[..., Any], tuple[Any, ...], Future[Any]]
 
 _PATIENCE_SECONDS = 1.0
 _running: dict[threading.Thread, SimpleQueue[_Call | None]] = {}
-"""The threads of all lanes, and their calls."""
+"""All threads, and their calls."""
 
 
-class Lane:
+class CallThread:
     """Runs calls on a thread of its own.
 
     A process that ends waits a second for it, and no longer: a call may wait for a rank that never answers.
@@ -28,17 +28,17 @@ class Lane:
         name: of the thread.
 
     Example:
-        >>> from hvd_compress.ddp._lane import Lane
-        >>> lane, seen = Lane("example"), []
-        >>> ends = [lane.submit(seen.append, number) for number in range(3)]
+        >>> from hvd_compress.ddp._call_thread import CallThread
+        >>> thread, seen = CallThread("example"), []
+        >>> ends = [thread.submit(seen.append, number) for number in range(3)]
         >>> [end.result() for end in ends], seen
         ([None, None, None], [0, 1, 2])
-        >>> lane.close()
+        >>> thread.close()
     """
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        # it refers to the queue alone, so that whoever owns the lane can be forgotten while the thread waits
+        # it refers to the queue alone, so that whoever owns this can be forgotten while the thread waits
         thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
         _running[thread] = self._calls
         thread.start()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.mpi.session import Session
 
-__all__ = ["MOST_BYTES", "WORD", "MpiLink"]
+__all__ = ["MOST_BYTES", "WORD", "MpiConnection"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -21,8 +21,8 @@ MOST_BYTES = WORD * (2**31 - 1)
 _TAG = 0
 
 
-class MpiLink:
-    """Carries messages, whose bytes are multiples of 8, between this rank and another; see `async_server.Link`.
+class MpiConnection:
+    """Carries messages, whose bytes are multiples of 8, between this rank and another; see `async_server.Connection`.
 
     A receive with room for the longest message is posted before that message comes, and MPI tells its real size. So no
     size goes ahead of a message, and none is asked for.

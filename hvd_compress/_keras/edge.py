@@ -14,7 +14,7 @@ from hvd_compress.gossip import OneSided
 from hvd_compress.horovod_nodes import HorovodNodes
 from hvd_compress.ranks import Ranks
 
-__all__ = ["KerasExchange", "Link"]
+__all__ = ["Edge", "KerasExchange"]
 
 
 class KerasExchange(Protocol):
@@ -40,7 +40,7 @@ class KerasExchange(Protocol):
         """Take over what `state_dict` returned on this rank."""
 
 
-class Link(ABC):
+class Edge(ABC):
     """An edge, seen from Keras; edges fill in what differs between frameworks.
 
     Args:

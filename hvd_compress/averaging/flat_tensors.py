@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Array", "Lane", "Piece", "Share"]
+__all__ = ["Array", "FlatTensors", "Piece", "Share"]
 
 Array = npt.NDArray[Any]
 
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
         name: of the tensor.
         tensor: its index among all.
         within: its elements of the tensor, flat.
-        at: its elements of the lane.
+        at: its elements, of those laid end to end.
         shape: rows of the tensor, if the piece has whole ones.
     """
 
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
     Args:
         pieces: of tensors.
-        at: its elements of the lane.
+        at: its elements, of those laid end to end.
     """
 
     pieces: tuple[Piece, ...]
@@ -63,19 +63,19 @@ class Share(NamedTuple):
         return slice(piece.at.start - self.at.start, piece.at.stop - self.at.start)
 
 
-class Lane:
+class FlatTensors:
     """Lays the tensors of one dtype end to end.
 
     Args:
         tensors: of a network.
-        dtype: of those that belong to the lane.
+        dtype: of those that are laid end to end.
         shares: into how many parts of about equal size to cut it.
 
     Example:
-        >>> from hvd_compress.averaging.lane import Lane
+        >>> from hvd_compress.averaging.flat_tensors import FlatTensors
         >>> from hvd_compress.tensors import ParameterSpec
-        >>> lane = Lane([ParameterSpec("w", (10, 16)), ParameterSpec("b", (10,))], "float32", shares=2)
-        >>> [[(p.name, p.shape) for p in share.pieces] for share in lane.shares]
+        >>> flat = FlatTensors([ParameterSpec("w", (10, 16)), ParameterSpec("b", (10,))], "float32", shares=2)
+        >>> [[(p.name, p.shape) for p in share.pieces] for share in flat.shares]
         [[('w', (5, 16))], [('w', (5, 16)), ('b', (10,))]]
     """
 
@@ -93,7 +93,7 @@ class Lane:
             out[a:b] = arrays[i]
 
     def views(self, array: Array) -> dict[int, Array]:
-        """Return the parts of an array of the lane that its tensors have, by their numbers among all."""
+        """Return the parts of an array of all elements that its tensors have, by their numbers among all."""
         return {i: array[a:b] for (i, _), (a, b) in zip(self._tensors, pairwise(self._starts), strict=True)}
 
     def _cut(self, wanted: float) -> int:

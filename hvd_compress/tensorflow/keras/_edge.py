@@ -1,4 +1,4 @@
-"""The TensorFlow edge as the Keras code sees it: `hvd_compress._keras.link.Link`."""
+"""The TensorFlow edge as the Keras code sees it: `hvd_compress._keras.edge.Edge`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
 
-from hvd_compress._keras.link import Link
+from hvd_compress._keras.edge import Edge
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.tensorflow import _carried
 from hvd_compress.tensorflow._carried import broadcast_variables
@@ -22,11 +22,11 @@ from hvd_compress.tensorflow._settings import Settings
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of, variables_of
 from hvd_compress.tensorflow.compression import horovod_compressor
 
-__all__ = ["LINK"]
+__all__ = ["EDGE"]
 
 
-class TensorFlowLink(Link):
-    """See `Link`."""
+class TensorFlowEdge(Edge):
+    """See `Edge`."""
 
     divided = staticmethod(divided)
 
@@ -37,8 +37,8 @@ class TensorFlowLink(Link):
         described = describe_sources(variables)
         return GradientExchange(made, described, variables=variables_of(described, variables), compares=compares)
 
-    def accumulators(self, passes: int) -> Accumulators:
-        return Accumulators(passes)
+    def accumulators(self, passes: int) -> GradientSums:
+        return GradientSums(passes)
 
     def key(self, variable: Any) -> Any:
         return raw(variable)._unique_id
@@ -53,7 +53,7 @@ class TensorFlowLink(Link):
         return raw(variable).numpy()
 
 
-class Accumulators:
+class GradientSums:
     """Sums of the gradients of several backward passes, and a count of them.
 
     Args:
@@ -97,6 +97,6 @@ class Accumulators:
             total.assign(tf.zeros_like(total))
 
 
-LINK = TensorFlowLink(
+EDGE = TensorFlowEdge(
     hvd, allreduce, horovod_compressor, TensorFlowRanks, partial(start_one_sided, hvd), NODES, ObjectState, _carried
 )

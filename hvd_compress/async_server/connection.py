@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Link", "QueueLink", "queue_links"]
+__all__ = ["Connection", "QueueConnection", "queue_connections"]
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class Link(Protocol):
-    """One end of a link, whose messages arrive whole and in order."""
+class Connection(Protocol):
+    """One end of a connection, whose messages arrive whole and in order."""
 
     def send(self, message: Bytes) -> None:
         """Start sending; the bytes are in use until `flush` returns."""
@@ -26,8 +26,8 @@ class Link(Protocol):
         """Return a message that has arrived, which lasts until the next call, or None; never waits."""
 
 
-class QueueLink:
-    """One end of a link inside a process.
+class QueueConnection:
+    """One end of a connection inside a process.
 
     Args:
         outgoing: messages to the other end.
@@ -39,28 +39,28 @@ class QueueLink:
         self._incoming = incoming
 
     def send(self, message: Bytes) -> None:
-        """See `Link`."""
+        """See `Connection`."""
         self._outgoing.append(message.copy())
 
     def flush(self) -> None:
-        """See `Link`."""
+        """See `Connection`."""
 
     def receive(self) -> Bytes | None:
-        """See `Link`."""
+        """See `Connection`."""
         return self._incoming.popleft() if self._incoming else None
 
 
-def queue_links() -> tuple[QueueLink, QueueLink]:
-    """Make both ends of a link inside this process.
+def queue_connections() -> tuple[QueueConnection, QueueConnection]:
+    """Make both ends of a connection inside this process.
 
     Example:
         >>> import numpy as np
-        >>> from hvd_compress.async_server import queue_links
-        >>> here, there = queue_links()
+        >>> from hvd_compress.async_server import queue_connections
+        >>> here, there = queue_connections()
         >>> here.send(np.arange(8, dtype=np.uint8))
         >>> there.receive(), there.receive()
         (array([0, 1, 2, 3, 4, 5, 6, 7], dtype=uint8), None)
     """
     there: deque[Bytes] = deque()
     back: deque[Bytes] = deque()
-    return QueueLink(there, back), QueueLink(back, there)
+    return QueueConnection(there, back), QueueConnection(back, there)

@@ -1,4 +1,4 @@
-"""The torch edge as the Keras code sees it: `hvd_compress._keras.link.Link`."""
+"""The torch edge as the Keras code sees it: `hvd_compress._keras.edge.Edge`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.elastic import ObjectState
 
-from hvd_compress._keras.link import Link
+from hvd_compress._keras.edge import Edge
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.torch import _differentiable
 from hvd_compress.torch._collectives import broadcast_async, synchronize
@@ -19,11 +19,11 @@ from hvd_compress.torch._keras_exchange import TorchExchange
 from hvd_compress.torch._ranks import NODES, TorchRanks
 from hvd_compress.torch.compression import horovod_compressor
 
-__all__ = ["LINK"]
+__all__ = ["EDGE"]
 
 
-class TorchLink(Link):
-    """See `Link`."""
+class TorchEdge(Edge):
+    """See `Edge`."""
 
     def exchange(
         self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool
@@ -58,6 +58,6 @@ class TorchLink(Link):
         raise NotImplementedError("Keras 2 has no torch backend")
 
 
-LINK = TorchLink(
+EDGE = TorchEdge(
     hvd, allreduce, horovod_compressor, TorchRanks, partial(start_one_sided, hvd), NODES, ObjectState, _differentiable
 )
