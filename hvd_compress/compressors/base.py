@@ -119,6 +119,8 @@ class Compressor(ABC):
     """Whether a finite value may be decoded as an infinite one."""
     sums_factors: ClassVar[bool] = False
     """Whether ranks sum factors of a gradient, in an exchange of their own, and there are no payloads."""
+    sends_entries: ClassVar[bool] = False
+    """Whether some entries are sent as they are and nothing of the others, so that of those sent nothing is owed."""
     votes: ClassVar[bool] = False
     """Whether what arrives is what most ranks have sent, so that sums need an owner, who encodes them likewise."""
     seed: int = 0

@@ -64,6 +64,7 @@ class Percentile(TableCompressor):
     coding: str | None = None
 
     id: ClassVar[str] = "percentile"
+    sends_entries: ClassVar[bool] = True
     codec: ClassVar[int] = 10
     coded_codec: ClassVar[int | None] = 138
 

@@ -52,6 +52,7 @@ class RandomK(Compressor):
     error_feedback: bool = True
 
     id: ClassVar[str] = "randomk"
+    sends_entries: ClassVar[bool] = True
     codec: ClassVar[int] = 20
 
     def __post_init__(self) -> None:

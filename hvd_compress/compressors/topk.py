@@ -56,6 +56,7 @@ class TopK(TableCompressor):
     coding: str | None = None
 
     id: ClassVar[str] = "topk"
+    sends_entries: ClassVar[bool] = True
     codec: ClassVar[int] = 4
     coded_codec: ClassVar[int | None] = 132
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hvd_compress.schedules.daso import COOLDOWN, CYCLING, WARMUP, DasoClock, DasoSchedule, Moment
 from hvd_compress.schedules.diloco import DiLoCoSchedule, Turn
 from hvd_compress.schedules.renewals import Renewals
+from hvd_compress.schedules.shares import Shares
 from hvd_compress.schedules.staleness import Arrival, BoundedStaleness, WorkerClocks
 from hvd_compress.schedules.trigger import ConstantThreshold, SlopeThreshold, Trigger, Watch
 
@@ -20,6 +21,7 @@ __all__ = [
     "DiLoCoSchedule",
     "Moment",
     "Renewals",
+    "Shares",
     "SlopeThreshold",
     "Trigger",
     "Turn",

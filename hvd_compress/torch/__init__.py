@@ -37,6 +37,7 @@ from hvd_compress.torch._gradients.join import join
 from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
 from hvd_compress.torch._momentum.adam import CompressedAdam
 from hvd_compress.torch._momentum.demo import DeMo
+from hvd_compress.torch._momentum.dgc import DGC
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 from hvd_compress.torch.compression import Compression
 
@@ -44,6 +45,7 @@ __all__ = [
     *(name for name in dir(horovod.torch) if not name.startswith("_")),
     "AsyncParameterServerOptimizer",
     "DASO",
+    "DGC",
     "DEFAULT_MIN_NUMEL",
     "CompressedAdam",
     "Compression",

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, Lost
 from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
 from hvd_compress.torch._gradients.engine import Engine, precondition
@@ -260,6 +261,16 @@ class Combiner:
             self._refuse_growth(engine)
             return
         self.sender.has_compared = False
+        self._equip_after(engine)
+
+    def go_on_with(self, compression: Compressor) -> None:
+        """Compress in another way from the next step on; all ranks do so between the same steps."""
+        self.wrapping.compression = self.wrapping.ours = compression
+        if self.sender.engine is not None:
+            self.sender.count_plain()
+            self._equip_after(self.sender.engine)
+
+    def _equip_after(self, engine: Engine) -> None:
         self.wrapping.equip(self.sender)
         self.sender.known_engine().inherit(engine)
         self.sender.begin_way()

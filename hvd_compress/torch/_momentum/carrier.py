@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvd_compress.compressors import Compressor
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
 from hvd_compress.torch._gradients.staging import all_finite
@@ -67,6 +68,17 @@ class Carrier:
             self._combiner.sender.values[name] = value
         self._combiner.members.names[stand_in] = name
         self.optimizer.add_param_group({"params": [stand_in]})
+
+    def follow(self, compression: Compressor) -> None:
+        """Compress in another way from the next exchange on; what is owed stays owed. All ranks do so at once."""
+        self._combiner.go_on_with(compression)
+
+    def owed(self, name: str) -> torch.Tensor | None:
+        """What this rank owes of an array, flat and in place; None where nothing is kept of it."""
+        account = None if self.engine is None else self.engine.accounts.get(name)
+        if account is None or account.residual is None:
+            return None
+        return account.residual if isinstance(account.residual, torch.Tensor) else torch.from_numpy(account.residual)
 
     def agree(self, told: dict[str, Any]) -> None:
         """Make sure that all ranks go the same way from here on; see `Wrapping.agree_on_way`."""

@@ -1,10 +1,11 @@
-"""CompressedAdam and DeMo among real ranks."""
+"""CompressedAdam, DeMo and DGC among real ranks."""
 
 from __future__ import annotations
 
 import copy
 import io
 import warnings
+from functools import partial
 
 import horovod.torch as plain
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import Adaptive, Auto, OneBit, Policy, TopK
+from hvd_compress import Adaptive, Auto, OneBit, Percentile, Policy, RandomK, TopK
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
@@ -44,6 +45,10 @@ def adam(model: torch.nn.Module, **settings):
 
 def demo(model: torch.nn.Module, **settings):
     return hvd.DeMo(model.named_parameters(), **{"lr": 0.01, "k": 4, "chunk": 16, **settings})
+
+
+def dgc(model: torch.nn.Module, **settings):
+    return hvd.DGC(model.named_parameters(), **{"lr": 0.1, "compression": TopK(0.05), "min_numel": 0, **settings})
 
 
 def train(optimizer, model, begin: int, end: int) -> float:
@@ -422,10 +427,16 @@ def what_is_refused() -> None:
     train(later, model, 0, 1)
 
 
-@cases.each({"CompressedAdam": hvd.CompressedAdam, "DeMo": hvd.DeMo})
+@cases.each(
+    {
+        "CompressedAdam": partial(hvd.CompressedAdam, warmup_steps=2),
+        "DeMo": hvd.DeMo,
+        "DGC": partial(hvd.DGC, compression=TopK(0.5), momentum=0.0),
+    }
+)
 def parameters_of_any_shape(made) -> None:
     ps = [torch.nn.Parameter(torch.ones(shape)) for shape in [(), (1,), (1, 5), (3, 1), (0,), (2, 0), (2, 3, 4)]]
-    optimizer = made(ps, lr=0.01, min_numel=0, **({"warmup_steps": 2} if made is hvd.CompressedAdam else {}))
+    optimizer = made(ps, lr=0.01, min_numel=0)
     for _ in range(5):
         for p in ps:
             p.grad = torch.full_like(p, 1.0 + hvd.rank())
@@ -509,6 +520,176 @@ def a_bad_number_takes_a_step_of_demo_back(settings) -> None:
     assert_same_everywhere(model)
 
 
+# -- DGC -----------------------------------------------------------------------------------------------------------
+
+DGCS = {
+    "allgather, warm-up": {"exchange": "allgather", "warmup_steps": 8},
+    "percentile, nesterov": {
+        "compression": Percentile(90, error_feedback=True),
+        "nesterov": True,
+        "weight_decay": 1e-3,
+    },
+    "randomk": {"compression": RandomK(0.2)},
+    "small tensors uncompressed": {"min_numel": 1000, "exchange": "two_phase"},
+}
+
+
+class DgcOracle:
+    """One parameter on all ranks, typed from algorithm 4 of the paper; its sums are those of an allgather."""
+
+    def __init__(self, x: np.ndarray, momentum: float, nesterov: bool) -> None:
+        self.x, self.momentum, self.nesterov = x.copy(), momentum, nesterov
+        self.u, self.v = (np.zeros((hvd.size(), *x.shape)) for _ in range(2))
+
+    def step(self, grads: list[np.ndarray], lr: float, decay: float, k: int) -> None:
+        update = np.zeros_like(self.x)
+        for u, v, g in zip(self.u, self.v, grads, strict=True):
+            g = g + decay * self.x
+            u[...] = self.momentum * u + g
+            v += g + self.momentum * u if self.nesterov else u
+            mask = np.zeros(v.size, bool)
+            mask[np.argsort(-np.abs(v).ravel(), kind="stable")[:k]] = True
+            mask = mask.reshape(v.shape)
+            update += np.where(mask, v, 0) / hvd.size()
+            u[mask] = v[mask] = 0
+        self.x -= lr * update
+
+
+@cases.each({"plain": (False, 0.0, 0), "nesterov, decay": (True, 0.1, 0), "warm-up": (False, 0.0, 6)})
+def dgc_follows_the_algorithm(setting) -> None:
+    nesterov, decay, warmup = setting
+    p = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = hvd.DGC(
+        [("w", p)], lr=0.1, momentum=0.8, weight_decay=decay, nesterov=nesterov, compression=TopK(k=80)
+        if not warmup else TopK(0.05), warmup_steps=warmup, warmup_shares=(0.5, 0.25, 0.1), exchange="allgather",
+        min_numel=0,
+    )  # fmt: skip
+    oracle = DgcOracle(np.ones((40, 40)), 0.8, nesterov)
+    kept = [800, 800, 400, 400, 160, 160] if warmup else []
+    for step in range(16):
+        p.grad = torch.from_numpy(gradients(step)[hvd.rank()])
+        optimizer.step()
+        oracle.step(gradients(step), 0.1, decay, kept[step] if step < len(kept) else 80)
+        np.testing.assert_allclose(p.detach().numpy(), oracle.x, rtol=1e-4, atol=1e-4)
+    own = optimizer.compression_state_dict()["residuals"]
+    np.testing.assert_allclose(own["velocity of w"]["values"].numpy(), oracle.u[hvd.rank()].ravel(), atol=1e-4)
+    np.testing.assert_allclose(own["w"]["values"], oracle.v[hvd.rank()].ravel(), atol=1e-4)
+    sent = optimizer.compression_stats()["total"]["bytes_sent"]
+    # 6 bytes for each, and 4 bytes a block and a header in each step
+    assert sent <= (hvd.size() - 1) * (6 * (sum(kept) + 80 * (16 - len(kept))) + 16 * 100)
+
+
+@cases.add
+def dgc_of_uncompressed_tensors_is_sgd_with_momentum() -> None:
+    model, other = network(), network()
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+    optimizer, sgd = dgc(model, min_numel=10**6, **settings), torch.optim.SGD(other.parameters(), **settings)
+    train(optimizer, model, 0, 8)
+    for step in range(8):
+        sgd.zero_grad()
+        for rank in range(hvd.size()):
+            x = batch(step, rank)
+            ((other(x) - x[:, :30]).square().mean() / hvd.size()).backward()
+        sgd.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@cases.each(DGCS)
+def dgc_learns_and_goes_on_from_a_state(settings) -> None:
+    model = network()
+    optimizer = dgc(model, **settings)
+    first = train(optimizer, model, 0, 1)
+    # in the middle of a warm-up
+    train(optimizer, model, 1, 5)
+    state, other = saved(optimizer), copy.deepcopy(model)
+    last = train(optimizer, model, 5, 40)
+    assert last < 0.9 * first
+    assert_same_everywhere(model)
+    again = dgc(other, **settings)
+    again.load_state_dict(state["optimizer"])
+    again.load_compression_state_dict(state["own"])
+    train(again, other, 5, 40)
+    assert values(model) == values(other)
+    (alone,) = redistribute(hvd.allgather_object(state["own"]), 1)
+    assert "velocity of 0.weight" in alone["residuals"]
+
+
+@cases.each({"in the warm-up": 3, "where it ends": 8, "after it": 12})
+def a_bad_number_takes_a_step_of_dgc_back(step) -> None:
+    model = network()
+    optimizer = dgc(model, warmup_steps=8)
+    train(optimizer, model, 0, step)
+    before, kept = values(model), copy.deepcopy(optimizer.compression_state_dict()["residuals"])
+    optimizer.zero_grad()
+    model(batch(step, hvd.rank())).square().mean().backward()
+    if hvd.rank() == 0:
+        model[0].weight.grad[1, 1] = torch.nan
+    with pytest.warns(RuntimeWarning, match="DGC: a gradient is not finite on some rank"):
+        optimizer.step()
+    assert values(model) == before
+    for name, entry in optimizer.compression_state_dict()["residuals"].items():
+        torch.testing.assert_close(
+            torch.as_tensor(entry["values"]), torch.as_tensor(kept[name]["values"]), rtol=1e-5, atol=1e-6
+        )
+    train(optimizer, model, step, step + 9)
+    assert_same_everywhere(model)
+
+
+@cases.add
+def parameters_of_dgc_rest_are_frozen_and_added() -> None:
+    model = network()
+    extra = torch.nn.Parameter(torch.ones(20, 20))
+    optimizer = dgc(model, warmup_steps=4)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number, hvd.rank())).square().mean().backward()
+        if hvd.rank() == 0:
+            model[0].bias.grad = None
+        if number >= 8:
+            (extra * (number + hvd.rank())).sum().backward()
+        optimizer.step()
+
+    for number in range(5):
+        step(number)
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.detach().clone()
+    for number in range(5, 8):
+        step(number)
+    assert torch.equal(model[0].weight, frozen)
+    optimizer.add_param_group({"params": [("extra", extra)]})
+    # the warm-up comes back for all, and ends again
+    for number in range(8, 14):
+        step(number)
+    # a quarter in the first of these steps, a twentieth at least in each of the others
+    assert (extra < 1).sum() >= 200
+    assert_same_everywhere(model)
+
+
+@cases.add
+def what_dgc_refuses() -> None:
+    model = network()
+    with pytest.raises(UnsupportedError, match="entries that are sent as they are"):
+        dgc(model, compression=OneBit())
+    with pytest.raises(UnsupportedError, match="error feedback"):
+        dgc(model, compression=TopK(0.1, error_feedback=False))
+    with pytest.raises(UnsupportedError, match="add up their gradients there"):
+        dgc(model, exchange="hierarchical")
+    with pytest.raises(TypeError, match="must be a compressor"):
+        dgc(model, compression=Policy({"0.*": TopK(0.1)}, OneBit()))
+    with pytest.raises(ValueError, match="cannot send another share"):
+        dgc(model, compression=TopK(k=3), warmup_steps=5)
+    with pytest.raises(ValueError, match="greater than 0 and less than 1"):
+        dgc(model, warmup_shares=(0.5, 1.0))
+    with pytest.raises(ValueError, match=r"DGC\(momentum=1"):
+        dgc(model, momentum=1)
+    with pytest.raises(MismatchError, match="warmup_steps"):
+        dgc(model, warmup_steps=hvd.rank())
+    with pytest.raises(MismatchError, match="ratio"):
+        dgc(model, compression=TopK(0.1 + 0.1 * hvd.rank()), warmup_steps=3)
+
+
 # -- habits --------------------------------------------------------------------------------------------------------
 
 
@@ -517,6 +698,7 @@ def a_bad_number_takes_a_step_of_demo_back(settings) -> None:
         "adam": (adam, torch.float32),
         "adam, bfloat16": (adam, torch.bfloat16),
         "demo": (demo, torch.float32),
+        "dgc": (dgc, torch.float32),
     }
 )
 def parameters_that_were_not_broadcast_are_told(setting) -> None:
@@ -546,7 +728,7 @@ def a_state_after_the_warm_up_tells_of_parameters_that_differ() -> None:
         train(again, other, 4, 5)
 
 
-@cases.each({"adam": adam, "demo": demo})
+@cases.each({"adam": adam, "demo": demo, "dgc": dgc})
 def a_model_may_be_converted(make) -> None:
     model = network()
     optimizer = make(model)
