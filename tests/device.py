@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 
 import numpy as np
-import pytest
 import torch
 
 from hvd_compress.compressors import Compressor, Key
@@ -20,12 +19,6 @@ from hvd_compress.kernels.cuda.rows import FOUND, NBYTES
 ON_GPU = os.environ.get("HVD_COMPRESS_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def first_of(values, count=1):
-    """Return parameters of a test: all of these in thorough tests, else the first ones."""
-    others = [value if isinstance(value, tuple) else (value,) for value in values[count:]]
-    return [*values[:count], *(pytest.param(*value, marks=pytest.mark.thorough) for value in others)]
 
 
 def upload(array):

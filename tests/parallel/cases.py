@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ Case = Callable[..., None]
 
 
 class Thorough(str):
-    """The name of a case that `make test` leaves out: starts that it leaves out have it, and that of two ranks has not.
+    """The name of a case that `make test` leaves out: starts that it leaves out have it, and its own have not.
 
     For what another case shows too, and for what differs from another case with MPI only.
     """
@@ -44,16 +44,21 @@ class Cases(dict[str, Case]):
         self[Thorough(case.__name__)] = case
         return case
 
-    def each(self, values: Mapping[str, Any], thorough: str = "") -> Callable[[Case], Case]:
+    def each(
+        self, values: Mapping[str, Any], thorough: str = "", witnesses: Sequence[str] = ()
+    ) -> Callable[[Case], Case]:
         """Decorator: one case for each named value, which the function gets as its argument.
 
-        Those with `thorough` in their names are `Thorough`.
+        Those with `thorough` in their names are `Thorough`, and where `witnesses` are named, all others.
         """
+        if unknown := [label for label in witnesses if label not in values]:
+            raise ValueError(f"no case is named {unknown[0]!r}: must be one of {list(values)}")
 
         def decorate(case: Case) -> Case:
             for label, value in values.items():
                 name = f"{case.__name__}[{label}]"
-                self[Thorough(name) if thorough and thorough in label else name] = functools.partial(case, value)
+                is_thorough = label not in witnesses if witnesses else bool(thorough) and thorough in label
+                self[Thorough(name) if is_thorough else name] = functools.partial(case, value)
             return case
 
         return decorate

@@ -11,10 +11,10 @@ HERE = Path(__file__).parent
 
 
 def _is_left_out(item: pytest.Item) -> bool:
-    """Whether a test asks the start of witnesses for a case that this has not."""
+    """Whether a test asks a start of witnesses for a case that this has not."""
     asked = getattr(getattr(item, "callspec", None), "params", {})
     start = asked.get("ranks", 2), asked.get("launcher", "gloo")
-    return start == launch.WITNESSES_START and isinstance(asked.get("case"), Thorough)
+    return start in launch.WITNESSES_STARTS and isinstance(asked.get("case"), Thorough)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -73,8 +73,8 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
         {**_TENSORFLOW, "tensorflow_process_sets": "test_tensorflow"},
     ),
 }
-WITNESSES_START = (2, "gloo")
-"""Of what is shown by several starts, this one is in `make test`; cases that are `Thorough` are left to the others."""
+WITNESSES_STARTS = {(2, "gloo"), (3, "gloo"), (2, "torchrun")}
+"""Of what is shown by several starts, these are in `make test`; cases that are `Thorough` are left to the others."""
 selected: set[str] = set()  # the test files of this session; see conftest.py
 LIMIT_SECONDS_IN_ALL = 1500.0
 _TAIL = 4000
@@ -217,7 +217,7 @@ def launched(topic: str, ranks: int, launcher: str, **environment: str) -> Outco
 
 @functools.cache
 def _started(topics: str, ranks: int, launcher: str, **environment: str) -> Outcome:
-    leaves_out = str(int((ranks, launcher) == WITNESSES_START))
+    leaves_out = str(int((ranks, launcher) in WITNESSES_STARTS))
     return run(topics, ranks, launcher, environment={WITNESSES: leaves_out, **environment})
 
 

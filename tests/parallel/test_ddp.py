@@ -13,26 +13,26 @@ import pytest
 from tests.parallel.launch import BIN, LAUNCHERS, ROOT, launched, run, thorough
 from tests.parallel.workers import ddp, ddp_diloco, fsdp
 
-STARTS = [2, thorough(4)]
+STARTS = [(2, "torchrun"), thorough(4, "torchrun")]
 
 
 @pytest.mark.parametrize("case", ddp.cases)
-@pytest.mark.parametrize("size", STARTS)
-def test_ddp(case: str, size: int) -> None:
-    launched("ddp", size, "torchrun").check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_ddp(case: str, ranks: int, launcher: str) -> None:
+    launched("ddp", ranks, launcher).check(case)
 
 
 @pytest.mark.parametrize("case", ddp_diloco.cases)
-@pytest.mark.parametrize("size", STARTS)
-def test_diloco(case: str, size: int) -> None:
-    launched("ddp_diloco", size, "torchrun").check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_diloco(case: str, ranks: int, launcher: str) -> None:
+    launched("ddp_diloco", ranks, launcher).check(case)
 
 
-@pytest.mark.parametrize("size", STARTS)
-def test_every_rank_took_part(size: int) -> None:
-    outcome = launched("ddp", size, "torchrun")
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_every_rank_took_part(ranks: int, launcher: str) -> None:
+    outcome = launched("ddp", ranks, launcher)
     outcome.check_ended_well()
-    assert outcome.value("size") == dict.fromkeys(range(size), size)
+    assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ def test_values(case: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", buckets.cases)
-def test_buckets(case: str) -> None:
-    launched("buckets", 3, "gloo", **THREAD).check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), [(3, "mpi")])
+def test_buckets(case: str, ranks: int, launcher: str) -> None:
+    launched("buckets", ranks, launcher, **THREAD).check(case)
 
 
-@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), thorough("buckets", 3, "gloo")])
+@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), thorough("buckets", 3, "mpi")])
 def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
     outcome = launched(topic, ranks, launcher, **THREAD)
     outcome.check_ended_well()

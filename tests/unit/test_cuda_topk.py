@@ -28,18 +28,10 @@ GROUP = 65536
 rng = np.random.default_rng(7)
 
 
-def one_of(*compressors, others=()):
-    """Return a mark for a test with each of some compressors, with the others only in thorough tests."""
-    others = [pytest.param(compressor, marks=pytest.mark.thorough) for compressor in others]
-    return pytest.mark.parametrize("compressor", [*compressors, *others], ids=str)
-
-
-EXTREMES = [TopK(0.4), TopK(k=3), Percentile(50.0, True), Percentile(99.0, True)]
-every_compressor = one_of(TopK(0.01), Percentile(90.0, True), others=EXTREMES)
-one_of_each = one_of(TopK(0.1), Percentile(90.0, True), others=[Percentile(97.0, True)])
-all_kinds = pytest.mark.parametrize(
-    "kind", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.thorough)]
-)
+EVERY = [TopK(0.01), TopK(k=3), TopK(0.4), Percentile(90.0, True), Percentile(50.0, True), Percentile(99.0, True)]
+every_compressor = pytest.mark.parametrize("compressor", EVERY, ids=str)
+one_of_each = pytest.mark.parametrize("compressor", [TopK(0.1), Percentile(90, True), Percentile(97, True)], ids=str)
+all_kinds = pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 
 
 def without_feedback(compressor):
@@ -99,7 +91,7 @@ def test_encodes_long_rows_of_16_bits(compressor):
 
 
 @one_of_each
-@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.thorough), 13, 1000, 4096])
+@pytest.mark.parametrize("group", [1, 13, 1000, 4096])
 def test_groups_of_any_size(compressor, group):
     numels = {1: [20], 13: [5, 100], 1000: [100, 3001], 4096: [5001, 17000]}[group]
     assert_decodes_its_own(assert_encodes(compressor, numels, group))
@@ -180,7 +172,7 @@ def drawn(numel):
     return np.arange(count) * stride + ((h * np.uint64(stride)) >> np.uint64(32)).astype(np.int64)
 
 
-@one_of(TopK(0.02), others=[TopK(0.7), TopK(k=1), Percentile(90.0)])
+@pytest.mark.parametrize("compressor", [TopK(0.02), TopK(0.7), TopK(k=1), Percentile(90.0)], ids=str)
 @pytest.mark.parametrize("bins", [512, 2**20])
 @pytest.mark.parametrize("misled", ["too small", "too large", "zeros", "same", "tiny"])
 def test_the_selection_is_exact_whatever_the_sample_says(compressor, bins, misled, monkeypatch):
@@ -251,7 +243,7 @@ def test_decodes_what_hosts_send(compressor, kind):
 
 
 @one_of_each
-@pytest.mark.parametrize("group", [pytest.param(13, marks=pytest.mark.thorough), 1000, 4096])
+@pytest.mark.parametrize("group", [13, 1000, 4096])
 def test_decodes_groups_of_any_size(compressor, group, monkeypatch):
     payloads = [[sent_by(compressor, n, group) for _ in range(2)] for n in ((5, 100) if group == 13 else (5, 4500))]
     assert_decoded(compressor, payloads, group=group)

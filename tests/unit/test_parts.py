@@ -55,31 +55,32 @@ def sessions_of(folder: Path, *part: str) -> list[list[str]]:
     subprocess.run(["bash", "ci/test.sh", *part], cwd=ROOT, check=True, timeout=60, env=environment)
     commands = [json.loads(line) for line in noted.read_text().splitlines()]
     assert all(command[:2] == ["-m", "pytest"] for command in commands)
-    # two of them run at once; in this order the frameworks that they import get along in one process
+    # two of them run at once, in any order
     return sorted((command[2:] for command in commands), key=lambda arguments: "--ignore" not in arguments)
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
-    sessions = [*sessions_of(tmp_path), *sessions_of(tmp_path, "rest")]
+    of_parts = sessions_of(tmp_path), sessions_of(tmp_path, "rest")
+    # those of one process first: in this order the frameworks that they import get along in one process
+    sessions = [arguments for sessions in zip(*of_parts, strict=True) for arguments in sessions]
     done = subprocess.run(
         [sys.executable, "-c", COLLECT, json.dumps(sessions), str(tmp_path / "found")],
         cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     found = json.loads((tmp_path / "found").read_text())
-    one_process, ranks, rest = (Counter(ids) for ids, _ in found)
-    # the last session looks at all that pytest finds
-    everything = Counter(found[-1][0] + found[-1][1])
-    done_once = one_process + ranks + rest
+    done_once = sum((Counter(ids) for ids, _ in found), Counter())
+    # the first session looks at all tests of one process, the last one at all that start ranks
+    everything = sum((Counter(found[i][0] + found[i][1]) for i in (0, -1)), Counter())
     # `Thorough` cases are no tests of one start, which another start of the same cases makes up for
     elsewhere = {_without_start(name) for name in done_once}
     left_out = [name for name in everything - done_once if _without_start(name) not in elsewhere]
     assert left_out == []
     assert done_once <= everything
     assert set(everything.values()) == {1}
-    assert all((one_process, ranks, rest))
+    assert all(ids for ids, _ in found)
 
 
 def _without_start(name: str) -> str:

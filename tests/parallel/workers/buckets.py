@@ -187,7 +187,15 @@ def train(model: torch.nn.Module, optimizer: Any, expected: Expected, steps: Seq
         for name, compressor in COMPRESSORS.items()
         for exchange in ("two_phase", "allgather")
         for size in BUCKET_BYTES
-    }
+    },
+    witnesses=[
+        "topk-two_phase-alone",
+        "qsgd-allgather-tiny",
+        "threshold-two_phase-some",
+        "onebit-two_phase-tiny",
+        "adaptive-allgather-some",
+        "onebit-allgather-default",
+    ],
 )
 def results_are_the_grouped_loopbacks(setting: tuple[Compressor, str, int]) -> None:
     compressor, exchange, bucket_bytes = setting
@@ -607,7 +615,10 @@ def owed(optimizer: Any, name: str) -> np.ndarray:
     return horovod.allreduce(total, op=horovod.Sum, name=f"owed.{name}").numpy()
 
 
-@cases.each({f"{a}-to-{b}": (a, b) for a in BUCKET_BYTES for b in BUCKET_BYTES if a != b})
+@cases.each(
+    {f"{a}-to-{b}": (a, b) for a in BUCKET_BYTES for b in BUCKET_BYTES if a != b},
+    witnesses=["alone-to-some", "some-to-tiny", "default-to-some"],
+)
 def a_state_goes_to_other_buckets(setting: tuple[str, str]) -> None:
     before, after = (BUCKET_BYTES[label] for label in setting)
     then, model = Many(), Many()

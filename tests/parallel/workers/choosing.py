@@ -295,7 +295,7 @@ def owed(optimizer: Any) -> dict[str, np.ndarray]:
     "hierarchical": {"exchange": "hierarchical"},
     "alone": {"bucket_bytes": 0},
     "groups": {"groups": 2},
-})  # fmt: skip
+}, witnesses=["two_phase", "hierarchical"])  # fmt: skip
 def nothing_is_lost_when_ways_change(settings: dict[str, Any]) -> None:
     model = Net()
     optimizer = scripted(model, **settings)
@@ -524,7 +524,7 @@ def the_fastest_is_found_kept_and_left_when_times_change() -> None:
     assert not any(value.any() for value in owed(optimizer).values()), "dense, and still owing"
 
 
-@cases.add
+@cases.add_thorough
 def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
     network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
     auto = Auto([OneBit(), Adaptive(pi=16)])
@@ -570,7 +570,7 @@ def a_wrong_choice_is_mended_by_turns_of_its_rivals() -> None:
         np.testing.assert_allclose(arrived[name] + left, given[name], rtol=1e-4, atol=0.2, err_msg=name)
 
 
-@cases.each({"synchronized": True, "in step": False})
+@cases.each({"synchronized": True, "in step": False}, witnesses=["in step"])
 def what_a_way_does_to_the_rest_of_a_step_counts(is_synchronized: bool) -> None:
     network = Network.on_paper(bandwidth=1e8, latency=1e-4, ranks=horovod.size())
     auto = Auto([OneBit(), Adaptive(pi=16)])

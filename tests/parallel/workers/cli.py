@@ -53,7 +53,7 @@ def command(*arguments: str) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-@cases.add
+@cases.add_thorough
 def a_measured_link_is_the_same_on_all_ranks() -> None:
     ranks = ranks_of("torch").ranks
     link = measure_link(ranks)
@@ -62,7 +62,7 @@ def a_measured_link_is_the_same_on_all_ranks() -> None:
     assert ranks.maximum([-n for n in numbers]) == [-n for n in numbers]
 
 
-@cases.add
+@cases.add_thorough
 def advise_measures_and_speaks_once() -> None:
     code, output = command("advise", "--shapes", "512x512,512", "--measure", "--trial-seconds", "1")
     assert code == 0
@@ -144,7 +144,7 @@ def one_disturbed_trial_of_three_decides_nothing() -> None:
         assert rehearsal.is_certain(FP16(), "dense")
 
 
-@cases.add
+@cases.add_thorough
 def a_trial_compresses_gradients_of_the_given_shapes() -> None:
     import hvd_compress.torch as hvd
     from hvd_compress.cli.rehearse import Rehearsal

@@ -278,7 +278,7 @@ def hosts_and_a_root_too() -> None:
 # -- long trainings --------------------------------------------------------------------------------------------------
 
 
-@cases.each(TRAINED)
+@cases.each(TRAINED, witnesses=["adaptive", "powersgd"])
 def replicas_stay_identical_where_ddp_divides_anew(compressor: Any) -> None:
     model = wrapped(
         Branches(), compressor, exchange=exchange_of_long_trainings(), bucket_bytes=50_000, _bucket_cap_mb=0.02
@@ -290,7 +290,7 @@ def replicas_stay_identical_where_ddp_divides_anew(compressor: Any) -> None:
     assert plans[0] != plans[-1], "DDP has not divided anew"
 
 
-@cases.each(TRAINED)
+@cases.each(TRAINED, witnesses=["onebit", "powersgd"])
 def replicas_stay_identical_where_parameters_are_unused(compressor: Any) -> None:
     exchange = exchange_of_long_trainings()
     model = wrapped(

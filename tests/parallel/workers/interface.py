@@ -500,7 +500,17 @@ def through_torch_save(state: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-@cases.each({f"{name}-{e}": (c, e) for name, c in COMPRESSORS.items() for e in EXCHANGES})
+@cases.each(
+    {f"{name}-{e}": (c, e) for name, c in COMPRESSORS.items() for e in EXCHANGES},
+    witnesses=[
+        "onebit-two_phase",
+        "adaptive-golomb-allgather",
+        "qsgd-elias-two_phase",
+        "topk-allgather",
+        "powersgd-two_phase",
+        "randomk-allgather",
+    ],
+)
 def a_resumed_run_is_bit_identical(setting: tuple[Compressor, str]) -> None:
     compressor, exchange = setting
     straight = Net()

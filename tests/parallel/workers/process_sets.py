@@ -156,7 +156,7 @@ def a_set_of_one_rank_takes_sparse_gradients_as_float16() -> None:
     assert words.weight.grad.is_sparse
 
 
-@cases.add
+@cases.add_thorough
 def auto_agrees_in_sets_whose_ranks_have_made_different_numbers_of_optimizers() -> None:
     for ranks in (WITHOUT_ZERO, WITH_ZERO):
         model = Net()

@@ -46,7 +46,10 @@ def run(compressor: Compressor, exchange: str, steps: int) -> tuple[torch.nn.Mod
     return model, before, loss(model(x), y).item()
 
 
-@cases.each({**{c: (COMPRESSORS[c], "two_phase") for c in COMPRESSORS}, "onebit-allgather": (OneBit(), "allgather")})
+@cases.each(
+    {**{c: (COMPRESSORS[c], "two_phase") for c in COMPRESSORS}, "onebit-allgather": (OneBit(), "allgather")},
+    witnesses=["onebit", "qsgd-elias"],
+)
 def stay_equal_and_learn(setting: tuple[Compressor, str]) -> None:
     compressor, exchange = setting
     model, before, after = run(compressor, exchange, STEPS)

@@ -84,7 +84,7 @@ def a_rank_may_join_others_that_compress_nothing() -> None:
     assert int(hvd.join()) != horovod.size() - 1
 
 
-@cases.each(WAYS)
+@cases.each(WAYS, witnesses=["two-phase", "hierarchical", "adagrad", "none"])
 def ranks_that_join_after_equal_numbers_of_steps_go_on(settings: dict[str, Any]) -> None:
     of = variables()
     for _ in range(2):
@@ -114,7 +114,18 @@ def a_rank_that_joins_while_others_make_another_compressed_step(settings: dict[s
 # -- gradients that are not there on some ranks ------------------------------------------------------------------------
 
 
-@cases.each({f"{label}-{how}": (settings, how) for label, settings in WAYS.items() for how in ("eager", "graph")})
+@cases.each(
+    {f"{label}-{how}": (settings, how) for label, settings in WAYS.items() for how in ("eager", "graph")},
+    witnesses=[
+        "two-phase-eager",
+        "two-phase-graph",
+        "hierarchical-graph",
+        "adagrad-eager",
+        "auto-graph",
+        "none-eager",
+        "group-graph",
+    ],
+)
 def a_gradient_that_is_missing_on_a_rank_later_is_an_error_on_all(setting: tuple[dict[str, Any], str]) -> None:
     settings, how = setting
     of = variables()
@@ -219,7 +230,10 @@ def unequal(which: int = 1) -> list[tf.Variable]:
     return of
 
 
-@cases.each({f"{label}-{how}": (settings, how) for label, settings in WAYS.items() for how in ("eager", "graph")})
+@cases.each(
+    {f"{label}-{how}": (settings, how) for label, settings in WAYS.items() for how in ("eager", "graph")},
+    witnesses=["two-phase-graph", "server-eager", "none-graph"],
+)
 def variables_that_were_not_broadcast_are_told_once(setting: tuple[dict[str, Any], str]) -> None:
     settings, how = setting
     of = unequal()
@@ -324,7 +338,10 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@cases.each({f"{label}-{how}": (label, how) for label in PAIRS for how in ("eager", "graph")})
+@cases.each(
+    {f"{label}-{how}": (label, how) for label in PAIRS for how in ("eager", "graph")},
+    witnesses=["compressed-eager", "compressed-graph", "grouped-eager", "number-graph", "factor-eager"],
+)
 def single_calls_that_differ_are_errors_on_all(setting: tuple[str, str]) -> None:
     label, how = setting
     for turned in (False, True):

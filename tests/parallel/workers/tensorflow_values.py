@@ -75,7 +75,18 @@ def whatever_the_bytes(case: Callable[[Any], None]) -> Callable[[Any], None]:
     return compressing
 
 
-@cases.each(COMPRESSORS_AND_EXCHANGES)
+@cases.each(
+    COMPRESSORS_AND_EXCHANGES,
+    witnesses=[
+        "onebit-two_phase",
+        "adaptive-golomb-allgather",
+        "qsgd-elias-two_phase",
+        "topk-allgather",
+        "powersgd-two_phase",
+        "randomk-allgather",
+        "bf16-two_phase",
+    ],
+)
 @whatever_the_bytes
 def the_tape_is_the_loopback(setting: Any) -> None:
     compressor, exchange = setting

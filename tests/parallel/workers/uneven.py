@@ -69,7 +69,7 @@ def to_join(model: torch.nn.Module, prefix: str, **settings):
     return hvd.DistributedOptimizer(sgd, named, min_numel=1, **settings)
 
 
-@cases.each(JOINS)
+@cases.each(JOINS, witnesses=["two-phase", "hierarchical", "adagrad"])
 def ranks_that_join_after_equal_numbers_of_steps_go_on(settings) -> None:
     model = network()
     optimizer = to_join(model, "together", **settings)
