@@ -266,6 +266,7 @@ class Combiner:
     def go_on_with(self, compression: Compressor) -> None:
         """Compress in another way from the next step on; all ranks do so between the same steps."""
         self.wrapping.compression = self.wrapping.ours = compression
+        self.wrapping.pays_debts = True
         if self.sender.engine is not None:
             self.sender.count_plain()
             self._equip_after(self.sender.engine)

@@ -28,8 +28,9 @@ class DGC(MomentumOptimizer):
     Here each rank keeps a velocity of its own, adds it in every step to what it owes, and sends the largest entries of
     that (momentum correction). Where an entry was sent, its velocity begins anew at 0 (factor masking). In the first
     steps more entries are sent (warm-up). Source: Lin et al., Deep Gradient Compression (arXiv 1712.01887, 2018),
-    algorithm 4. Differences: entries are selected exactly, not by a threshold of a sample. Tensors below `min_numel`
-    travel uncompressed, so that their velocity is that of SGD, and is never masked.
+    algorithm 4. Differences: entries are selected exactly, not by a threshold of a sample. Tensors that travel
+    uncompressed, those below `min_numel` and all where a share takes more bytes than that, have SGD's velocity, which
+    is not masked.
 
     Gradients stay those of their rank. The paper clips them before they are added: call
     `torch.nn.utils.clip_grad_norm_(parameters, bound / math.sqrt(hvd.size()))` between `backward` and `step`.
@@ -108,6 +109,8 @@ class DGC(MomentumOptimizer):
             {name: stand_in(p) for name, p in values.items()}, values, compression=self._compression_at(0),
             exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
         )  # fmt: skip
+        # a share of the warm-up may be so large that tensors go uncompressed, and a state may come whose share is not
+        self._carrier.follow(self._compression_at(0))
         self._share = self._shares.at(0)
         self._has_loaded = False
         """Whether a state was loaded since the last step."""
