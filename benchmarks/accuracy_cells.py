@@ -30,6 +30,7 @@ from hvd_compress.compressors import Compressor
 __all__ = [
     "AS_GOOD",
     "COMPRESSORS",
+    "CORRECTED",
     "DENSE",
     "FORMS",
     "MIN_NUMEL",
@@ -40,6 +41,7 @@ __all__ = [
     "SEEDS",
     "SIGNS",
     "THRESHOLD",
+    "TOP_K",
     "TUNING_SEED",
     "Cell",
     "Row",
@@ -51,9 +53,11 @@ __all__ = [
     "cut",
 ]
 
-DENSE, SIGNS, THRESHOLD = "NoCompression()", "SignSGD()", "Threshold(tau)"
+DENSE, SIGNS, THRESHOLD, TOP_K = "NoCompression()", "SignSGD()", "Threshold(tau)", "TopK(0.01)"
 NETWORKS = ("MLP", "ResNet", "transformer")
 OPTIMIZERS = ("SGD", "Adam")
+CORRECTED = {"DGC": 0.0, "DGC, warm-up": 0.1}
+"""Share of all steps in which `hvd.DGC` sends more. It is SGD with momentum, compressed by TOP_K alone."""
 SEEDS = (0, 1, 2)
 RANKS, MOMENTUM = 2, 0.9
 MIN_NUMEL = 256  # with the default most tensors of such small networks would go uncompressed
@@ -69,7 +73,7 @@ COMPRESSORS: dict[str, Callable[[float | None], Compressor]] = {
             "BF16()": BF16(),
             "OneBit()": OneBit(),
             "Adaptive(64)": Adaptive(pi=64),
-            "TopK(0.01)": TopK(0.01),
+            TOP_K: TopK(0.01),
             "ChunkedTopK()": ChunkedTopK(),
             "RandomK(0.01)": RandomK(0.01),
             "Percentile(90)": Percentile(90),
@@ -118,7 +122,7 @@ class Cell(NamedTuple):
 
     Args:
         compressor: one of `COMPRESSORS`.
-        optimizer: one of `OPTIMIZERS`.
+        optimizer: one of `OPTIMIZERS` or `CORRECTED`.
         network: one of `NETWORKS`.
         seed: of parameters and of what is drawn from the data.
         rate: the learning rate at its highest.
@@ -157,9 +161,12 @@ def candidates(tuned: Sequence[Row]) -> list[Cell]:
 def all_cells(tuned: Sequence[Row]) -> list[Cell]:
     """List the trainings of the table; those of one seed come before those of the next, so that a cut run has some."""
     cells = []
-    for seed, network, optimizer, compressor in product(SEEDS, NETWORKS, OPTIMIZERS, COMPRESSORS):
-        best = chosen(tuned, compressor, optimizer, network)
-        cells.append(Cell(compressor, optimizer, network, seed, best["rate"], best["tau"]))
+    for seed, network in product(SEEDS, NETWORKS):
+        for optimizer, compressor in product(OPTIMIZERS, COMPRESSORS):
+            best = chosen(tuned, compressor, optimizer, network)
+            cells.append(Cell(compressor, optimizer, network, seed, best["rate"], best["tau"]))
+        rate = chosen(tuned, TOP_K, "SGD", network)["rate"]
+        cells += [Cell(TOP_K, optimizer, network, seed, rate) for optimizer in CORRECTED]
     return cells
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import networks
 import torch
-from accuracy_cells import COMPRESSORS, MIN_NUMEL, MOMENTUM, Cell
+from accuracy_cells import COMPRESSORS, CORRECTED, MIN_NUMEL, MOMENTUM, Cell
 from reproduce.nets import from_seed
 from reproduce.text import Gpt, Text, drawn, sources
 from torch import nn
@@ -78,6 +78,12 @@ class Trainer:
         return _mlp(features) if kind == "MLP" else _resnet(math.isqrt(features))
 
     def _optimizer(self, cell: Cell, network: nn.Module) -> Any:
+        if cell.optimizer in CORRECTED:
+            warm_up = round(CORRECTED[cell.optimizer] * self._form["steps"][cell.network])
+            return hvd.DGC(
+                network.named_parameters(), cell.rate, MOMENTUM, compression=COMPRESSORS[cell.compressor](None),
+                warmup_steps=warm_up, min_numel=MIN_NUMEL,
+            )  # fmt: skip
         if cell.optimizer == "SGD":
             plain: Any = torch.optim.SGD(network.parameters(), cell.rate, momentum=MOMENTUM)
         else:

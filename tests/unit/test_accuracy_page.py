@@ -12,6 +12,7 @@ import accuracy_page
 import pytest
 from accuracy_cells import (
     COMPRESSORS,
+    CORRECTED,
     DENSE,
     NETWORKS,
     OPTIMIZERS,
@@ -186,12 +187,26 @@ def test_an_incomplete_record_says_what_is_missing() -> None:
     assert f"**Not complete:** {len(record['rows'])} of {3 * len(record['rows'])} trainings are recorded." in text
     assert "1 of 3 seeds" in cells(text, "MLP", "OneBit()")[0]
     assert "in the mean of 1 seeds" in text
-    record["rows"].pop()
+    assert "| DGC | not recorded |" in text
+    record["rows"].remove(next(row for row in record["rows"] if row["optimizer"] == "Adam"))
     assert "Whatever you train" not in accuracy_page.page(record)
+
+
+def test_top_k_with_momentum_correction_is_compared_with_dense_sgd() -> None:
+    record = content(lambda cell: 90.0 if cell.optimizer == "DGC" else 92.0)
+    for row in record["rows"]:
+        if row["optimizer"] == "DGC, warm-up":
+            row.update(test=None, bytes=500.0)
+    section = accuracy_page.page(record).partition("## Top-k with momentum correction")[2]
+    of_mlp = [line for line in section.splitlines() if line.startswith("| MLP")]
+    assert [line.split("|")[2].strip() for line in of_mlp] == ["SGD", "DGC", "DGC, warm-up"]
+    assert "-2.00 (-2.00–-2.00) | 4.0 |" in of_mlp[1]
+    assert "not finite" in of_mlp[2]
 
 
 def test_words_choose_cells() -> None:
     every = all_cells(tuned())
-    assert len(every) == len(COMPRESSORS) * len(NETWORKS) * len(OPTIMIZERS) * len(SEEDS)
-    assert len(cut(every, ["Adam", "seed=0"])) == len(every) // len(SEEDS) // len(OPTIMIZERS)
+    table = len(COMPRESSORS) * len(NETWORKS) * len(OPTIMIZERS) * len(SEEDS)
+    assert len(every) == table + len(NETWORKS) * len(CORRECTED) * len(SEEDS)
+    assert len(cut(every, ["Adam", "seed=0"])) == table // len(SEEDS) // len(OPTIMIZERS)
     assert {cell_of(row) for row in rows_of(every, lambda cell: None)} == set(every)
