@@ -20,7 +20,7 @@ from places import Progress, parsed, parser_of, place, start
 
 COMPRESSED = ("one-bit", "adaptive(64)")
 WHERE = {"in the hooks": "0", "on a thread": "1"}
-VARIABLE = "HVD_COMPRESS_WORKER"
+VARIABLE = "HVD_COMPRESS_KERNEL_THREAD"
 
 
 # -- in the ranks ---------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from typing import Any
 
 __all__ = ["KernelThread", "has_cores"]
 
-_VARIABLE = "HVD_COMPRESS_WORKER"
+_VARIABLE = "HVD_COMPRESS_KERNEL_THREAD"
 _CORES = 2  # with so many cores for each rank, one is to spare
 
 
 def has_cores(local_ranks: int) -> bool:
-    """Tell whether kernels get a thread of their own; HVD_COMPRESS_WORKER decides if it is set.
+    """Tell whether kernels get a thread of their own; HVD_COMPRESS_KERNEL_THREAD decides if it is set.
 
     They do if this process may use two cores for each rank of its host. Cores that ranks are bound to are counted as if
     all of these shared them, and quotas of containers are not seen: the variable is for those who know better.

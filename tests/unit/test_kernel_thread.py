@@ -69,15 +69,15 @@ def test_without_a_thread_a_call_raises_itself() -> None:
 
 @pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 1, True), (2, 2, False), (16, 8, True), (16, 9, False)])
 def test_cores_decide(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, expected: bool) -> None:
-    monkeypatch.delenv("HVD_COMPRESS_WORKER", raising=False)
+    monkeypatch.delenv("HVD_COMPRESS_KERNEL_THREAD", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert has_cores(ranks) == expected
 
 
 def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, expected in (("0", False), ("1", True)):
-        monkeypatch.setenv("HVD_COMPRESS_WORKER", said)
+        monkeypatch.setenv("HVD_COMPRESS_KERNEL_THREAD", said)
         assert has_cores(1) == has_cores(10**6) == expected
-    monkeypatch.setenv("HVD_COMPRESS_WORKER", "yes")
-    with pytest.raises(ValueError, match=r"HVD_COMPRESS_WORKER='yes': must be 1 .* or 0"):
+    monkeypatch.setenv("HVD_COMPRESS_KERNEL_THREAD", "yes")
+    with pytest.raises(ValueError, match=r"HVD_COMPRESS_KERNEL_THREAD='yes': must be 1 .* or 0"):
         has_cores(1)

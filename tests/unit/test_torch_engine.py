@@ -23,7 +23,7 @@ DEBT = np.arange(600, dtype=np.float32)
 @pytest.fixture(autouse=True)
 def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     # the tests look between the stages
-    monkeypatch.setenv("HVD_COMPRESS_WORKER", "0")
+    monkeypatch.setenv("HVD_COMPRESS_KERNEL_THREAD", "0")
 
 
 def made(min_numel: int = 100, compressor: Any = None, dtype: Any = torch.float32) -> Any:
@@ -243,7 +243,7 @@ def test_what_waits_is_taken_after_a_step_in_which_all_were_left_out() -> None:
 
 def test_what_goes_dense_leaves_no_work_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     # nothing would ever drain it
-    monkeypatch.setenv("HVD_COMPRESS_WORKER", "1")
+    monkeypatch.setenv("HVD_COMPRESS_KERNEL_THREAD", "1")
     it = made()
     assert not it.buckets
     for _ in range(5):

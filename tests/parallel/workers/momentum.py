@@ -661,6 +661,32 @@ def a_bad_number_takes_a_step_of_dgc_back(step) -> None:
 
 
 @cases.add
+def a_state_of_dgc_of_one_rank_is_broadcast() -> None:
+    model = network()
+    optimizer = dgc(model, warmup_steps=4)
+    train(optimizer, model, 0, 6)
+    other = network()
+    again = dgc(other, warmup_steps=4)
+    if hvd.rank() == 0:
+        again.load_state_dict(optimizer.state_dict())
+        other.load_state_dict(model.state_dict())
+    hvd.broadcast_parameters(other.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(again, root_rank=0)
+    # the warm-up is over, so that each step sends as few as any later one
+    train(again, other, 6, 9)
+    assert_same_everywhere(other)
+    assert {again.state[p]["step"] for p in other.parameters()} == {9}
+    alone = [(f"alone {name}", p) for name, p in network().named_parameters()]
+    lone = hvd.DGC(alone, lr=0.1, compression=TopK(0.05), warmup_steps=4, min_numel=0)
+    if hvd.rank() == 0:
+        lone.load_state_dict(optimizer.state_dict())
+    for _, p in alone:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(MismatchError):
+        lone.step()
+
+
+@cases.add
 def parameters_of_dgc_rest_are_frozen_and_added() -> None:
     model = network()
     extra = torch.nn.Parameter(torch.ones(20, 20))

@@ -62,7 +62,7 @@ def calls_of_a_step(setting: Setting, shapes: Iterable[tuple[int, ...]]) -> Coun
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in shapes)
     sgd = torch.optim.SGD(model.parameters(), lr=0.125)
     # kernels run where they are counted
-    with mock.patch.dict(os.environ, HVD_COMPRESS_WORKER="0"):
+    with mock.patch.dict(os.environ, HVD_COMPRESS_KERNEL_THREAD="0"):
         optimizer: Any = hvd.DistributedOptimizer(
             sgd, model.named_parameters(), setting.compressor, exchange=setting.exchange, min_numel=MIN_NUMEL
         )

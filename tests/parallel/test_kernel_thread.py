@@ -7,7 +7,7 @@ import pytest
 from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import buckets, values
 
-THREAD = {"HVD_COMPRESS_WORKER": "1"}
+THREAD = {"HVD_COMPRESS_KERNEL_THREAD": "1"}
 
 
 @pytest.mark.parametrize("case", values.cases)
