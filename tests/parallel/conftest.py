@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.parallel import launch
-from tests.parallel.cases import Thorough
 
 HERE = Path(__file__).parent
 
@@ -13,8 +12,7 @@ HERE = Path(__file__).parent
 def _is_left_out(item: pytest.Item) -> bool:
     """Whether a test asks a start of witnesses for a case that this has not."""
     asked = getattr(getattr(item, "callspec", None), "params", {})
-    start = asked.get("ranks", 2), asked.get("launcher", "gloo")
-    return start in launch.WITNESSES_STARTS and isinstance(asked.get("case"), Thorough)
+    return launch.is_left_out(asked.get("case"), asked.get("ranks", 2), asked.get("launcher", "gloo"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.cases import Thorough
 from tests.parallel.rank import WITNESSES
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +83,11 @@ _SECONDS_TO_LOOK = 5.0
 _SECONDS_FOR_STACKS = 5.0
 _SECONDS_TO_END = 15.0
 _SECONDS_TO_FOLLOW = 10.0
+
+
+def is_left_out(case: object, ranks: int, launcher: str) -> bool:
+    """Whether a start of so many ranks has this case not."""
+    return (ranks, launcher) in WITNESSES_STARTS and isinstance(case, Thorough)
 
 
 def thorough(*values: Any) -> Any:

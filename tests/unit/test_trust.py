@@ -25,7 +25,7 @@ from tests.unit.test_feedback import states
 PACKAGE = Path(hvd_compress.__file__).parent
 UNPICKLING = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "allgather_object", "broadcast_object", "bcast"}
 # these hand Horovod's own function to Horovod's own states of elastic runs, or name it in an error
-HOROVODS_OWN = {"_keras/link.py", "_keras/elastic.py", "tensorflow/_elastic.py"}
+HOROVODS_OWN = {"_keras/edge.py", "_keras/elastic.py", "tensorflow/_elastic.py"}
 
 
 def test_nothing_that_comes_is_unpickled() -> None:
