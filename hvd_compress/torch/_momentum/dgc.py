@@ -112,8 +112,8 @@ class DGC(MomentumOptimizer):
         # a share of the warm-up may be so large that tensors go uncompressed, and a state may come whose share is not
         self._carrier.follow(self._compression_at(0))
         self._share = self._shares.at(0)
-        self._has_loaded = False
-        """Whether a state was loaded since the last step."""
+        self._has_compared = False
+        """Whether ranks know of each other that they are at the same step: not at first, nor after a state came."""
         self._complete()
 
     def _compression_at(self, steps: int) -> Compressor:
@@ -168,12 +168,12 @@ class DGC(MomentumOptimizer):
     def _send_share_of(self, steps: int) -> None:
         """Let the exchange send what it is to send after so many steps; ranks compare where that changes."""
         share = self._shares.at(steps)
-        if share == self._share and not self._has_loaded:
+        if share == self._share and self._has_compared:
             return
         self._carrier.agree({"call": "DGC.step()", "share": repr(share), "steps": steps})
         if share != self._share:
             self._carrier.follow(self._compression_at(steps))
-        self._share, self._has_loaded = share, False
+        self._share, self._has_compared = share, True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's own state, which is the same on all ranks; velocities and residuals have another method.
@@ -182,7 +182,7 @@ class DGC(MomentumOptimizer):
             StateError: the state is of another kind of optimizer; nothing has changed then.
         """
         super().load_state_dict(state_dict)
-        self._has_loaded = True
+        self._has_compared = False
 
 
 def _checked(compression: Any) -> Compressor:

@@ -676,14 +676,21 @@ def a_state_of_dgc_of_one_rank_is_broadcast() -> None:
     train(again, other, 6, 9)
     assert_same_everywhere(other)
     assert {again.state[p]["step"] for p in other.parameters()} == {9}
-    alone = [(f"alone {name}", p) for name, p in network().named_parameters()]
-    lone = hvd.DGC(alone, lr=0.1, compression=TopK(0.05), warmup_steps=4, min_numel=0)
+
+
+@cases.each({"at first": 0, "in the warm-up": 2, "after it": 6})
+def a_state_of_dgc_that_one_rank_has_loaded_is_an_error_on_all(steps) -> None:
+    model = network()
+    # names of their own: what was under way when ranks were told stays so
+    named = [(f"lone DGC {steps} {name}", p) for name, p in model.named_parameters()]
+    optimizer = hvd.DGC(named, lr=0.1, compression=TopK(0.05), warmup_steps=4, min_numel=0)
+    train(optimizer, model, 0, steps)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"] = {i: {"step": steps + 1} for i in range(len(named))}
     if hvd.rank() == 0:
-        lone.load_state_dict(optimizer.state_dict())
-    for _, p in alone:
-        p.grad = torch.ones_like(p)
+        optimizer.load_state_dict(state)
     with pytest.raises(MismatchError):
-        lone.step()
+        train(optimizer, model, steps, steps + 1)
 
 
 @cases.add
