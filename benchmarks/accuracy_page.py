@@ -63,9 +63,12 @@ class Results:
         keys = [(compressor, network, optimizer, seed) for seed in SEEDS]
         return [self._rows[key] for key in keys if key in self._rows]
 
-    def lost(self, compressor: str, network: str, optimizer: str) -> list[float]:
-        """Return how much worse each seed ends than dense does, in points or nats; infinity where it is not finite."""
-        dense = {row["seed"]: row for row in self.of(DENSE, network, optimizer)}
+    def lost(self, compressor: str, network: str, optimizer: str, than: str = "") -> list[float]:
+        """Return how much worse each seed ends than dense does, in points or nats; infinity where it is not finite.
+
+        Dense is that of the same optimizer, or of the one that `than` names.
+        """
+        dense = {row["seed"]: row for row in self.of(DENSE, network, than or optimizer)}
         rows = [row for row in self.of(compressor, network, optimizer) if row["seed"] in dense]
         return [badness(row) - badness(dense[row["seed"]]) if row["test"] is not None else math.inf for row in rows]
 
@@ -249,13 +252,13 @@ def _table(results: Results, network: str) -> str:
     return table([*head, "kB a step", "times fewer"], lines)
 
 
-def _cells(results: Results, name: str, network: str, optimizer: str) -> list[str]:
+def _cells(results: Results, name: str, network: str, optimizer: str, than: str = "") -> list[str]:
     rows, digits = results.of(name, network, optimizer), _DIGITS[network]
     values = [row["test"] for row in rows]
     if None in values:
         return ["not finite", ""]
     sign = 1 if network == "transformer" else -1
-    lost = results.lost(name, network, optimizer)
+    lost = results.lost(name, network, optimizer, than)
     is_against = name != DENSE and lost and math.inf not in lost
     against = of_seeds([sign * value for value in lost], digits + (digits < 2), sign=True) if is_against else ""
     few = "" if len(rows) in (0, len(SEEDS)) else f", {len(rows)} of {len(SEEDS)} seeds"
@@ -283,13 +286,8 @@ def _against_sgd(results: Results, network: str, optimizer: str) -> list[object]
     rows, dense = results.of(TOP_K, network, optimizer), results.of(DENSE, network, "SGD")
     if len(rows) < len(SEEDS) or len(dense) < len(SEEDS):
         return [optimizer, "not recorded", "", ""]
-    if any(row["test"] is None for row in rows):
-        return [optimizer, "not finite", "", ""]
-    digits, sign = _DIGITS[network], 1 if network == "transformer" else -1
-    lost = [sign * (badness(row) - badness(other)) for row, other in zip(rows, dense, strict=True)]
     fewer = mean(row["bytes"] for row in dense) / mean(row["bytes"] for row in rows)
-    result = of_seeds([row["test"] for row in rows], digits)
-    return [optimizer, result, of_seeds(lost, digits + (digits < 2), sign=True), f"{fewer:.1f}"]
+    return [optimizer, *_cells(results, TOP_K, network, optimizer, than="SGD"), f"{fewer:.1f}"]
 
 
 def _tuned(content: Mapping[str, Any]) -> list[str]:

@@ -125,15 +125,14 @@ class CompressedAdam(MomentumOptimizer):
         self._complete()
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
+        super()._take_new(parameters)
         for p in parameters:
             self._plain.add(self._names[p], stand_in(p), p)
-            self._carrier.add(self._names[p], stand_in(p), p)
 
     def retire(self) -> None:
         """Another optimizer takes over the parameters: refuse to go on."""
         super().retire()
         self._plain.optimizer.retire()
-        self._carrier.optimizer.retire()
 
     # -- which way a step goes -------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.feedback import check_state
 from hvd_compress.policy import Auto
 from hvd_compress.torch._gradients.owners import refuse_retired, take_over
-from hvd_compress.torch._momentum.carrier import Carrier, wide
+from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["MomentumOptimizer", "check_real"]
@@ -123,7 +123,12 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         """Make room in the carriers for parameters that were added."""
-        raise NotImplementedError
+        for p in parameters:
+            self._carrier.add(self._names[p], self._stand_in(p), p)
+
+    def _stand_in(self, p: torch.Tensor) -> torch.Tensor:
+        """What stands for a parameter in the carrier: of its shape, unless the subclass exchanges another one."""
+        return stand_in(p)
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         """Name, parameter and group of all that take gradients now."""
@@ -138,6 +143,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
     def retire(self) -> None:
         """Another optimizer takes over the parameters: refuse to go on."""
         self._retired = True
+        self._carrier.optimizer.retire()
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

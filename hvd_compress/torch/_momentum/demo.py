@@ -119,15 +119,6 @@ class DeMo(MomentumOptimizer):
         chunks = self._chunks(p)
         return stand_in(p, (chunks.count, chunks.elements))
 
-    def _take_new(self, parameters: list[torch.Tensor]) -> None:
-        for p in parameters:
-            self._carrier.add(self._names[p], self._stand_in(p), p)
-
-    def retire(self) -> None:
-        """Another optimizer takes over the parameters: refuse to go on."""
-        super().retire()
-        self._carrier.optimizer.retire()
-
     def _update(self) -> bool:
         given, momenta = {}, {}
         for name, p, group in self._trained():

@@ -16,7 +16,7 @@ from hvd_compress.exchange import Exchange, checked_exchange
 from hvd_compress.policy import meant
 from hvd_compress.schedules import Shares
 from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
-from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
+from hvd_compress.torch._momentum.carrier import Carrier, wide
 
 __all__ = ["DGC"]
 
@@ -106,7 +106,7 @@ class DGC(MomentumOptimizer):
         super().__init__("DGC", params, defaults, named_parameters, self._compression, process_set, told)
         values = {name: p for p, name in self._names.items()}
         self._carrier = Carrier(
-            {name: stand_in(p) for name, p in values.items()}, values, compression=self._compression_at(0),
+            {name: self._stand_in(p) for name, p in values.items()}, values, compression=self._compression_at(0),
             exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
         )  # fmt: skip
         # a share of the warm-up may be so large that tensors go uncompressed, and a state may come whose share is not
@@ -119,15 +119,6 @@ class DGC(MomentumOptimizer):
     def _compression_at(self, steps: int) -> Compressor:
         share = self._shares.at(steps)
         return self._compression if share is None else self._compression.keeping(share)
-
-    def _take_new(self, parameters: list[torch.Tensor]) -> None:
-        for p in parameters:
-            self._carrier.add(self._names[p], stand_in(p), p)
-
-    def retire(self) -> None:
-        """Another optimizer takes over the parameters: refuse to go on."""
-        super().retire()
-        self._carrier.optimizer.retire()
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

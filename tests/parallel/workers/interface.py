@@ -44,6 +44,7 @@ from tests.parallel.workers.common import (
     wrap,
     wrap_to_compress,
 )
+from tests.parallel.workers.neutral import WITNESSES
 
 cases = Cases()
 SHAPE = (53, 307)
@@ -502,14 +503,7 @@ def through_torch_save(state: Any) -> Any:
 
 @cases.each(
     {f"{name}-{e}": (c, e) for name, c in COMPRESSORS.items() for e in EXCHANGES},
-    witnesses=[
-        "onebit-two_phase",
-        "adaptive-golomb-allgather",
-        "qsgd-elias-two_phase",
-        "topk-allgather",
-        "powersgd-two_phase",
-        "randomk-allgather",
-    ],
+    witnesses=WITNESSES,
 )
 def a_resumed_run_is_bit_identical(setting: tuple[Compressor, str]) -> None:
     compressor, exchange = setting

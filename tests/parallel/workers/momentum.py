@@ -62,6 +62,27 @@ def train(optimizer, model, begin: int, end: int) -> float:
     return loss.item()
 
 
+def train_on_all_batches(optimizer, model, steps: int) -> None:
+    """What `train` does from its begin on, with the batches of all ranks and without an exchange."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(hvd.size()):
+            x = batch(step, rank)
+            ((model(x) - x[:, :30]).square().mean() / hvd.size()).backward()
+        optimizer.step()
+
+
+def step_with_a_late_parameter(optimizer, model, extra: torch.Tensor, number: int) -> None:
+    """One rank has no gradient of the first bias, and none has one of `extra` before step 8."""
+    optimizer.zero_grad()
+    model(batch(number, hvd.rank())).square().mean().backward()
+    if hvd.rank() == 0:
+        model[0].bias.grad = None
+    if number >= 8:
+        (extra * (number + hvd.rank())).sum().backward()
+    optimizer.step()
+
+
 def assert_same_everywhere(model, optimizer=None) -> None:
     tensors = [p.detach() for p in model.parameters()]
     if optimizer is not None:
@@ -84,12 +105,7 @@ def the_warm_up_is_adamw_with_averaged_gradients() -> None:
     settings = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     optimizer, adamw = adam(model, warmup_steps=6, **settings), torch.optim.AdamW(other.parameters(), **settings)
     train(optimizer, model, 0, 6)
-    for step in range(6):
-        adamw.zero_grad()
-        for rank in range(hvd.size()):
-            x = batch(step, rank)
-            ((other(x) - x[:, :30]).square().mean() / hvd.size()).backward()
-        adamw.step()
+    train_on_all_batches(adamw, other, 6)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
     assert optimizer.compression_stats()["steps_by_way"] == {"warm-up": 6, "renewal": 0, "compressed": 0}
@@ -289,14 +305,7 @@ def missing_frozen_and_added_parameters_and_groups() -> None:
     )
     unmoved = [p.clone() for p in model[2].parameters()]
 
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        model(batch(number, hvd.rank())).square().mean().backward()
-        if hvd.rank() == 0:
-            model[0].bias.grad = None
-        if number >= 8:
-            (extra * (number + hvd.rank())).sum().backward()
-        optimizer.step()
+    step = partial(step_with_a_late_parameter, optimizer, model, extra)
 
     for number in range(5):
         step(number)
@@ -585,12 +594,7 @@ def dgc_of_uncompressed_tensors_is_sgd_with_momentum() -> None:
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     optimizer, sgd = dgc(model, min_numel=10**6, **settings), torch.optim.SGD(other.parameters(), **settings)
     train(optimizer, model, 0, 8)
-    for step in range(8):
-        sgd.zero_grad()
-        for rank in range(hvd.size()):
-            x = batch(step, rank)
-            ((other(x) - x[:, :30]).square().mean() / hvd.size()).backward()
-        sgd.step()
+    train_on_all_batches(sgd, other, 8)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
@@ -699,14 +703,7 @@ def parameters_of_dgc_rest_are_frozen_and_added() -> None:
     extra = torch.nn.Parameter(torch.ones(20, 20))
     optimizer = dgc(model, warmup_steps=4)
 
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        model(batch(number, hvd.rank())).square().mean().backward()
-        if hvd.rank() == 0:
-            model[0].bias.grad = None
-        if number >= 8:
-            (extra * (number + hvd.rank())).sum().backward()
-        optimizer.step()
+    step = partial(step_with_a_late_parameter, optimizer, model, extra)
 
     for number in range(5):
         step(number)

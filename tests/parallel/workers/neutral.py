@@ -29,6 +29,11 @@ COMPRESSORS: dict[str, Compressor] = {
     "randomk": RandomK(ratio=0.05),
 }
 EXCHANGES = ("two_phase", "allgather")
+# those of `COMPRESSORS_AND_EXCHANGES` that show each kind of payload once, and both exchanges
+WITNESSES = [
+    "onebit-two_phase", "adaptive-golomb-allgather", "qsgd-elias-two_phase", "topk-allgather", "powersgd-two_phase",
+    "randomk-allgather",
+]  # fmt: skip
 COMPRESSORS_AND_EXCHANGES = {f"{c}-{e}": (COMPRESSORS[c], e) for c in COMPRESSORS for e in EXCHANGES}
 
 # weights above, biases below; no size is a multiple of the number of ranks, of a group or of 8

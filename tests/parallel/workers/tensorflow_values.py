@@ -22,7 +22,7 @@ from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
 from tests.outsider import EveryOther, SignSum
 from tests.parallel.cases import Cases
-from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, numbers, raises
+from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, MIN_NUMEL, SHAPES, WITNESSES, numbers, raises
 
 FRAMEWORK = "tensorflow"
 
@@ -77,15 +77,7 @@ def whatever_the_bytes(case: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @cases.each(
     COMPRESSORS_AND_EXCHANGES,
-    witnesses=[
-        "onebit-two_phase",
-        "adaptive-golomb-allgather",
-        "qsgd-elias-two_phase",
-        "topk-allgather",
-        "powersgd-two_phase",
-        "randomk-allgather",
-        "bf16-two_phase",
-    ],
+    witnesses=[*WITNESSES, "bf16-two_phase"],
 )
 @whatever_the_bytes
 def the_tape_is_the_loopback(setting: Any) -> None:
