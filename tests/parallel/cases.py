@@ -13,7 +13,7 @@ Case = Callable[..., None]
 
 
 class Thorough(str):
-    """The name of a case that `make test` leaves out: starts that it leaves out have it, and its own have not.
+    """The name of a case that `make test` leaves out. Starts that `make test-rest` alone makes have it.
 
     For what another case shows too, and for what differs from another case with MPI only.
     """

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def _is_left_out(item: pytest.Item) -> bool:
-    """Whether a test asks a start of witnesses for a case that this has not."""
+    """Tell whether a test asks for a case that its start leaves out."""
     asked = getattr(getattr(item, "callspec", None), "params", {})
     return launch.is_left_out(asked.get("case"), asked.get("ranks", 2), asked.get("launcher", "gloo"))
 

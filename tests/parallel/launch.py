@@ -86,7 +86,7 @@ _SECONDS_TO_FOLLOW = 10.0
 
 
 def is_left_out(case: object, ranks: int, launcher: str) -> bool:
-    """Whether a start of so many ranks has this case not."""
+    """Tell whether a start with so many ranks and this launcher leaves a case out."""
     return (ranks, launcher) in WITNESSES_STARTS and isinstance(case, Thorough)
 
 

@@ -63,7 +63,7 @@ def train(optimizer, model, begin: int, end: int) -> float:
 
 
 def train_on_all_batches(optimizer, model, steps: int) -> None:
-    """What `train` does from its begin on, with the batches of all ranks and without an exchange."""
+    """Train on the batches of all ranks at once, without an exchange: what `train` has to equal."""
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(hvd.size()):
