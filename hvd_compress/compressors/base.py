@@ -120,7 +120,7 @@ class Compressor(ABC):
     sums_factors: ClassVar[bool] = False
     """Whether ranks sum factors of a gradient, in an exchange of their own, and there are no payloads."""
     sends_entries: ClassVar[bool] = False
-    """Whether some entries are sent exactly, and nothing of the others: then nothing is owed of those that were sent."""
+    """Whether some entries are sent exactly, and nothing of the others: then nothing is owed of what was sent."""
     votes: ClassVar[bool] = False
     """Whether what arrives is what most ranks have sent, so that sums need an owner, who encodes them likewise."""
     seed: int = 0
