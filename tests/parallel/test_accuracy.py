@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accuracy_cells import COMPRESSORS, DENSE, Cell, candidates
+from accuracy_cells import COMPRESSORS, CORRECTED, DENSE, OPTIMIZERS, SEEDS, Cell, candidates
 from accuracy_training import name_of
 from networks import mnist_data
 
@@ -59,9 +59,9 @@ def test_every_compressor_trains_and_is_made_once(folder: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("network", ["MLP", "transformer"])
-def test_both_optimizers_train_the_other_networks(folder: Path, network: str) -> None:
+def test_all_optimizers_train_the_other_networks(folder: Path, network: str) -> None:
     done, record = made(folder, network, "TopK(0.01)")
     assert done.returncode == 0, done.stderr
     assert {(row["optimizer"], row["seed"]) for row in record["rows"]} == {
-        (o, s) for o in ("SGD", "Adam") for s in (0, 1, 2)
+        (optimizer, seed) for optimizer in (*OPTIMIZERS, *CORRECTED) for seed in SEEDS
     }
