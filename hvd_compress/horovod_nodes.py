@@ -70,13 +70,16 @@ class HorovodNodes:
         ranks_per_node = _told(_LOCAL_SIZES, "ranks_per_node", size) if ranks_per_node is None else ranks_per_node
         return [self._hvd.ProcessSet(list(ranks)) for ranks in _needed(Nodes.of_equal(size, ranks_per_node))]
 
-    def sets(self, ranks_per_node: int | None, process_set: Any = None, user: str = "DASO") -> NodeSets:
+    def sets(
+        self, ranks_per_node: int | None, process_set: Any = None, user: str = "DASO", beside: str | None = None
+    ) -> NodeSets:
         """Find the process sets of this rank, or add them on all ranks; a collective call.
 
         Args:
             ranks_per_node: counted from the first rank on; None for those of the hosts that Horovod reports.
             process_set: the ranks that take part; all by default.
             user: who needs them, for errors.
+            beside: see `Ranks.agree`.
 
         Raises:
             UnsupportedError: a set is missing, and Horovod was not started so that it can be added.
@@ -95,7 +98,7 @@ class HorovodNodes:
             )
         told = {"optimizer": user, "ranks_per_node": ranks_per_node, "process sets may be added": may_add}
         everyone = self._ranks_of(whole)
-        everyone.agree(told)
+        everyone.agree(told, beside=beside)
         if ranks_per_node is not None:
             nodes = Nodes.of_equal(len(of_whole), ranks_per_node)
         else:

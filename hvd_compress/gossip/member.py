@@ -48,7 +48,8 @@ class GossipMember:
             node = settings.node(self._tensors, ALONE)
         else:
             self.name = ranks.numbered("gossip")
-            ranks.agree({"optimizer": "EventGraDOptimizer", **settings.description(self._tensors)})
+            told = {"optimizer": "EventGraDOptimizer", **settings.description(self._tensors)}
+            ranks.agree(told, beside=self._tensors[0].name)
             parts = settings.topology.neighbours(ranks.size)
             node = settings.node(self._tensors, parts[ranks.position])
             transport = one_sided(ranks, node, parts) if settings.is_one_sided else Alltoall(node, ranks, self.name)

@@ -15,10 +15,13 @@ from hvd_compress.errors import MismatchError
 from hvd_compress.horovod_nodes import HorovodNodes
 from hvd_compress.ranks import HorovodRanks
 from hvd_compress.tensorflow._seams import known_process_sets
+from hvd_compress.waiting import shut_down_by
 
 __all__ = ["NODES", "BackgroundRanks", "TensorFlowRanks"]
 
 Array = np.ndarray[Any, Any]
+
+shut_down_by("horovod.tensorflow", hvd.shutdown)
 
 # of the functions that are kept; those of comparisons, each of which has a name of its own, are not used again
 _MOST_KEPT = 64

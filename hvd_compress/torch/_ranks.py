@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress import fingerprint
+from hvd_compress.elastic import are_together
+from hvd_compress.errors import MismatchError
 from hvd_compress.horovod_nodes import HorovodNodes
 from hvd_compress.ranks import HorovodRanks
 from hvd_compress.torch._horovod import known_process_sets
+from hvd_compress.waiting import shut_down_by
 
 __all__ = ["NODES", "TorchRanks"]
 
 Array = np.ndarray[Any, Any]
+
+_SECONDS_BETWEEN_POLLS = 0.0005
+
+# `hvd.shutdown` would forget handles that another thread waits for
+shut_down_by("horovod.torch", hvd.mpi_ops._basics.shutdown)
 
 
 class TorchRanks(HorovodRanks):
@@ -41,6 +52,43 @@ class TorchRanks(HorovodRanks):
                 return hvd.broadcast_async_(tensor, self._process_set.ranks[root], **settings)
             splits = None if sizes is None else torch.tensor(sizes, dtype=torch.int32)
             return hvd.alltoall_async(tensor, splits=splits, **settings)
+
+    def agree(self, description: dict[str, Any], name: str | None = None, beside: str | None = None) -> None:
+        """See `Ranks.agree`.
+
+        Horovod's own optimizer on another rank would never come to the comparison. It reduces its first gradient, or
+        broadcasts the parameters. Horovod refuses operations of one name whose types differ, on all ranks: so markers
+        of another type, under the names of these operations, tell both ranks.
+        """
+        if beside is None or not are_together():
+            super().agree(description, name)
+            return
+        markers = {kind: self.start(kind, beside, np.zeros(1, np.int32)) for kind in ("allreduce", "broadcast")}
+
+        def gather(data: bytes, label: str) -> bytes:
+            handle = self.start("allgather", label, np.frombuffer(bytearray(data), np.uint8))
+            while not self.is_done(handle):
+                for kind in [kind for kind, marker in markers.items() if self.is_done(marker)]:
+                    self._check(markers.pop(kind), kind, beside)
+                time.sleep(_SECONDS_BETWEEN_POLLS)
+            return self.wait(handle).tobytes()
+
+        fingerprint.agree(description, gather, name or self.numbered("fingerprint"))
+        # all ranks have started them: they have agreed on the names
+        for kind, marker in markers.items():
+            self._check(marker, kind, beside)
+
+    def _check(self, marker: Any, kind: str, tensor: str) -> None:
+        try:
+            self.wait(marker)
+        except HorovodInternalError as error:
+            if "Mismatched" not in str(error):
+                raise
+            raise MismatchError(
+                "the ranks disagree on the optimizer: this rank wraps one of hvd_compress, and another rank has "
+                f"started the {kind} of {tensor!r}, as programs with Horovod's own DistributedOptimizer do. Wrap the "
+                f"same optimizer on all ranks, at the same point of the program. Horovod says: {error}"
+            ) from error
 
     def is_done(self, handle: Any) -> bool:
         return bool(hvd.poll(handle))

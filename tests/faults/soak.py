@@ -86,7 +86,8 @@ def _tensors(torch: Any, count: int, numel: int) -> Any:
             self.parts = torch.nn.ParameterList(torch.ones(numel) / (i + 1) for i in range(count))
 
         def forward(self, x: Any) -> Any:
-            return sum((p * x).square().mean() for p in self.parts)
+            # one operation for each parameter: a loss of many would take longer than the exchange that is watched
+            return (torch.cat(list(self.parts)) * x).square().mean() * count
 
     return Many()
 

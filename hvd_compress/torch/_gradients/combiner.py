@@ -6,6 +6,7 @@ at the end of the backward pass or in `synchronize` or `step`; `step` or `zero_g
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from hvd_compress.torch._gradients.sending import Sender
 from hvd_compress.torch._gradients.staging import version_of
 from hvd_compress.torch._gradients.waits import Wait, run_together
 from hvd_compress.torch._gradients.wrapping import Wrapping
+from hvd_compress.waiting import add_note, open_waits
 
 __all__ = ["Combiner"]
 
@@ -299,6 +301,8 @@ class Combiner:
 
     def combining(self) -> Iterator[Wait]:
         """Complete the exchange of a step: yields what is waited for."""
+        since = time.monotonic()
+        open_waits[self] = since, self._waited_for
         try:
             if self.alone is not None:
                 self._precondition_alone(self.alone)
@@ -306,6 +310,7 @@ class Combiner:
             else:
                 yield from self._combining_ranks()
         except HorovodInternalError as error:
+            add_note(error, since, self._waited_for())
             # an elastic run restores the optimizer's state, which waits for what is in flight: nothing is any more
             self.sender.forget()
             self.close()
@@ -324,6 +329,13 @@ class Combiner:
                 # not ready: it is for `give_up` to end the step
                 self._handed = Handed()
             raise
+        finally:
+            del open_waits[self]
+
+    def _waited_for(self) -> str:
+        engine = self.sender.engine
+        step = "" if engine is None else f" of step {engine.steps + 1}"
+        return f"for the gradients{step} of the other ranks"
 
     def _combining_ranks(self) -> Iterator[Wait]:
         sender, handed, parameters = self.sender, self._handed, self.members.by_name

@@ -108,7 +108,11 @@ class Wrapping:
         Raises:
             MismatchError: on all ranks, naming the first difference.
         """
-        TorchRanks(self.process_set).agree({"optimizer": "DistributedOptimizer", **self.description(groups, names)})
+        # the first one that Horovod's own optimizer would reduce, by the name that it has there
+        taught = [p for group in groups for p in group["params"] if p.requires_grad]
+        first = names.get(id(taught[0]), "allreduce.noname.0.0") if taught else None
+        told = {"optimizer": "DistributedOptimizer", **self.description(groups, names)}
+        TorchRanks(self.process_set).agree(told, beside=first)
 
     def agree_again(self, combiner: Combiner, engine: Engine) -> None:
         """Compare with all ranks after parameters were frozen, unfrozen, added or converted; a collective call.
