@@ -71,7 +71,7 @@ class HorovodNodes:
         return [self._hvd.ProcessSet(list(ranks)) for ranks in _needed(Nodes.of_equal(size, ranks_per_node))]
 
     def sets(
-        self, ranks_per_node: int | None, process_set: Any = None, user: str = "DASO", beside: str | None = None
+        self, ranks_per_node: int | None, process_set: Any = None, user: str = "DASO", beside: Sequence[str] = ()
     ) -> NodeSets:
         """Find the process sets of this rank, or add them on all ranks; a collective call.
 

@@ -128,14 +128,14 @@ class Ranks(ABC):
         self._counts[name] += 1
         return f"{name}.{self._counts[name] - 1}"
 
-    def agree(self, description: dict[str, Any], name: str | None = None, beside: str | None = None) -> None:
+    def agree(self, description: dict[str, Any], name: str | None = None, beside: Sequence[str] = ()) -> None:
         """Compare what each rank says; a collective call where all can come. See `fingerprint.agree`.
 
         Args:
             description: JSON-able.
             name: of the collective, where another rank may start one that is not ours under the same name.
-            beside: a tensor that another rank might exchange meanwhile without this package; ranks that can tell
-                raise an error then.
+            beside: tensors that another rank might exchange meanwhile without this package, in the order of the
+                parameters; kinds of ranks that can tell raise an error then.
 
         Raises:
             MismatchError: on all ranks, naming the first difference.

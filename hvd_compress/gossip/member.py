@@ -49,7 +49,7 @@ class GossipMember:
         else:
             self.name = ranks.numbered("gossip")
             told = {"optimizer": "EventGraDOptimizer", **settings.description(self._tensors)}
-            ranks.agree(told, beside=self._tensors[0].name)
+            ranks.agree(told, beside=[t.name for t in self._tensors])
             parts = settings.topology.neighbours(ranks.size)
             node = settings.node(self._tensors, parts[ranks.position])
             transport = one_sided(ranks, node, parts) if settings.is_one_sided else Alltoall(node, ranks, self.name)

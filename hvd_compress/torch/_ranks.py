@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import horovod.torch as hvd
@@ -53,34 +54,39 @@ class TorchRanks(HorovodRanks):
             splits = None if sizes is None else torch.tensor(sizes, dtype=torch.int32)
             return hvd.alltoall_async(tensor, splits=splits, **settings)
 
-    def agree(self, description: dict[str, Any], name: str | None = None, beside: str | None = None) -> None:
+    def agree(self, description: dict[str, Any], name: str | None = None, beside: Sequence[str] = ()) -> None:
         """See `Ranks.agree`.
 
-        Horovod's own optimizer on another rank would never come to the comparison. It reduces its first gradient, or
-        broadcasts the parameters. Horovod refuses operations of one name whose types differ, on all ranks: so markers
-        of another type, under the names of these operations, tell both ranks.
+        Horovod's own optimizer on another rank would never come to the comparison. It broadcasts the parameters or
+        reduces their gradients, and waits for the first in the alphabet, or for the last one, whose gradient comes
+        first. Horovod refuses operations of one name whose types differ, on all ranks: so markers of another type,
+        under these two names, tell both ranks.
         """
-        if beside is None or not are_together():
+        if not beside or not are_together():
             super().agree(description, name)
             return
-        markers = {kind: self.start(kind, beside, np.zeros(1, np.int32)) for kind in ("allreduce", "broadcast")}
+        names, markers = {"broadcast": min(beside), "allreduce": beside[-1]}, {}
+        for kind, tensor in names.items():
+            # one of a comparison that has failed may still be under way, and is as good
+            with suppress(ValueError):
+                markers[kind] = self.start(kind, tensor, np.zeros(1, np.int32))
 
         def gather(data: bytes, label: str) -> bytes:
             handle = self.start("allgather", label, np.frombuffer(bytearray(data), np.uint8))
             while not self.is_done(handle):
                 for kind in [kind for kind, marker in markers.items() if self.is_done(marker)]:
-                    self._check(markers.pop(kind), kind, beside)
+                    self._check(markers.pop(kind), kind, names[kind])
                 time.sleep(_SECONDS_BETWEEN_POLLS)
             return self.wait(handle).tobytes()
 
         fingerprint.agree(description, gather, name or self.numbered("fingerprint"))
         # all ranks have started them: they have agreed on the names
         for kind, marker in markers.items():
-            self._check(marker, kind, beside)
+            self._check(marker, kind, names[kind])
 
     def _check(self, marker: Any, kind: str, tensor: str) -> None:
         try:
-            self.wait(marker)
+            TorchRanks.wait(self, marker)
         except HorovodInternalError as error:
             if "Mismatched" not in str(error):
                 raise

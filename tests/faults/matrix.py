@@ -13,6 +13,8 @@ ODD = ("one step more", "other optimizer", "horovod beside")
 OF_MPI_ALONE = ("one-sided", "async")
 EQUAL_REPLICAS = ("onebit", "adaptive", "auto", "ddp", "horovod", "ddp alone")
 """What keeps the ranks' parameters equal to the bit."""
+ANY_STEPS = ("eventgrad", "one-sided")
+"""What takes ranks that make different numbers of steps: `average_parameters` brings them together."""
 
 
 class Case(NamedTuple):

@@ -39,7 +39,11 @@ def sample() -> dict[str, float]:
 
 
 class Samples:
-    """Samples taken now and then in a loop of known length, and what grew between its second fifth and its end."""
+    """Samples taken now and then in a loop of known length, and what grew in its second half.
+
+    In the first half memory allocators still take what they will use again: 1,200 optimizers, made and dropped one
+    after the other, were seen to raise the memory by 49 MB, and the next 2,400 by 0.2.
+    """
 
     def __init__(self, count: int) -> None:
         self._every = max(1, count // SAMPLES)
@@ -52,8 +56,8 @@ class Samples:
             self._taken.append((i, sample()))
 
     def report(self) -> dict[str, Any]:
-        """First and last values, and growth for each 1,000 rounds by a line through all but the first fifth."""
-        settled = self._taken[len(self._taken) // 5 :]
+        """First and last values, and growth for each 1,000 rounds by a line through the second half."""
+        settled = self._taken[len(self._taken) // 2 :]
         rounds = np.array([i for i, _ in settled], float)
         growth = {}
         for key in settled[0][1]:
@@ -135,11 +139,11 @@ def steps(scale: float, numel: int) -> dict[str, Any]:
 
 
 def drop(scale: float, numel: int) -> dict[str, Any]:
-    """1,000 optimizers made, used for a step and dropped; plain Horovod's beside."""
+    """4,000 optimizers made, used for a step and dropped; plain Horovod's beside."""
     from hvd_compress import OneBit
 
     torch, hvd, horovod = _torch()
-    count, found = max(20, int(1000 * scale)), {}
+    count, found = max(20, int(4000 * scale)), {}
     for kind in ("horovod", "onebit"):
         samples = Samples(count)
         for i in range(count):

@@ -245,7 +245,7 @@ def DASO(
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
     refuse_complex("DASO", parameters)
-    sets = NODES.sets(ranks_per_node, beside=next(iter(parameters), None))
+    sets = NODES.sets(ranks_per_node, beside=list(parameters))
     daso = _Daso(parameters, buffers, settings, sets)
     wrapped = wrapped_in_node(
         "DASO", optimizer, named, parameters, _Overrides, sets.within, daso.member.refuse,

@@ -143,7 +143,7 @@ def DiLoCo(
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(inner, named)
     others = {name for name, _ in named} - parameters.keys()
-    sets = NODES.sets(ranks_per_node, process_set, "DiLoCo", next(iter(parameters), None))
+    sets = NODES.sets(ranks_per_node, process_set, "DiLoCo", list(parameters))
     if sets.within.size() > 1:
         refuse_complex("DiLoCo", parameters)
     groups = NODES.groups(sets, "diloco")

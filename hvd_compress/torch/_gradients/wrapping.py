@@ -108,11 +108,15 @@ class Wrapping:
         Raises:
             MismatchError: on all ranks, naming the first difference.
         """
-        # the first one that Horovod's own optimizer would reduce, by the name that it has there
-        taught = [p for group in groups for p in group["params"] if p.requires_grad]
-        first = names.get(id(taught[0]), "allreduce.noname.0.0") if taught else None
+        # what Horovod's own optimizer would reduce, by the names that it has there
+        reduced = [
+            names.get(id(p), f"allreduce.noname.{i}.{j}")
+            for i, group in enumerate(groups)
+            for j, p in enumerate(group["params"])
+            if p.requires_grad
+        ]
         told = {"optimizer": "DistributedOptimizer", **self.description(groups, names)}
-        TorchRanks(self.process_set).agree(told, beside=first)
+        TorchRanks(self.process_set).agree(told, beside=reduced)
 
     def agree_again(self, combiner: Combiner, engine: Engine) -> None:
         """Compare with all ranks after parameters were frozen, unfrozen, added or converted; a collective call.

@@ -85,8 +85,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
             self._name(group)
         if process_set.included() and process_set.size() > 1:
             groups = [self._told(group) for group in self.param_groups]
-            first = next((name for p, name in self._names.items() if p.requires_grad), None)
-            TorchRanks(process_set).agree({"optimizer": kind, **told, "groups": groups}, beside=first)
+            names = [name for p, name in self._names.items() if p.requires_grad]
+            TorchRanks(process_set).agree({"optimizer": kind, **told, "groups": groups}, beside=names)
 
     def _told(self, group: dict[str, Any]) -> dict[str, Any]:
         kept = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}

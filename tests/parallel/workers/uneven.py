@@ -8,8 +8,10 @@ import os
 import time
 from typing import Any
 
+import horovod.torch
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.torch as hvd
 from hvd_compress import AdaGrad, Adaptive, Auto, ConstantThreshold, NoCompression, OneBit, Policy, TopK
@@ -269,3 +271,20 @@ def ranks_that_load_accumulators_alone_are_told_so(steps: int) -> None:
 
     raises(MismatchError, one_step)
     hvd.barrier()
+
+
+# -- last: what these ranks have started stays under way ---------------------------------------------------------------
+
+
+@cases.add
+def a_rank_with_horovods_own_optimizer_beside_ranks_with_ours_is_an_error_on_all() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = [(f"whose, {name}", p) for name, p in model.named_parameters()]
+    begin = time.monotonic()
+    if hvd.rank() == hvd.size() - 1:
+        optimizer = horovod.torch.DistributedOptimizer(sgd, named)
+        raises(HorovodInternalError, lambda: train(optimizer, model, 1), "Mismatched")
+    else:
+        raises(MismatchError, lambda: hvd.DistributedOptimizer(sgd, named, OneBit()), "disagree on the optimizer")
+    assert time.monotonic() - begin < 20.0
