@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,7 @@ APART = [
     "guides/async_server.py",
     "guides/checkpoints.py",
     "guides/elastic.py",
+    "guides/elastic_ray.py",
     "guides/virtual_cluster.py",
     "launch/on_ray.py",
     "launch/on_spark.py",
@@ -149,12 +151,31 @@ def test_on_virtual_hosts() -> None:
     assert all(name in said for name in ("float32", "one-bit", "bytes that each host sent"))
 
 
+def need(engine: str) -> None:
+    """Leave a test out where an engine is not installed."""
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed: `make test-engines` makes an environment that has it")
+
+
 @pytest.mark.parametrize("program", ["launch/on_ray.py", "launch/on_spark.py"])
 def test_an_engine_starts_ranks_that_agree(program: str) -> None:
     """In the environment of `make test-engines`; elsewhere these are left out."""
     needed = {"launch/on_ray.py": "ray", "launch/on_spark.py": "pyspark"}[program]
-    if importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed: `make test-engines` makes an environment that has it")
+    need(needed)
     if needed == "pyspark" and shutil.which("java") is None:
         pytest.skip("Spark needs a Java on PATH")
     assert "2 ranks agree bit for bit" in run(program, limit_seconds=280)
+
+
+def test_an_engine_replaces_a_rank_that_dies() -> None:
+    """On Ray two of three ranks go on, and the new one begins at their last commit."""
+    need("ray")
+    said = run("guides/elastic_ray.py", limit_seconds=280)
+    assert said.count("ranks lost: 1, which owed") == 3
+    assert "ranks lost: 1, which owed 0.00" not in said
+    # two made the steps after the commit twice, of which the last may have failed on them; the new one began there
+    made = sorted(int(steps) for steps in re.findall(r"of 3: step 60, made (\d+) steps", said))
+    assert len(made) == 3
+    assert made[0] == 40
+    assert {64, 65} >= {*made[1:]}
+    assert "3 ranks agree bit for bit" in said
