@@ -170,12 +170,15 @@ def read_state(path: str | os.PathLike[str]) -> State:
             raise StateError(f"{path} is not a file with a compressor state, or damaged: {error}") from error
 
 
-def redistribute(states: Sequence[State], size: int) -> list[State]:
+def redistribute(states: Sequence[State], size: int, *, average: bool = False) -> list[State]:
     """Divide the residuals of all ranks among another number of ranks so that their sum is kept.
 
     Args:
         states: of all ranks, in any order.
         size: the new number of ranks.
+        average: the ranks' gradients are averaged (op=Average, DDP): a residual, which counts in units of the sum, is
+            divided by another number of ranks from now on. So it is multiplied by new / old ranks, and what is owed
+            keeps its weight in the update. AdaGrad's owner residuals are updates, and stay as they are.
 
     Returns:
         One state per new rank. A new rank takes the sum of the old ranks that are congruent to it modulo `size`; owner
@@ -211,7 +214,8 @@ def redistribute(states: Sequence[State], size: int) -> list[State]:
             f"{sorted(s['rank'] for s in checked)}: give the states that all ranks have saved after the same step"
         )
     _check_together(by_rank)
-    return [_state_of(by_rank, new, size) for new in range(size)]
+    factor = size / len(by_rank) if average else 1.0
+    return [_state_of(by_rank, new, size, factor) for new in range(size)]
 
 
 def _check_together(by_rank: dict[int, State]) -> None:
@@ -264,7 +268,7 @@ def _check_factors(rank: int, state: State, first: State) -> None:
             )
 
 
-def _state_of(by_rank: dict[int, State], new: int, size: int) -> State:
+def _state_of(by_rank: dict[int, State], new: int, size: int, factor: float) -> State:
     first = by_rank[0]
     has_accumulators = "accumulators" in first
     parts: dict[str, list[dict[str, Any]]] = {}
@@ -272,7 +276,7 @@ def _state_of(by_rank: dict[int, State], new: int, size: int) -> State:
         for kind in ("residuals",) if has_accumulators else ("residuals", "owner_residuals"):
             for name, entry in by_rank[rank][kind].items():
                 parts.setdefault(name, []).append(entry)
-    residuals = {name: _summed(name, entries) for name, entries in parts.items()}
+    residuals = {name: _summed(name, entries, factor) for name, entries in parts.items()}
     divided = {**first, "size": size, "rank": new, "residuals": residuals, "owner_residuals": {}}
     if has_accumulators:
         divided["owner_residuals"], _ = _put_together(by_rank, "owner_residuals")
@@ -286,12 +290,13 @@ def _state_of(by_rank: dict[int, State], new: int, size: int) -> State:
     return divided
 
 
-def _summed(name: str, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summed(name: str, entries: Sequence[dict[str, Any]], factor: float) -> dict[str, Any]:
     total = _zeros(entries)
     with np.errstate(over="ignore"):
         for entry in entries:
             start = entry.get("start", 0)
             total["values"][start : start + entry["values"].size] += entry["values"]
+        total["values"] *= total["values"].dtype.type(factor)
     if not np.isfinite(total["values"]).all():
         raise StateError(f"residuals of {name!r} are so large that their sum is not finite")
     return total

@@ -149,4 +149,5 @@ class CompressionCheckpointCallback(EdgeCallback):
         # of another number of ranks; those that took no part have saved states of size 1
         states = [s for s in map(read_state, files) if s.get("iterations") == iterations]
         former = max(s["size"] for s in states)
-        return redistribute([s for s in states if s["size"] == former], ranks)[position], ""
+        averages = self.optimizer()._hvd.settings["op"] == self.edge.average_op
+        return redistribute([s for s in states if s["size"] == former], ranks, average=averages)[position], ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress._keras.edge import Edge, KerasExchange
-from hvd_compress.engine import empty_state, refuse_residuals, resolved
+from hvd_compress.engine import empty_state, resolved
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
 
@@ -116,7 +116,7 @@ class Distribution:
         if self.exchange is None:
             self._pending = check_state(state)
         else:
-            _load(self.exchange, state)
+            self.exchange.load_state_dict(state)
 
     def _check_known(self, variables: Sequence[Any]) -> None:
         key = self._edge.key
@@ -137,16 +137,9 @@ class Distribution:
             if self._replaced is not None:
                 exchange.inherit(self._replaced)
             if self._pending is not None:
-                _load(exchange, self._pending)
+                exchange.load_state_dict(self._pending)
             self.exchange, self._replaced, self._pending = exchange, None, None
         return self.exchange
-
-
-def _load(exchange: KerasExchange, state: dict[str, Any]) -> None:
-    if exchange.keeps_state:
-        exchange.load_state_dict(state)
-    else:
-        refuse_residuals(state)
 
 
 class _Distributed:

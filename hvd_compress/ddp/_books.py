@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hvd_compress._torch.states import with_tensors
-from hvd_compress.ddp._given import Staged
-from hvd_compress.engine import Ledger, empty_state, refuse_residuals
+from hvd_compress.engine import Ledger, empty_state
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import Counters
 
@@ -22,15 +21,15 @@ class Books:
 
     Args:
         compression: what the user gave.
-        ledger: returns the ledger of now; None where one rank exchanges nothing.
+        ledger: returns the ledger of now; None where one rank exchanges nothing, and owes nothing.
         load: takes over a state.
     """
 
     def __init__(
         self,
         compression: Any,
-        ledger: Callable[[], Ledger[Staged]] | None = None,
-        load: Callable[[dict[str, Any]], None] = refuse_residuals,
+        ledger: Callable[[], Ledger[Any] | None],
+        load: Callable[[dict[str, Any]], None],
     ) -> None:
         self.name = repr(compression)
         self.ledger = ledger
@@ -80,9 +79,10 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
         print(ddp.stats(model)["total"]["ratio"])
     """
     books = _books_of(model, "stats")
-    if books.ledger is None:
+    ledger = books.ledger()
+    if ledger is None:
         return {"compressor": books.name, "total": Counters().report(0.0), "tensors": {}}
-    return {"compressor": books.name, **books.ledger().stats()}
+    return {"compressor": books.name, **ledger.stats()}
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:
@@ -101,16 +101,15 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
 
         torch.save(ddp.state_dict(model), f"residuals-{dist.get_rank()}.pt")
     """
-    books = _books_of(model, "state_dict")
-    state = empty_state() if books.ledger is None else books.ledger().state_dict()
-    return with_tensors(state)
+    ledger = _books_of(model, "state_dict").ledger()
+    return with_tensors(empty_state() if ledger is None else ledger.state_dict())
 
 
 def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Take over what `state_dict` has returned on this rank; call it before the first step, after registering.
 
     Among another number of ranks, collect the states of all ranks and divide them with
-    `hvd_compress.feedback.redistribute(states, ranks)`.
+    `hvd_compress.feedback.redistribute(states, ranks, average=True)`. What one rank owes goes with its next gradients.
 
     Args:
         model: that has a hook.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_compress.compressors import Adaptive
+from hvd_compress.ddp._alone import Alone
 from hvd_compress.ddp._books import Books, keep_books
 from hvd_compress.ddp._dense import dense_parts, pay_debts
 from hvd_compress.ddp._given import Given, Sides
@@ -86,13 +87,14 @@ def fsdp_all_reduce_hook(
         for of_module in shapes.values()
         for parameter, (shape, p) in of_module.items()
     }
+    of_modules = {name: {n: shape for n, (shape, _) in of_module.items()} for name, of_module in shapes.items()}
     size = dist.get_world_size(group)
     if size == 1:
         check_patterns(routing.compressor, tensors)
-        keep_books(model, Books(compression))
+        alone = Alone(tensors, scaler, partial(_hook_alone, weakref.WeakValueDictionary(modules), of_modules))
+        keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict))
         return
     talk, ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None)
-    of_modules = {name: {n: shape for n, (shape, _) in of_module.items()} for name, of_module in shapes.items()}
     kept = {n: p for of_module in shapes.values() for n, (_, p) in of_module.items()}
     like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
     ledger = new_ledger(routing, talk, like, [tuple(names) for names in of_modules.values()], hosts)
@@ -102,6 +104,17 @@ def fsdp_all_reduce_hook(
         modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
     keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))
     weakref.finalize(model, replicas.pipeline.close).atexit = False
+
+
+def _hook_alone(modules: Mapping[str, Any], shapes: Mapping[str, Shapes], alone: Alone) -> None:
+    """Let the modules of one replica add what it owes."""
+
+    def pay(module: str, reduced: torch.Tensor) -> None:
+        alone.pay(_cut(module, shapes[module], reduced))
+        alone.end_step(counts=module == next(iter(shapes)))
+
+    for name in shapes:
+        modules[name].set_all_reduce_hook(partial(pay, name))
 
 
 class _Replicas:

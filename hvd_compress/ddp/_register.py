@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress.compressors import Adaptive
+from hvd_compress.ddp._alone import Alone, AloneHook
 from hvd_compress.ddp._books import Books, keep_books, unwrapped
 from hvd_compress.ddp._hook import CommHook
 from hvd_compress.ddp._settings import meet, named_parameters, routing_of
@@ -79,7 +81,8 @@ def register_comm_hook(
     size = dist.get_world_size(group)
     if size == 1:
         check_patterns(routing.compressor, tensors)
-        keep_books(model, Books(compression))
+        alone = Alone(tensors, scaler, partial(_hook_alone, weakref.ref(model), tensors))
+        keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict))
         return
     talk, ranks, hosts = meet(
         group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None,
@@ -90,6 +93,12 @@ def register_comm_hook(
     keep_books(model, Books(compression, lambda: hook.ledger, hook.load_state_dict))
     # at the end of the process threads end with it
     weakref.finalize(model, hook.pipeline.close).atexit = False
+
+
+def _hook_alone(model: weakref.ref[Any], tensors: dict[str, torch.Tensor], alone: Alone) -> None:
+    found = model()
+    if found is not None:
+        found.register_comm_hook(AloneHook(found, tensors, alone), _call)
 
 
 def _call(state: Any, bucket: Any) -> Any:

@@ -5,6 +5,7 @@ Edges subclass `Ledger` with the collectives of their framework. Arrays are NumP
 
 from __future__ import annotations
 
+from hvd_compress.engine.alone import LedgerAlone
 from hvd_compress.engine.choice import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -37,7 +38,7 @@ from hvd_compress.engine.kinds import (
 from hvd_compress.engine.ledger import Ledger
 from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
-from hvd_compress.engine.states import empty_state, refuse_residuals
+from hvd_compress.engine.states import empty_state, has_residuals, refuse_residuals
 from hvd_compress.engine.survival import (
     Lost,
     Seen,
@@ -58,6 +59,7 @@ __all__ = [
     "Defaults",
     "KernelThread",
     "Ledger",
+    "LedgerAlone",
     "Lost",
     "Pilot",
     "Routing",
@@ -76,6 +78,7 @@ __all__ = [
     "first_unequal",
     "has_cores",
     "has_kept",
+    "has_residuals",
     "horovod_compressor",
     "kinds_told",
     "losses",

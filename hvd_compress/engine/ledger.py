@@ -61,7 +61,7 @@ class Ledger(Generic[AnyBucket]):
         tensors: all that may come, in the order of the forward pass.
         make_bucket: from accounts and pack.
         groups: of names, to go together.
-        pays_debts: whether the edge adds `debts` to gradients that go dense.
+        pays_debts: whether the edge adds what is `due` to gradients that go dense.
         hosts: of the ranks; a hierarchical exchange needs them.
         adagrad: makes all combined gradients updates: those that are compressed in the exchange, small ones beside
             them where they arrive, and dense ones where the edge calls `precondition`.
@@ -96,6 +96,10 @@ class Ledger(Generic[AnyBucket]):
         self._hosts = hosts if routing.exchange.uses_hosts else None
         self.debts: dict[str, Array] = {}
         """What is owed of tensors that go dense now; it travels with their next gradient."""
+        self._paid: set[str] = set()
+        """Those whose debts travel in this step."""
+        self._late_updates: dict[str, Array] = {}
+        """With AdaGrad, what owners owe of tensors that go dense now: updates, which wait for owners."""
         self._before: dict[str, Counters] = {}
         self._resting: dict[str, Counters] = {}
         """The counters of the tensors that take no gradients now."""
@@ -199,6 +203,7 @@ class Ledger(Generic[AnyBucket]):
 
     def abandon(self) -> None:
         """Forget a step in flight and make residuals what they were before it."""
+        self._paid = set()
         for bucket in self.buckets:
             bucket.abandon()
 
@@ -252,7 +257,7 @@ class Ledger(Generic[AnyBucket]):
         if factor != 1.0:
             for account in self.accounts.values():
                 account.rescale(factor)
-            for debt in self.debts.values():
+            for debt in (*self.debts.values(), *self._late_updates.values()):
                 debt *= factor
         if self.accumulators is not None:
             self.accumulators.set_loss_scale(loss_scale)
@@ -266,10 +271,22 @@ class Ledger(Generic[AnyBucket]):
         """
         return self.accumulators is None or self.accumulators.precondition(name, combined, self._loss_scale)
 
+    def due(self, name: str) -> Array | None:
+        """What is owed of a tensor that goes dense, flat, to be added to its gradient now; `settle` decides."""
+        if name in self.debts:
+            self._paid.add(name)
+        return self.debts.get(name)
+
     def settle(self, keep: bool) -> None:
-        """End the step; without `keep`, make the accumulators of dense tensors what they were before it."""
+        """End the step: debts that travelled are forgotten.
+
+        Without `keep` they stay, and the accumulators of dense tensors are what they were before the step.
+        """
         if self.accumulators is not None:
             self.accumulators.settle(keep)
+        for name in self._paid if keep else ():
+            self.debts.pop(name, None)
+        self._paid = set()
 
     # -- statistics ----------------------------------------------------------------------------------------------
 
@@ -336,6 +353,8 @@ class Ledger(Generic[AnyBucket]):
                 owners[name] = {"shape": shape, "start": account.owned.start, "values": values}
         for name, debt in self.debts.items():
             residuals[name] = {"shape": list(self._shapes[name]), "values": debt.copy()}
+        for name, update in self._late_updates.items():
+            owners[name] = {"shape": list(self._shapes[name]), "start": 0, "values": update.copy()}
         return {
             "format": FORMAT,
             "size": self._ranks,
@@ -415,7 +434,8 @@ class Ledger(Generic[AnyBucket]):
             account.step = state.get("transfer_steps", {}).get(name, state["steps"])
         self._take_factors(state)
         self.debts = {}
-        for kind in ("residuals", "owner_residuals"):
+        self._late_updates = {name: values for name, values in owned.items() if name not in self.accounts}
+        for kind in ("residuals",) if "accumulators" in state else ("residuals", "owner_residuals"):
             for name, entry in state[kind].items():
                 if name not in self.accounts:
                     start, values = entry.get("start", 0), entry["values"]

@@ -13,7 +13,7 @@ from hvd_compress.engine.accumulators import refuse_accumulators
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import FORMAT, check_state
 
-__all__ = ["empty_state", "fitted_entries", "refuse_residuals"]
+__all__ = ["empty_state", "fitted_entries", "has_residuals", "refuse_residuals"]
 
 _RESIDUALS = ("residuals", "owner_residuals")
 
@@ -23,14 +23,25 @@ def empty_state() -> dict[str, Any]:
     return {"format": FORMAT, "size": 1, "rank": 0, "steps": 0, "residuals": {}, "owner_residuals": {}}
 
 
-def refuse_residuals(state: dict[str, Any]) -> None:
-    """Raise StateError if a state with residuals is loaded where nothing is exchanged."""
+def has_residuals(state: Any) -> bool:
+    """Tell whether a state owes anything.
+
+    Raises:
+        StateError: it is no compressor state.
+    """
     state = check_state(state)
+    return bool(state["residuals"] or state["owner_residuals"])
+
+
+def refuse_residuals(state: dict[str, Any]) -> None:
+    """Raise StateError if a state with residuals is loaded where nobody pays them."""
+    owes = has_residuals(state)
     refuse_accumulators(state)
-    if state["residuals"] or state["owner_residuals"]:
+    if owes:
         raise StateError(
-            "compressor state with residuals, but nothing is exchanged here (one rank): train with as many ranks "
-            "as before, or leave the state out, which drops what was still owed"
+            "compressor state with residuals, but nothing is exchanged here that would pay them (an elastic run "
+            "without compression): train with the compression as before, or leave the state out, which drops what was "
+            "still owed"
         )
 
 

@@ -24,8 +24,9 @@ from hvd_compress.engine import (
     average_share,
     description,
     exchanged,
+    has_residuals,
 )
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Account, Hosts, Pack, bucket_of
 from hvd_compress.fingerprint import Place
 from hvd_compress.mpi import start_root_messages
@@ -98,13 +99,15 @@ class GradientExchange(Ledger[GraphStages]):
         super().__init__(
             self._routing(tensors), ranks, position, tensors,
             self._bucket_maker(), self._named_groups(),
-            hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
+            pays_debts=not self.takes_part, hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
         )  # fmt: skip
         for source in sources:
             refuse_unfit(source.name, source.dtype, self.exchanges(source.name))
         self._horovods = horovod_compressor(settings.compression)
         self._dense = DenseWay(settings, sources, self._wire_names, self._horovods_of)
         self._turn = StepToken()
+        self._was_left_out = False
+        """Whether a graph was made in which gradients are only returned, since this rank exchanged nothing then."""
         self._compiled = tf.function(self._lay, autograph=False)
 
     @property
@@ -114,8 +117,8 @@ class GradientExchange(Ledger[GraphStages]):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether anything depends on the steps before; not where this rank exchanges nothing."""
-        return self.takes_part or self.accumulators is not None
+        """Whether anything depends on the steps before; not where this rank exchanges nothing, and owes nothing."""
+        return self.takes_part or self.owes or self.steps > 0
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, gradients: Sequence[Gradient], loss_scale: tf.Tensor | None = None) -> list[Gradient]:
@@ -133,6 +136,7 @@ class GradientExchange(Ledger[GraphStages]):
         if self._kinds is not None:
             self._kinds.begin(self._kinds_of(gradients))
         elif not self.keeps_state or all(g is None for g in gradients):
+            self._was_left_out = self._was_left_out or not tf.executing_eagerly()
             return list(gradients)
         if not tf.executing_eagerly():
             return self._lay(list(gradients), loss_scale)
@@ -143,6 +147,21 @@ class GradientExchange(Ledger[GraphStages]):
             if explained is None:
                 raise
             raise explained from error
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check a state completely, then take it over; see `Ledger`.
+
+        Raises:
+            StateError: not a state of this rank; or something is owed where one rank exchanges nothing, and has traced
+                a function in which there is no place for it.
+        """
+        if self._was_left_out and has_residuals(state):
+            raise StateError(
+                "compressor state with residuals, loaded after a tf.function was traced with this tape or optimizer on "
+                "one rank, which exchanges nothing: what is owed would never be added there. Load it before the first "
+                "step"
+            )
+        super().load_state_dict(state)
 
     def places(self) -> list[Place]:
         """The first collectives of a step in which all gradients are dense."""
@@ -188,12 +207,15 @@ class GradientExchange(Ledger[GraphStages]):
             turn = self._lay_beginning(gradients)
             if self._waits:
                 turn = after_others(turn)
-            if self.accumulators is not None:
+            if self.accumulators is not None or not self.takes_part:
                 turn = tf.numpy_function(self._forget, [turn], tf.int64, stateful=False)
-            if loss_scale is not None and self.owes:
+            if loss_scale is not None and (self.owes or not self.takes_part):
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
-        results = self._lay_dense(prepared, set(exchanged), turn)
-        finite = [all_finite(g) for g in results if g is not None] if self.owes else []
+        if self.takes_part:
+            results = self._lay_dense(prepared, set(exchanged), turn)
+        else:
+            results = [self._lay_alone(s.name, g, turn) for s, g in zip(self._sources, prepared, strict=True)]
+        finite = [all_finite(g) for g in results if g is not None] if self.owes or not self.takes_part else []
         if self.accumulators is not None:
             results, are_finite = self._lay_adagrad(results, turn)
             finite += are_finite
@@ -243,8 +265,23 @@ class GradientExchange(Ledger[GraphStages]):
             for i, (s, g) in enumerate(zip(self._sources, gradients, strict=True))
             if g is not None and s.name not in exchanged
         }
-        results = self._dense.lay(waiting) if self.takes_part else waiting
+        results = self._dense.lay(waiting)
         return [results.get(i) for i in range(len(gradients))]
+
+    def _lay_alone(self, name: str, gradient: Gradient, turn: tf.Tensor) -> Gradient:
+        """A gradient of a rank that exchanges nothing, with what is owed of it; a sparse one waits for a dense one."""
+        if not isinstance(gradient, tf.Tensor):
+            return gradient
+
+        def pay(turn: np.int64, values: np.ndarray[Any, Any]) -> Any:
+            due = self.due(name)
+            return values if due is None else (values + due.reshape(values.shape)).astype(values.dtype)
+
+        with tf.device("CPU:0"):
+            # `turn` is an input, so that the gradient cannot be a constant and this be run once
+            paid = tf.numpy_function(pay, [turn, gradient], gradient.dtype, stateful=False)
+        paid.set_shape(gradient.shape)
+        return paid
 
     def _lay_nothing(self, turn: tf.Tensor) -> tf.Tensor:
         """A collective in a step without any gradient, for ranks to meet who have one."""

@@ -19,6 +19,7 @@ from hvd_compress.engine import (
     NONE,
     NOT_COMPARED,
     Ledger,
+    LedgerAlone,
     Routing,
     average_share,
     description,
@@ -28,14 +29,13 @@ from hvd_compress.engine import (
     only_there,
 )
 from hvd_compress.errors import MismatchError
-from hvd_compress.exchange import Bucket
 from hvd_compress.fingerprint import Place
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import Meeting
 from hvd_compress.torch._collectives import allreduce_async, synchronize
 from hvd_compress.torch._gradients.beginning import checksum
 from hvd_compress.torch._gradients.bucket import collective_name
-from hvd_compress.torch._gradients.engine import Engine, precondition
+from hvd_compress.torch._gradients.engine import Engine, precondition, with_debt
 from hvd_compress.torch._gradients.staging import all_finite
 from hvd_compress.torch._gradients.steering import Steering, left_out
 from hvd_compress.torch._ranks import TorchRanks
@@ -65,8 +65,8 @@ class TorchExchange:
         self.takes_part = bool(process_set.included() and (process_set.size() > 1 or is_elastic()))
         self._horovods = horovod_compressor(compression)
         self._engine: Engine | None = None
-        self._alone: Ledger[Bucket] | None = None
-        """With AdaGrad, where this rank exchanges nothing."""
+        self._alone: LedgerAlone | None = None
+        """Where this rank exchanges nothing."""
         self._steering: Steering | None = None
         self._chooses = False
         self._compares = compares
@@ -77,11 +77,7 @@ class TorchExchange:
         adagrad = settings["adagrad"]
         if not self.takes_part:
             check_patterns(compression, self._names)
-            if adagrad is not None:
-                self._alone = Ledger(
-                    Routing(None), 1, 0, described(zip(self._names, tensors, strict=True)), Bucket,
-                    adagrad=adagrad,
-                )  # fmt: skip
+            self._alone = LedgerAlone(described(zip(self._names, tensors, strict=True)), adagrad)
             return
         compared_keys = (
             "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense", "adagrad",
@@ -114,7 +110,8 @@ class TorchExchange:
         """
         engine = self._engine
         if engine is None:
-            return list(gradients) if self._alone is None else self._preconditioned(self._alone, gradients, loss_scale)
+            alone = self._alone
+            return list(gradients) if alone is None or not alone.owes else self._updates(alone, gradients, loss_scale)
         if loss_scale is not None:
             engine.set_loss_scale(float(loss_scale))
         if self._steering is not None:
@@ -241,22 +238,20 @@ class TorchExchange:
     def _process_set(self) -> hvd.ProcessSet:
         return self._settings["process_set"]
 
-    def _preconditioned(
-        self, ledger: Ledger[Bucket], gradients: Sequence[torch.Tensor | None], loss_scale: Any
+    def _updates(
+        self, ledger: LedgerAlone, gradients: Sequence[torch.Tensor | None], loss_scale: Any
     ) -> list[torch.Tensor | None]:
-        """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
+        """Where nothing is exchanged, the gradients of this rank, with what it owes, are the combined ones."""
         if loss_scale is not None:
             ledger.set_loss_scale(float(loss_scale))
         with torch.no_grad():
-            updates = [None if gradient is None else gradient.clone() for gradient in gradients]
-            finite = [
-                precondition(ledger, name, update)
-                for name, update in zip(self._names, updates, strict=True)
-                if update is not None
-            ]
+            given = [(n, g) for n, g in zip(self._names, gradients, strict=True) if g is not None]
+            updates = {name: with_debt(ledger, name, gradient.clone()) for name, gradient in given}
+            finite = [all_finite(update) for update in updates.values()]
+            finite += [precondition(ledger, name, update) for name, update in updates.items()]
         ledger.settle(keep=all(finite))
         ledger.count_step()
-        return updates
+        return [updates.get(name) for name in self._names]
 
     def _start(self, engine: Engine, i: int, gradient: torch.Tensor) -> tuple[int, Any, Any] | None:
         """Start the exchange of a gradient, or Horovod's allreduce: its handle, context and Horovod's compressor."""
@@ -280,17 +275,19 @@ class TorchExchange:
     @property
     def keeps_state(self) -> bool:
         """Whether anything depends on the steps before; not where this rank exchanges nothing."""
-        return self.takes_part or self._alone is not None
+        return self.takes_part or (self._alone is not None and (self._alone.owes or self._alone.steps > 0))
 
     def inherit(self, other: TorchExchange) -> None:
         """Take over what another exchange of the same variables owes, and its counters."""
         if self._engine is not None and other._engine is not None:
             self._engine.inherit(other._engine)
+        if self._alone is not None and other._alone is not None:
+            self._alone.inherit(other._alone)
 
     def stats(self) -> dict[str, Any]:
         """The "total" and "tensors" of `compression_stats()`."""
         if self._engine is None:
-            return {"total": {}, "tensors": {}} if self._alone is None else self._alone.stats()
+            return {"total": {}, "tensors": {}} if self._alone is None or not self.keeps_state else self._alone.stats()
         with left_out(self._steering):
             return self._engine.stats() | ({} if self._steering is None else {"auto": self._steering.report()})
 

@@ -11,6 +11,8 @@ import torch
 
 from hvd_compress.feedback import redistribute
 from tests.parallel.launch import run
+from tests.parallel.workers.neutral import SHAPES, numbers
+from tests.parallel.workers.resize_chain import STEPS
 
 
 def owed(states: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -43,3 +45,45 @@ def test_from_four_ranks_to_two_to_three(tmp_path: Path) -> None:
         squares = [sum(np.sum(e["values"] ** 2.0) for e in state["residuals"].values()) for state in divided]
         for rank, norm in outcome.value("loaded_norm").items():
             assert norm == pytest.approx(squares[rank] ** 0.5, rel=1e-5)
+
+
+CHAIN = ((2, "gloo"), (3, "mpi"), (1, "gloo"), (4, "mpi"))
+"""Ranks, and what starts them."""
+
+
+def test_what_is_owed_comes_through_a_run_of_one_rank(tmp_path: Path) -> None:
+    """What was applied and what is still owed is what an uncompressed training would have added."""
+    former = 0
+    for link, (ranks, launcher) in enumerate(CHAIN):
+        outcome = run("resize_chain", ranks, launcher, str(tmp_path), str(former), str(link * STEPS))
+        outcome.check_ended_well()
+        former = ranks
+    for setting in ("average", "sum", "sum in buckets"):
+        averages = setting == "average"
+        for name, shape in SHAPES.items():
+            wanted, applied = np.zeros(shape), np.zeros(shape)
+            for link, (ranks, _) in enumerate(CHAIN):
+                steps = range(link * STEPS, (link + 1) * STEPS)
+                gradients = [numbers(name, rank, step, shape) for rank in range(ranks) for step in steps]
+                wanted += np.sum(gradients, axis=0, dtype=np.float64) / (ranks if averages else 1)
+                applied += saved_by(tmp_path, setting, ranks)[0]["applied"][name].numpy()
+            states = [of_rank["owed"] for of_rank in saved_by(tmp_path, setting, former)]
+            if name in states[0]["residuals"]:
+                late = owed(states, name).reshape(shape) / (former if averages else 1)
+                assert np.abs(late).max() > 0.1
+                applied += late
+            np.testing.assert_allclose(applied, wanted, atol=2e-4)
+        (alone,) = saved_by(tmp_path, setting, 1)
+        assert set(alone["loaded"]["residuals"]) == {"first.weight", "second.weight"}
+        assert alone["owed"]["residuals"] == {}
+    # updates that owners owe wait for owners
+    (alone,) = saved_by(tmp_path, "adagrad", 1)
+    assert alone["owed"]["residuals"] == {}
+    for name, entry in alone["loaded"]["owner_residuals"].items():
+        assert entry["values"].abs().max() > 0
+        np.testing.assert_array_equal(alone["owed"]["owner_residuals"][name]["values"], entry["values"])
+
+
+def saved_by(folder: Path, setting: str, ranks: int) -> list[dict[str, Any]]:
+    """What each rank of a link has saved."""
+    return [torch.load(folder / f"{setting}-{ranks}-{rank}.pt", weights_only=True) for rank in range(ranks)]

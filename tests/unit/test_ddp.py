@@ -57,8 +57,70 @@ def test_one_rank_exchanges_nothing() -> None:
     state = ddp.state_dict(wrapped)
     ddp.load_state_dict(wrapped, state)
     state["residuals"]["weight"] = {"shape": [1], "values": torch.ones(1)}
-    with pytest.raises(StateError, match="nothing is exchanged"):
+    with pytest.raises(StateError, match=r"'weight' has shape \(1,\), and the tensor has \(200, 300\)"):
         ddp.load_state_dict(wrapped, state)
+    assert ddp.state_dict(wrapped)["residuals"] == {}
+
+
+def owing(names_and_values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """A state for one rank."""
+    entries = {n: {"shape": list(v.shape), "values": v.reshape(-1).clone()} for n, v in names_and_values.items()}
+    return {"format": 1, "size": 1, "rank": 0, "steps": 3, "residuals": entries, "owner_residuals": {}}
+
+
+@pytest.mark.parametrize("way", ["found unused", "all used"])
+def test_what_one_rank_owes_goes_with_its_next_gradients(way: str) -> None:
+    net = torch.nn.ModuleDict({"used": torch.nn.Linear(30, 20), "late": torch.nn.Linear(30, 20)})
+    net.forward = lambda x, late: net["used"](x).sum() + (net["late"](x).sum() if late else 0.0)  # type: ignore[method-assign,assignment]
+    wrapped = DistributedDataParallel(net, find_unused_parameters=way == "found unused")
+    ddp.register_comm_hook(wrapped, OneBit())
+    owed = {"used.weight": torch.randn(20, 30), "late.weight": torch.randn(20, 30)}
+    state = owing(owed)
+    ddp.load_state_dict(wrapped, state)
+    norm = torch.cat([v.reshape(-1) for v in owed.values()]).norm()
+    assert ddp.stats(wrapped)["total"]["residual_norm"] == pytest.approx(float(norm), rel=1e-6)
+    x = torch.randn(4, 30)
+
+    def gradients(scale: float, late: bool) -> dict[str, torch.Tensor]:
+        wrapped.zero_grad()
+        (wrapped(x, late) * scale).backward()
+        return {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+
+    # a step that is not finite takes nothing away
+    gradients(float("inf"), True)
+    assert torch.equal(ddp.state_dict(wrapped)["residuals"]["used.weight"]["values"], owed["used.weight"].reshape(-1))
+    if way == "found unused":
+        first = gradients(1.0, False)
+        assert "late.weight" not in first
+        assert list(ddp.state_dict(wrapped)["residuals"]) == ["late.weight"]
+        second = gradients(1.0, True)
+    else:
+        first = second = gradients(1.0, True)
+    plain = x.sum(0).expand(20, 30)
+    torch.testing.assert_close(first["used.weight"], plain + owed["used.weight"])
+    torch.testing.assert_close(second["late.weight"], plain + owed["late.weight"])
+    assert ddp.state_dict(wrapped)["residuals"] == {}
+    third = gradients(1.0, True)
+    torch.testing.assert_close(third["late.weight"], plain)
+
+
+def test_what_one_replica_of_shards_owes_goes_with_its_next_gradients() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharded: Any = fully_shard(torch.nn.Linear(30, 20), mesh=init_device_mesh("cpu", (1,)))
+    if not hasattr(sharded, "set_all_reduce_hook"):
+        pytest.skip("this torch has no hooks of FSDP2")
+    ddp.fsdp_all_reduce_hook(sharded, dist.group.WORLD, OneBit())
+    owed = torch.randn(20, 30)
+    ddp.load_state_dict(sharded, owing({"weight": owed}))
+    x = torch.randn(4, 30)
+    plain = x.sum(0).expand(20, 30)
+    for expected in (plain + owed, plain):
+        sharded.zero_grad()
+        sharded(x).sum().backward()
+        torch.testing.assert_close(sharded.weight.grad.to_local(), expected)
+    assert ddp.state_dict(sharded)["steps"] == 5
 
 
 @pytest.mark.parametrize(

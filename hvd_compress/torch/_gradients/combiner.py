@@ -16,15 +16,16 @@ from typing import Any, NoReturn
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress._torch.device import described
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Ledger, Lost
-from hvd_compress.errors import GradientError, MismatchError, UnsupportedError
-from hvd_compress.torch._gradients.engine import Engine, precondition
+from hvd_compress.engine import LedgerAlone, Lost
+from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
+from hvd_compress.torch._gradients.engine import Engine, precondition, with_debt
 from hvd_compress.torch._gradients.handed import Handed
 from hvd_compress.torch._gradients.members import Members
 from hvd_compress.torch._gradients.owners import in_use, refuse_retired
 from hvd_compress.torch._gradients.sending import Sender
-from hvd_compress.torch._gradients.staging import version_of
+from hvd_compress.torch._gradients.staging import all_finite, version_of
 from hvd_compress.torch._gradients.waits import Wait, run_together
 from hvd_compress.torch._gradients.wrapping import Wrapping
 from hvd_compress.waiting import add_note, open_waits
@@ -54,8 +55,8 @@ class Combiner:
         self.wrapping = wrapping
         self.members = Members(names, partial(_on_gradient, weakref.ref(self)), wrapping.groups)
         self.sender = Sender(wrapping, self.members, horovods)
-        self.alone: Ledger[Any] | None = None
-        """With AdaGrad, where this rank exchanges nothing."""
+        self.alone: LedgerAlone | None = None
+        """Where this rank exchanges nothing, with AdaGrad, or after a state was loaded that owed something."""
         self.is_hooked = False
         """Whether backward passes tell of their gradients."""
         self.is_open = False
@@ -91,6 +92,27 @@ class Combiner:
         """Let backward passes tell of their gradients."""
         self.members.take(self.param_groups)
         self.is_hooked = True
+
+    def be_alone(self, state: Any = None) -> None:
+        """Where this rank exchanges nothing, keep AdaGrad's accumulators, and what a state owes.
+
+        Raises:
+            StateError: not a state for one rank, or of other tensors; nothing has changed then.
+        """
+        was_hooked, members = self.is_hooked, self.members
+        if not was_hooked:
+            self.hook()
+        tensors, resting = described(members.by_name.items()), described(members.resting.items())
+        ledger = LedgerAlone(tensors, self.wrapping.adagrad, resting)
+        try:
+            if state is not None:
+                ledger.load_state_dict(state)
+        except StateError:
+            if not was_hooked:
+                members.release()
+                self.is_hooked = False
+            raise
+        self.alone = ledger
 
     @property
     def awaits_sync(self) -> bool:
@@ -305,7 +327,7 @@ class Combiner:
         open_waits[self] = since, self._waited_for
         try:
             if self.alone is not None:
-                self._precondition_alone(self.alone)
+                self._combine_alone(self.alone)
                 self._note_combined()
             else:
                 yield from self._combining_ranks()
@@ -389,17 +411,24 @@ class Combiner:
             stacklevel=2,
         )
 
-    def _precondition_alone(self, ledger: Ledger[Any]) -> None:
-        """AdaGrad where nothing is exchanged: the gradients of this rank are the combined ones."""
+    def _combine_alone(self, ledger: LedgerAlone) -> None:
+        """Where nothing is exchanged, the gradients of this rank, with what it owes, are the combined ones."""
         finite = True
         for name, p in self.members.by_name.items():
+            if p.grad is None and name in ledger.debts:
+                p.grad = torch.zeros_like(p)
             if p.grad is None:
                 continue
-            self.sender.check_dense(name, p.grad)
+            if self.wrapping.adagrad is not None:
+                self.sender.check_dense(name, p.grad)
+            elif name not in ledger.debts:
+                continue
+            p.grad = with_debt(ledger, name, p.grad)
             dense = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            finite = all_finite(dense) and finite
             finite = precondition(ledger, name, dense) and finite
             if p.grad.is_sparse:
-                p.grad = dense.to_sparse()
+                p.grad = dense.to_sparse(p.grad.sparse_dim())
         ledger.settle(keep=finite)
         ledger.count_step()
 

@@ -19,7 +19,7 @@ from hvd_compress.torch._gradients.staging import overlapping
 from hvd_compress.torch._gradients.waits import Wait
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Engine", "precondition"]
+__all__ = ["Engine", "precondition", "with_debt"]
 
 Array = npt.NDArray[Any]
 
@@ -34,6 +34,21 @@ def precondition(ledger: Ledger[Any], name: str, combined: torch.Tensor) -> bool
     if staged.data_ptr() != combined.data_ptr():
         combined.data.copy_(staged)
     return finite
+
+
+def with_debt(ledger: Ledger[Any], name: str, gradient: torch.Tensor, keep: bool = False) -> torch.Tensor:
+    """Add what is owed to a gradient that travels uncompressed: in place, unless it is sparse or `keep` is set."""
+    due = ledger.due(name)
+    if due is None:
+        return gradient
+    owed = torch.from_numpy(due).view(gradient.shape).to(device=gradient.device, dtype=gradient.dtype)
+    if gradient.is_sparse:
+        return (gradient.to_dense() + owed).to_sparse(gradient.sparse_dim())
+    if keep:
+        return gradient + owed
+    # through `data`, so that it does not count as a write of the user's
+    gradient.data.add_(owed)
+    return gradient
 
 
 class Engine(Ledger[Shipment]):
@@ -86,7 +101,6 @@ class Engine(Ledger[Shipment]):
         )  # fmt: skip
         self.scale = scale
         self._kernel_thread = KernelThread(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
-        self._paid: set[str] = set()
 
     def waiting(self) -> dict[str, Shipment]:
         """Return the bucket of each tensor whose gradient `Shipment.put_off` takes."""
@@ -151,31 +165,11 @@ class Engine(Ledger[Shipment]):
 
     def with_debt(self, name: str, gradient: torch.Tensor, keep: bool = False) -> torch.Tensor:
         """Add what is owed to a gradient that travels uncompressed: in place, unless it is sparse or `keep` is set."""
-        if name not in self.debts:
-            return gradient
-        self._paid.add(name)
-        owed = torch.from_numpy(self.debts[name]).view(gradient.shape)
-        owed = owed.to(device=gradient.device, dtype=gradient.dtype)
-        if gradient.is_sparse:
-            return (gradient.to_dense() + owed).to_sparse(gradient.sparse_dim())
-        if keep:
-            return gradient + owed
-        # through `data`, so that it does not count as a write of the user's
-        gradient.data.add_(owed)
-        return gradient
-
-    def settle(self, keep: bool) -> None:
-        """The step has ended: debts that travelled are forgotten if its gradients were finite."""
-        super().settle(keep)
-        for name in self._paid:
-            if keep:
-                del self.debts[name]
-        self._paid = set()
+        return with_debt(self, name, gradient, keep)
 
     def abandon(self) -> None:
         """Wait for what is in flight and forget it; residuals and debts stay as before the step."""
         self._kernel_thread.forget()
-        self._paid = set()
         super().abandon()
 
     def rest(self) -> None:

@@ -9,13 +9,10 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress._torch.device import described
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
-    Ledger,
-    Routing,
     average_share,
     check_settings,
     exchange_of,
@@ -24,7 +21,7 @@ from hvd_compress.engine import (
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import AdaGrad, Bucket, Exchange
+from hvd_compress.exchange import AdaGrad, Exchange
 from hvd_compress.policy import check_patterns
 from hvd_compress.torch._carried import refuse_other_types
 from hvd_compress.torch._gradients.combiner import Combiner
@@ -84,7 +81,8 @@ def DistributedOptimizer(
     """Wrap an optimizer so that `step()` works with the combined gradients of all ranks, exchanged compressed.
 
     Arguments up to `process_set` are those of `horovod.torch.DistributedOptimizer`. The ranks compare their settings
-    here, so all ranks of the process set must call it. With one rank nothing is exchanged or compressed.
+    here, so all ranks of the process set must call it. With one rank nothing is exchanged or compressed; what a loaded
+    state owes goes with the next gradients.
 
     Args:
         optimizer: to wrap.
@@ -170,9 +168,7 @@ def DistributedOptimizer(
         wrapping.equip(combiner.sender)
         combiner.sender.begin_way()
     elif adagrad is not None and not wrapping.is_carried:
-        combiner.alone = Ledger(
-            Routing(None), 1, 0, described(combiner.members.by_name.items()), Bucket, adagrad=adagrad
-        )
+        combiner.be_alone()
     taken = [p for group in wrapped.param_groups for p in group["params"] if p.requires_grad]
     take_over(wrapped, taken, "DistributedOptimizer", optimizer)
     return wrapped

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 from hvd_compress._torch.scaling import told_by_scaler
 from hvd_compress._torch.states import with_tensors
-from hvd_compress.engine import empty_state, refuse_residuals
+from hvd_compress.elastic import is_elastic
+from hvd_compress.engine import empty_state, has_residuals, refuse_residuals
 from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
 from hvd_compress.torch._gradients.combiner import Combiner
@@ -144,7 +145,9 @@ class Overrides:
         lost = self._combiner.lost
         dropped = {} if lost is None else {"lost_ranks": lost.ranks, "lost_norm": lost.norm}
         if sender.engine is None:
-            return {"compressor": compressor, "total": Counters().report(0.0), "tensors": {}, **dropped}
+            alone = self._combiner.alone
+            counted = {"total": Counters().report(0.0), "tensors": {}} if alone is None else alone.stats()
+            return {"compressor": compressor, **counted, **dropped}
         chosen = {} if sender.steering is None else {"auto": sender.steering.report()}
         with left_out(sender.steering):
             sender.count_plain()
@@ -168,7 +171,8 @@ class Overrides:
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the residuals that `compression_state_dict` returned on this rank.
 
-        With AdaGrad all ranks load a state before the same step, which that step compares.
+        With AdaGrad all ranks load a state before the same step, which that step compares. One rank exchanges nothing:
+        what is owed goes with its next gradients. What is owed as an update of AdaGrad waits for more ranks.
 
         Raises:
             StateError: not such a state, of another rank or number of ranks, or of other tensors; or gradients are
@@ -189,8 +193,10 @@ class Overrides:
             sender.begin_plain()
         elif alone is not None:
             alone.load_state_dict(state)
-        else:
+        elif is_elastic() or not has_residuals(state):
             refuse_residuals(state)
+        else:
+            self._combiner.be_alone(state)
 
     def set_loss_scale(self, loss_scale: float) -> None:
         """Tell the residuals the scale of the losses to come, `scaler.get_scale()`, before each backward pass.
