@@ -48,6 +48,10 @@ AnyBucket = TypeVar("AnyBucket", bound=_Bucket)
 MakeBucket = Callable[[dict[str, Account], Pack | None], AnyBucket]
 
 
+def _handled_in(tensor: Tensor) -> npt.DTypeLike:
+    return np.float64 if tensor.dtype == "float64" else np.float32
+
+
 class Ledger(Generic[AnyBucket]):
     """Holds the buckets of the tensors that are exchanged and the counters of the others.
 
@@ -114,12 +118,13 @@ class Ledger(Generic[AnyBucket]):
         by_name = {tensor.name: tensor for tensor in tensors}
         self._shapes = {tensor.name: tensor.shape for tensor in by_name.values()}
         # gradients are handled in these types, and residuals have them too
-        self._dtypes = {t.name: np.float64 if t.dtype == "float64" else np.float32 for t in by_name.values()}
+        self._dtypes = {tensor.name: _handled_in(tensor) for tensor in by_name.values()}
         self.accumulators = (
             None if adagrad is None else Accumulators(adagrad, scale, self._shapes, self.accounts, self.packs)
         )
         for tensor in resting:
             self._shapes[tensor.name] = tensor.shape
+            self._dtypes[tensor.name] = _handled_in(tensor)
             self._resting[tensor.name] = Counters()
         if ranks > 1:
             # asked for its checks, whether a tensor goes there or not

@@ -245,6 +245,15 @@ def test_residuals_whose_sum_is_not_finite_are_refused() -> None:
         redistribute([state, {**state, "rank": 1}], 1)
 
 
+def test_what_is_owed_of_a_tensor_at_rest_is_taken() -> None:
+    tensors, resting = [EngineTensor("w", (100, 100))], [EngineTensor("v", (3,), "float64", 8)]
+    ledger = Ledger(test_ledger.routing(OneBit()), 2, 0, tensors, Bucket, resting=resting)
+    owed = {"v": {"shape": [3], "values": np.ones(3)}}
+    state = {"format": 1, "size": 2, "rank": 0, "steps": 1, "owner_residuals": {}, "residuals": owed}
+    ledger.load_state_dict(state)
+    assert same(ledger.state_dict()["residuals"], owed)
+
+
 # -- counters ------------------------------------------------------------------------------------------------------
 
 
