@@ -13,113 +13,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from hvd_compress import OneBit, SlopeThreshold, TopK
-from hvd_compress.async_server.gradient_encoder import GradientEncoder
-from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, OuterSGD
+import hvd_compress.torch as hvd
 from hvd_compress.errors import StateError
-from hvd_compress.feedback import check_state, read_state, redistribute, write_state
-from hvd_compress.gossip import GossipLoopback
-from hvd_compress.gossip.averager import Averager
-from hvd_compress.tensors import ParameterSpec
+from hvd_compress.feedback import read_state, write_state
+from tests.faults.state_targets import Hook, Target, every_target
 from tests.hostile import WRONG, same, wrong_arrays
-from tests.unit import test_diloco
 from tests.unit.test_feedback import states
-from tests.unit.test_hostile_states import ledger_of
-
-
-class Target(NamedTuple):
-    """Something that loads states.
-
-    Args:
-        good: a state that it takes.
-        load: takes a state, or raises StateError.
-        kept: what it has of it.
-    """
-
-    good: Any
-    load: Callable[[Any], Any]
-    kept: Callable[[], Any]
-
-
-# -- what loads ------------------------------------------------------------------------------------------------------
-
-
-def _ledgers() -> Iterator[tuple[str, Target]]:
-    for kind in ("residuals", "debts", "adagrad"):
-        ledger = ledger_of(kind)
-        yield f"DistributedOptimizer, {kind}", Target(ledger.state_dict(), ledger.load_state_dict, ledger.state_dict)
-
-
-def _eventgrad() -> Target:
-    tensors = [ParameterSpec("w", (40, 30)), ParameterSpec("v", (3, 5), "float64")]
-    group = GossipLoopback(tensors, 3, SlopeThreshold(horizon=1.0), compression=TopK(0.05))
-    arrays = [[np.full(t.numel, rank + 1.0, t.dtype) for t in tensors] for rank in range(3)]
-    for _ in range(4):
-        group.step(arrays)
-    averager = Averager(group.nodes[1], None)
-    return Target(averager.state_dict(), lambda s: averager.load(averager.check(s)), averager.state_dict)
-
-
-def _diloco() -> Target:
-    from tests.threads import World
-
-    found: list[Target] = []
-
-    def program(groups: Any) -> None:
-        member = DiLoCoMember(test_diloco.TENSORS, DiLoCoSettings(3), groups, OuterSGD())
-        arrays = test_diloco.start_of(test_diloco.TENSORS)
-        test_diloco.train(member, test_diloco.TENSORS, arrays, 0, 4)
-        if groups.rank == 0:
-            found.append(Target(member.state_dict(), member.load_state_dict, member.state_dict))
-
-    World().run(test_diloco.NODES["alone"], program)
-    return found[0]
-
-
-def _async_worker() -> Target:
-    tensors = [ParameterSpec("w", (40, 30)), ParameterSpec("v", (50, 20))]
-    encoder = GradientEncoder(tensors, [OneBit(), TopK(0.05)], 1)
-    entries = {t.name: {"shape": list(t.shape), "values": np.ones(t.numel, np.float32)} for t in tensors}
-    good = {**states(1)[0], "owner_residuals": {}, "residuals": entries}
-    return Target(good, lambda s: encoder.load_state_dict(check_state(s)["residuals"]), encoder.state_dict)
-
-
-def _redistribute() -> Target:
-    def load(of_all: Any) -> None:
-        if not isinstance(of_all, list):
-            raise StateError("not a list")
-        for state in redistribute(of_all, 3):
-            check_state(state)
-
-    return Target(states(2), load, dict)
-
-
-class _Hook(ExitStack):
-    """A hook of DDP on one rank."""
-
-    def target(self) -> Target:
-        """The states of the hook."""
-        import torch
-        import torch.distributed as dist
-
-        from hvd_compress import ddp
-
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        self.callback(dist.destroy_process_group)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(40, 30))
-        ddp.register_comm_hook(model, OneBit(), min_numel=0)
-        model(torch.ones(2, 40)).sum().backward()
-        plain = lambda: json.loads(json.dumps(ddp.state_dict(model), default=lambda x: x.tolist()))  # noqa: E731
-        return Target(ddp.state_dict(model), lambda s: ddp.load_state_dict(model, s), plain)
-
 
 # -- what is wrong ---------------------------------------------------------------------------------------------------
 
@@ -217,11 +121,8 @@ def tried(count: int, seed: int, minutes: float) -> dict[str, Counter[str]]:
     """Try so many damaged states, or for so long, the kinds in turns; returns how each ended, by kind."""
     deadline = time.monotonic() + 60 * minutes
     found: dict[str, Counter[str]] = {}
-    with _Hook() as hook, tempfile.TemporaryDirectory() as folder:
-        targets = {
-            **dict(_ledgers()), "EventGraD": _eventgrad(), "DiLoCo": _diloco(), "asynchronous worker": _async_worker(),
-            "redistribute": _redistribute(), "DDP hook": hook.target(),
-        }  # fmt: skip
+    with Hook() as hook, tempfile.TemporaryDirectory() as folder:
+        targets = every_target(hook)
         foreign = [target.good for target in targets.values()]
         path = Path(folder) / "state.npz"
         write_state(path, states(2)[0])
@@ -250,6 +151,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="end after this time; the record says how many")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/states.json"))
     options = parser.parse_args()
+    hvd.init()
     begin = time.monotonic()
     found = tried(options.count, options.seed, options.minutes)
     seconds = time.monotonic() - begin
