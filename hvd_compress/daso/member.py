@@ -230,12 +230,24 @@ class DasoMember:
             raise StateError(
                 "this DASO state says that something is under way, and not what: it is damaged. Load an earlier one"
             )
-        epochs = [
-            dict(saved.record("an epoch of a DASO state", told))
-            for told in saved.sequence("epochs of a DASO state", given["epochs"])
-        ]
+        epochs = [_checked_epoch(told) for told in saved.sequence("epochs of a DASO state", given["epochs"])]
         self._meeting.settle()
         for sync, of_sync in zip(self._syncs, checked, strict=True):
             sync.load(of_sync)
         self.clock.load(clock)
         self._epochs = epochs
+
+
+def _checked_epoch(told: Any) -> dict[str, Any]:
+    what = "an epoch of a DASO state"
+    numbers = ("epoch", "global_skips", "batches_to_wait")
+    given = saved.record(what, told, [*numbers, "phase", "loss"])
+    loss = given["loss"]
+    if loss is not None and not isinstance(loss, float):
+        raise StateError(f"loss of {what} is of type {type(loss).__name__}: must be a float or None")
+    return {
+        **{key: saved.integer(f"{key} of {what}", given[key]) for key in numbers},
+        "phase": saved.text(f"phase of {what}", given["phase"]),
+        # as the user told it, be it finite or not
+        "loss": loss,
+    }

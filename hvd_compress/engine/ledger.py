@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress import saved
 from hvd_compress.compressors import Compressor, PowerSGD
 from hvd_compress.engine.accumulators import Accumulators, refuse_accumulators
 from hvd_compress.engine.routing import Routing, Tensor
@@ -381,16 +382,23 @@ class Ledger(Generic[AnyBucket]):
             return {}
         return {"factors": {n: {"shape": list(q.shape), "values": q.reshape(-1).copy()} for n, q in kept.items()}}
 
-    def _take_factors(self, state: dict[str, Any]) -> None:
-        """Begin with the factors of a state; a tensor without, or of another rank than now, begins anew."""
-        for name, account in self.accounts.items():
-            entry = state.get("factors", {}).get(name)
-            account.factor = None
-            compressor = account.plan.chunk_compressors[0] if account.plan.chunk_compressors else None
-            if entry is not None and isinstance(compressor, PowerSGD):
-                _, columns, rank = compressor.matrix_of(account.plan.shape)
-                if entry["shape"] == [rank, columns]:
-                    account.factor = entry["values"].astype(np.float32).reshape(rank, columns)
+    def _checked_factors(self, state: dict[str, Any]) -> dict[str, Array]:
+        """The factors of a state that serve here; a tensor without, or of another rank than now, begins anew.
+
+        Raises:
+            StateError: values are too large for float32.
+        """
+        found = {}
+        for name, entry in state.get("factors", {}).items():
+            account = self.accounts.get(name)
+            chunks = [] if account is None else account.plan.chunk_compressors
+            if account is None or not chunks or not isinstance(chunks[0], PowerSGD):
+                continue
+            _, columns, rank = chunks[0].matrix_of(account.plan.shape)
+            if entry["shape"] == [rank, columns]:
+                values = saved.floats(f"factor of {name!r}", entry["values"], dtype=np.float32)
+                found[name] = values.reshape(rank, columns).copy()
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check a state completely, then take it over.
@@ -425,6 +433,7 @@ class Ledger(Generic[AnyBucket]):
         if self.accumulators is not None and "accumulators" in state:
             accumulated = self.accumulators.needed(state, "accumulators")
             owned = self.accumulators.needed(state, "owner_residuals")
+        factors = self._checked_factors(state)
         self.abandon()
         for name, account in self.accounts.items():
             own, owed = state["residuals"].get(name), state["owner_residuals"].get(name)
@@ -437,7 +446,7 @@ class Ledger(Generic[AnyBucket]):
             elif owed is not None:
                 account.take_owed(owed["start"], owed["values"].copy())
             account.step = state.get("transfer_steps", {}).get(name, state["steps"])
-        self._take_factors(state)
+            account.factor = factors.get(name)
         self.debts = {}
         self._late_updates = {name: values for name, values in owned.items() if name not in self.accounts}
         for kind in ("residuals",) if "accumulators" in state else ("residuals", "owner_residuals"):

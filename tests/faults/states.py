@@ -66,14 +66,19 @@ def _bits_flipped(array: np.ndarray, draw: random.Random) -> np.ndarray:
     return np.frombuffer(bytes(data), array.dtype).reshape(array.shape).copy()
 
 
-def finite(state: Any) -> bool:
-    """Whether no value of a state is infinite or NaN, but for those of EventGraD that may be.
+_MAY_BE_ANYTHING = {"sent_at": {"norms", "thresholds"}, "needs_whole": {"own"}, "batches_to_wait": {"loss"}}
+"""Keys whose values may be anything, by a key that is beside them."""
 
-    The norm of what was sent last, where that was not finite, makes the tensor go again; thresholds may grow without
-    bound; and a copy of this rank's own is replaced when receivers are to get the tensor whole.
+
+def finite(state: Any) -> bool:
+    """Whether no value of a state is infinite or NaN, but for those that may be.
+
+    Of EventGraD: the norm of what was sent last, where that was not finite, makes the tensor go again; thresholds may
+    grow without bound; and a copy of this rank's own is replaced when receivers are to get the tensor whole. Of DASO:
+    the loss of an epoch is what the user has told.
     """
     if isinstance(state, dict):
-        skipped = {"norms", "thresholds"} if "sent_at" in state else {"own"} if "needs_whole" in state else set()
+        skipped = next((keys for key, keys in _MAY_BE_ANYTHING.items() if key in state), set())
         return all(finite(value) for key, value in state.items() if key not in skipped)
     if isinstance(state, list):
         return all(map(finite, state))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import ConstantThreshold, OneBit, SlopeThreshold, TopK
+from hvd_compress import ConstantThreshold, OneBit, PowerSGD, SlopeThreshold, TopK
 from hvd_compress.async_server.gradient_encoder import GradientEncoder
 from hvd_compress.daso import DasoMember
 from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, OuterSGD
@@ -25,7 +25,7 @@ from hvd_compress.gossip.averager import Averager
 from hvd_compress.tensors import ParameterSpec
 from tests.hostile import damaged, same
 from tests.threads import World
-from tests.unit import test_accumulators, test_daso, test_diloco, test_ledger
+from tests.unit import test_accumulators, test_daso, test_diloco, test_ledger, test_powersgd
 from tests.unit.test_feedback import states
 
 torch = pytest.importorskip("torch")
@@ -106,6 +106,33 @@ def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
         return groups.rank
 
     assert World().run(test_daso.NODES["2x2"], program) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("loss", [np.full(3, np.nan), "low", [1.0], True])
+def test_a_loss_in_a_daso_state_is_a_number(loss: Any) -> None:
+    def program(groups: Any) -> None:
+        member = DasoMember(test_daso.TENSORS, test_daso.settings(), groups)
+        member.end_epoch(test_daso.start_of(test_daso.TENSORS), float("nan"))
+        state = member.state_dict()
+        member.load_state_dict(state)
+        state["epochs"][0]["loss"] = loss
+        with pytest.raises(StateError, match="loss of an epoch"):
+            member.load_state_dict(state)
+        assert np.isnan(member.stats()["epochs"][0]["loss"])
+
+    World().run(test_daso.NODES["alone"], program)
+
+
+def test_a_factor_too_large_for_its_type_is_refused() -> None:
+    ledger = test_powersgd.ledgers(2, PowerSGD(2))[0]
+    state = ledger.state_dict()
+    shape = [2, 50]
+    state["factors"] = {"a": {"shape": shape, "values": np.full(100, 1e300)}}
+    with pytest.raises(StateError, match=r"factor of 'a' .* not finite in float32"):
+        ledger.load_state_dict(state)
+    state["factors"]["a"]["values"] = np.ones(100)
+    ledger.load_state_dict(state)
+    assert ledger.accounts["a"].factor.tolist() == np.ones(shape).tolist()
 
 
 def on_arrays(state: Any) -> Any:
