@@ -57,5 +57,5 @@ def test_corners_and_adagrad(flavour: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_adagrad_on_one_rank(flavour: str) -> None:
-    check_all("keras_adagrad", 1, "gloo", flavour)
+def test_one_rank(flavour: str) -> None:
+    check_all("keras_adagrad+keras_alone", 1, "gloo", flavour)
