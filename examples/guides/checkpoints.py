@@ -34,9 +34,9 @@ def resume(folder: Path, model: torch.nn.Module, opt: Any) -> int:
     opt.load_state_dict(shared["optimizer"])
     if shared["size"] == hvd.size():
         opt.load_compression_state_dict(torch.load(folder / f"owed-{hvd.rank()}.pt"))
-    else:  # another number of ranks: their sum is kept
+    else:  # another number of ranks, whose gradients are averaged
         states = [torch.load(folder / f"owed-{rank}.pt") for rank in range(shared["size"])]
-        opt.load_compression_state_dict(redistribute(states, hvd.size())[hvd.rank()])
+        opt.load_compression_state_dict(redistribute(states, hvd.size(), average=True)[hvd.rank()])
     return int(shared["epoch"]) + 1
 
 

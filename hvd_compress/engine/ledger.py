@@ -412,7 +412,8 @@ class Ledger(Generic[AnyBucket]):
         if state["size"] != self._ranks:
             raise StateError(
                 f"this compressor state is of {state['size']} ranks, and there are {self._ranks} now: collect the "
-                f"states of all ranks, and divide them with hvd_compress.feedback.redistribute(states, {self._ranks})"
+                f"states of all ranks, and divide them with hvd_compress.feedback.redistribute(states, {self._ranks}), "
+                "with average=True where gradients are averaged"
             )
         if state["rank"] != self._position and (self.is_used or self._pays_debts):
             raise StateError(

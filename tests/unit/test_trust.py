@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +172,57 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert path.read_bytes() == before
         assert [file.name for file in tmp_path.iterdir()] == ["state.npz"]
+
+
+_ON_A_FULL_FILESYSTEM = """
+import sys
+from pathlib import Path
+import numpy as np
+from hvd_compress.feedback import read_state, write_state
+from tests.unit.test_feedback import states
+
+folder, state = Path(sys.argv[1]), states(1)[0]
+path, filler = folder / "state.npz", folder / "filler"
+write_state(path, state)
+before = path.read_bytes()
+larger = {**state, "residuals": {"w": {"shape": [20000], "values": np.ones(20000, np.float32)}}}
+for free in (0, 4096, 20480, 77824):
+    filler.write_bytes(bytes(4096))
+    with filler.open("ab", 0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+        file.truncate(file.tell() - free)
+    try:
+        write_state(path, larger)
+    except OSError as error:
+        print(error.strerror)
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in folder.iterdir()) == ["filler", "state.npz"]
+filler.unlink()
+write_state(path, larger)
+assert read_state(path)["residuals"]["w"]["values"].size == 20000
+"""
+
+
+def test_a_full_filesystem_leaves_the_old_file(tmp_path: Path) -> None:
+    """A small one in memory, in a namespace of this user's, where the system lets users have one."""
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    small = 'mount -t tmpfs -o size=256k tmpfs "$1"'
+    can_mount = (
+        shutil.which("unshare")
+        and not subprocess.run([*mount, small, "sh", tmp_path], capture_output=True, check=False).returncode
+    )
+    if not can_mount:
+        pytest.skip("this user may not mount a filesystem of its own; the limit on the size of files stands for it")
+    told = subprocess.run(
+        [*mount, f'{small} && exec "$2" -c "$3" "$1"', "sh", tmp_path, sys.executable, _ON_A_FULL_FILESYSTEM],
+        capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines() == ["No space left on device"] * 4
 
 
 # -- states of an optimizer ------------------------------------------------------------------------------------------
