@@ -104,7 +104,7 @@ class Ledger(Generic[AnyBucket]):
         self._paid: set[str] = set()
         """Those whose debts travel in this step."""
         self._late_updates: dict[str, Array] = {}
-        """With AdaGrad, what owners owe of tensors that go dense now: updates, which wait for owners."""
+        """With AdaGrad, what owners owe of tensors that go dense now: updates, of no scale, which wait for owners."""
         self._before: dict[str, Counters] = {}
         self._resting: dict[str, Counters] = {}
         """The counters of the tensors that take no gradients now."""
@@ -263,7 +263,7 @@ class Ledger(Generic[AnyBucket]):
         if factor != 1.0:
             for account in self.accounts.values():
                 account.rescale(factor)
-            for debt in (*self.debts.values(), *self._late_updates.values()):
+            for debt in self.debts.values():
                 debt *= factor
         if self.accumulators is not None:
             self.accumulators.set_loss_scale(loss_scale)

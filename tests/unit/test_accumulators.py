@@ -12,7 +12,7 @@ import pytest
 
 from hvd_compress import AdaGrad, Auto, OneBit, TopK
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import Ledger, Routing, Tensor, exchange_of, refuse_residuals
+from hvd_compress.engine import Ledger, LedgerAlone, Routing, Tensor, exchange_of, refuse_residuals
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Bucket, Plan, TwoPhase
 from hvd_compress.feedback import check_state, read_state, redistribute, write_state
@@ -248,6 +248,34 @@ def test_a_loss_scale_is_of_gradients_not_of_what_owners_owe() -> None:
         np.testing.assert_array_equal(after["residuals"][name]["values"], 8 * before["residuals"][name]["values"])
     for kind in ("owner_residuals", "accumulators"):
         np.testing.assert_equal(after[kind], before[kind])
+
+
+def test_updates_that_owners_owe_come_through_one_rank() -> None:
+    of_all = ledgers(2, 0, OneBit())
+    train(of_all, 0)
+    (divided,) = redistribute(states(of_all), 1)
+    tensors = [Tensor(n, s, *(("float64", 8) if n in DENSE else ())) for n, s in SHAPES.items()]
+    alone = LedgerAlone(tensors, ADAGRAD)
+    alone.load_state_dict(divided)
+    alone.set_loss_scale(8.0)
+    for name in ("w", "v"):
+        np.testing.assert_array_equal(alone.due(name), 8 * divided["residuals"][name]["values"])
+    alone.settle(keep=False)
+    assert alone.debts.keys() == {"w", "v"}
+    assert [alone.due(name) is None for name in SHAPES] == [False, True, False, True, True]
+    alone.settle(keep=True)
+    state = alone.state_dict()
+    assert state["residuals"] == {}
+    # no owner is here
+    np.testing.assert_equal(state["owner_residuals"], divided["owner_residuals"])
+    np.testing.assert_equal(state["accumulators"], divided["accumulators"])
+    again = ledgers(3, 0, OneBit())
+    for ledger, of_rank in zip(again, redistribute([state], 3), strict=True):
+        ledger.load_state_dict(of_rank)
+    for name in ("w", "v"):
+        parts = [ledger.accounts[name].owner_residual for ledger in again]
+        whole = np.concatenate([part for part in parts if part is not None])
+        np.testing.assert_array_equal(whole, divided["owner_residuals"][name]["values"])
 
 
 def test_auto_moves_tensors_and_is_refused() -> None:

@@ -172,3 +172,12 @@ def test_a_file_that_is_no_state_is_refused(tmp_path: Path, damage: str) -> None
         path.write_bytes(b"" if damage == "empty" else b"no state")
     with pytest.raises(StateError, match=r"state\.npz"):
         read_state(path)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 1), (1, 4)])
+def test_an_average_over_other_ranks_keeps_what_is_owed(old: int, new: int) -> None:
+    before = states(old)
+    after = redistribute(before, new, average=True)
+    for name in SHAPES:
+        np.testing.assert_allclose(owed(after, name) / new, owed(before, name) / old, rtol=1e-4, atol=1e-6)
+        assert after[0]["residuals"][name]["values"].dtype == np.float32
