@@ -169,6 +169,7 @@ def _momentum() -> Iterator[tuple[str, Target]]:
         ),
     }
     for kind, make in makes.items():
+        torch.manual_seed(0)
         model = torch.nn.Linear(40, 30)
         optimizer = make(list(model.named_parameters()))
         for step in range(3):
