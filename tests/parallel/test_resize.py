@@ -27,6 +27,7 @@ def owed(states: list[dict[str, Any]], name: str) -> np.ndarray:
     return total
 
 
+@pytest.mark.thorough
 def test_from_four_ranks_to_two_to_three(tmp_path: Path) -> None:
     outcome = run("resize", 4, "mpi", str(tmp_path), "no")
     outcome.check_ended_well()

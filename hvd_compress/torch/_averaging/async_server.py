@@ -227,8 +227,12 @@ def AsyncParameterServerOptimizer(
 
 
 def _joined(values: _Values, settings: AsyncServerSettings, process_set: hvd.ProcessSet) -> ServerMember:
+    ranks = TorchRanks(process_set)
+    if ranks.size > 1:
+        # ranks with another optimizer would never come to what is compared over MPI
+        ranks.agree({"optimizer": "AsyncParameterServerOptimizer"}, beside=[t.name for t in values.parameters.tensors])
     mpi, comm = communicator(
-        hvd, TorchRanks(process_set), "AsyncParameterServerOptimizer", "messages that two ranks alone know of",
+        hvd, ranks, "AsyncParameterServerOptimizer", "messages that two ranks alone know of",
         "DistributedOptimizer",
     )  # fmt: skip
     return join_server(values.parameters.tensors, settings, values, mpi, comm)
