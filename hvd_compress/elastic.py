@@ -7,7 +7,18 @@ from typing import Any
 
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["are_together", "is_elastic", "note_meeting", "note_parting", "refuse_elastic"]
+__all__ = [
+    "NO_STATE",
+    "are_together",
+    "is_elastic",
+    "note_meeting",
+    "note_parting",
+    "refuse_elastic",
+    "refuse_elastic_averaging",
+]
+
+NO_STATE = "no state of elastic runs hands over to other ranks what it keeps"
+"""A reason to refuse them: of edges without `hvd.elastic.TorchState`."""
 
 _together = False
 
@@ -50,4 +61,18 @@ def refuse_elastic(what: Any) -> None:
             "with hvd.elastic.TorchState, which carries it over. On TensorFlow and Keras use "
             "compression=hvd.Compression.none or fp16 with the exchange that is the default, or start with a fixed "
             "number of ranks and use hvd_compress.feedback.redistribute to change it between runs"
+        )
+
+
+def refuse_elastic_averaging(what: str, reason: str) -> None:
+    """Raise UnsupportedError if this is an elastic run, in which ranks cannot average parameters in this way.
+
+    Args:
+        what: an optimizer or a callback, with the setting that is in the way.
+        reason: why it does not come through a change of ranks.
+    """
+    if is_elastic():
+        raise UnsupportedError(
+            f"{what} in an elastic run: {reason}. On PyTorch, hvd.DiLoCo of hvd_compress.torch with "
+            "hvd.elastic.TorchState comes through such a change; else start with a fixed number of ranks"
         )

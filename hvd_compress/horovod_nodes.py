@@ -119,17 +119,25 @@ class HorovodNodes:
         across = next((group for group in nodes.groups if position in group), ())
         return NodeSets(nodes, whole, found.get(within) or _alone(hvd), found.get(across) or _alone(hvd))
 
-    def groups(self, sets: NodeSets, kind: str = "daso") -> Groups:
-        """Where this rank stands, with collectives that are named for one more optimizer of a kind."""
+    def groups(self, sets: NodeSets, kind: str = "daso", name: str | None = None) -> Groups:
+        """Where this rank stands, with collectives that are named for one more optimizer of a kind.
+
+        Args:
+            sets: of this rank.
+            kind: of the optimizer.
+            name: of the collectives, where ranks have not made equally many optimizers: as in elastic runs.
+        """
         everyone, within, across = (
             self._ranks_of(s) if s.size() > 1 else None for s in (sets.everyone, sets.within, sets.across)
         )
         is_all = sets.nodes.size == self._hvd.size()
         # ranks of one set wrap their optimizers in the same order, or are told so by `Member`
-        name = f"hvd_compress.{kind}" if is_all else f"hvd_compress.{kind}.{scope_of(sets.everyone)}"
-        self._numbers[name] += 1
+        if name is None:
+            counted = f"hvd_compress.{kind}" if is_all else f"hvd_compress.{kind}.{scope_of(sets.everyone)}"
+            self._numbers[counted] += 1
+            name = f"{counted}.{self._numbers[counted] - 1}"
         position = self._hvd.rank() if is_all else list(sets.everyone.ranks).index(self._hvd.rank())
-        return Groups(sets.nodes, position, everyone, within, across, f"{name}.{self._numbers[name] - 1}")
+        return Groups(sets.nodes, position, everyone, within, across, name)
 
 
 def _missing(user: str, ranks: Sequence[int], is_all: bool) -> str:

@@ -13,6 +13,7 @@ from hvd_compress._keras.averaging import AveragingCallback
 from hvd_compress._keras.callbacks import ALL_RANKS
 from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
 from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, Outcome, OuterSGD
+from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
 from hvd_compress.schedules import Turn
 
 __all__ = ["DiLoCoCallback"]
@@ -66,6 +67,7 @@ class DiLoCoCallback(AveragingCallback):
         ranks_per_node: int | None = 1,
     ) -> None:
         super().__init__(ranks_per_node, average_buffers, average_state=False)
+        refuse_elastic_averaging("DiLoCoCallback", NO_STATE)
         self._settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
         self._outer = OuterSGD(outer_learning_rate, outer_momentum, outer_nesterov)
         self._averages_epochs = average_epochs

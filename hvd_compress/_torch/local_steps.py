@@ -40,14 +40,35 @@ class LocalSteps:
         others: Collection[str],
     ) -> None:
         self.parameters = Parameters(parameters, "DiLoCo")
-        self.member = DiLoCoMember(self.parameters.tensors, settings, groups, partial(OuterOptimizer, outer), others)
-        self._buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
+        self._make = partial(
+            DiLoCoMember, self.parameters.tensors, settings, make_outer=partial(OuterOptimizer, outer), others=others
+        )
+        self.member = self._make(groups=groups)
+        self.buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
+
+    def begin_again(self, groups: Groups) -> DiLoCoMember:
+        """Begin among other ranks, as if no step had been made; returns the member of before. A collective call."""
+        before, self.member = self.member, self._make(groups=groups)
+        return before
+
+    @torch.no_grad()
+    def land(self, state: MutableMapping[torch.Tensor, Any]) -> None:
+        """Let what is under way arrive before its time, after the member's `rest`.
+
+        Args:
+            state: of the inner optimizer.
+        """
+        self._take_over(self.member.land(self.parameters.arrays_of), state)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if parameters have changed so that they cannot be averaged; all ranks are told."""
         if problem := self.parameters.problem(groups):
-            self.member.refuse(problem)
+            self.refuse(problem)
             raise ValueError(problem)
+
+    def refuse(self, problem: str) -> None:
+        """Let all ranks know where they meet next that this one cannot go on; the caller raises what it knows."""
+        self.member.refuse(problem)
 
     @torch.no_grad()
     def before_update(self) -> None:
@@ -68,9 +89,9 @@ class LocalSteps:
     @torch.no_grad()
     def average_parameters(self, state: MutableMapping[torch.Tensor, Any]) -> None:
         """Make parameters and buffers of all ranks their mean."""
-        others = self._buffers.arrays()
+        others = self.buffers.arrays()
         self._take_over(self.member.average_parameters(self.parameters.arrays_of, others), state)
-        self._buffers.take()
+        self.buffers.take()
 
     def _take_over(self, outcome: Outcome, state: MutableMapping[torch.Tensor, Any]) -> None:
         if outcome.problem is not None:

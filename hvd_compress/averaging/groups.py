@@ -32,6 +32,11 @@ class Groups(NamedTuple):
     across: Ranks | None
     name: str
 
+    @classmethod
+    def alone(cls, name: str) -> Groups:
+        """Tell of a rank that knows of no others."""
+        return cls(Nodes(((0,),)), 0, None, None, None, name)
+
     @property
     def position(self) -> int:
         """The rank's position among the ranks of its node."""

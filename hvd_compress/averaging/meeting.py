@@ -52,6 +52,10 @@ class Meeting:
         if end is not None:
             end()
 
+    def abandon(self) -> None:
+        """Forget a comparison that will never be complete."""
+        self._end_agreement = None
+
     def refuse(self, what: str, facts: Mapping[str, Any]) -> None:
         """Tell all ranks where they meet next that this one cannot go on; the caller raises what it knows."""
         with suppress(MismatchError):

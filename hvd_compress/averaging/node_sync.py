@@ -306,6 +306,28 @@ class NodeSync:
         if flight is not None:
             self._flight, self._mine = _Flight(flight["kind"], flight["group"]), flight["mine"].copy()
 
+    # -- among other ranks -------------------------------------------------------------------------------------------
+
+    def owed(self) -> Array | None:
+        """Sum up what this rank owes, of all elements; None if it is nothing. Nothing may be under way."""
+        debt = None if self._share_sync is None else self._share_sync.owed()
+        if debt is None or self._share_sync is None:
+            return None
+        whole = np.zeros(self.flat.size, self.flat.dtype)
+        whole[self._share_sync.share.at] = debt
+        return whole
+
+    def owe(self, debt: Array | None) -> None:
+        """Owe this of all elements, where this rank sends all of them; it goes with the next change."""
+        if self._share_sync is not None:
+            self._share_sync.owe(debt)
+
+    def abandon(self) -> None:
+        """Forget what is under way, which will never be complete; what is owed is wrong until `load`."""
+        self._flight = self._mine = None
+        if self._share_sync is not None:
+            self._share_sync.abandon()
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _sends_in(self, group: int) -> bool:

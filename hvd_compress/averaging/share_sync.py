@@ -201,6 +201,8 @@ class ShareSync:
             for owed in (account.residual, account.owner_residual):
                 if owed is not None:
                     owed *= owed.dtype.type(decay)
+        if self._debt is not None:
+            self._debt *= self._debt.dtype.type(decay)
         self.is_decayed = True
 
     # -- in the place of a share that is not sent ----------------------------------------------------------------------
@@ -303,6 +305,30 @@ class ShareSync:
                     self._before[key] = residual, owner_residual
         self._debt = _copied(checked["debt"])
 
+    # -- among other ranks -------------------------------------------------------------------------------------------
+
+    def owed(self) -> Array | None:
+        """Sum up what this rank owes of the share, as sender and as owner; None if it is nothing."""
+        debt = self._debt
+        for key, transfer in ({} if self._bucket is None else self._bucket.accounts).items():
+            place = self.share.place(self._pieces[key])
+            for owed, part in ((transfer.residual, transfer.shard), (transfer.owner_residual, transfer.owned)):
+                if owed is None or part is None or not owed.any():
+                    continue
+                if debt is None or debt is self._debt:
+                    debt = np.zeros(self.share.size, owed.dtype) if debt is None else debt.copy()
+                debt[place][part] += owed
+        return debt
+
+    def owe(self, debt: Array | None) -> None:
+        """Owe this of the share; it goes with the next change."""
+        self._debt = debt
+
+    def abandon(self) -> None:
+        """Forget what is under way, which will never be complete; what is owed is wrong until `load`."""
+        self._later, self._handles, self._change = [], [], None
+        self._bucket = None
+
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _bucket_of(self, compression: Compressor | Policy) -> Bucket:
@@ -324,16 +350,7 @@ class ShareSync:
 
     def _owe_residuals(self) -> None:
         """Make the residuals of the last compression a debt."""
-        if self._bucket is None:
-            return
-        for key, transfer in self._bucket.accounts.items():
-            place = self.share.place(self._pieces[key])
-            for owed, part in ((transfer.residual, transfer.shard), (transfer.owner_residual, transfer.owned)):
-                if owed is None or part is None or not owed.any():
-                    continue
-                if self._debt is None:
-                    self._debt = np.zeros(self.share.size, owed.dtype)
-                self._debt[place][part] += owed
+        self._debt = self.owed()
         self._bucket = None
 
     def _start_one_by_one(self, parts: Sequence[Array]) -> None:

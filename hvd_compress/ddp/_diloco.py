@@ -18,6 +18,7 @@ from hvd_compress.averaging import Groups, Nodes
 from hvd_compress.ddp._groups import groups_like
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.diloco import DiLoCoSettings
+from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 
 __all__ = ["DiLoCo"]
@@ -123,6 +124,7 @@ def DiLoCo(
         ...  # train as always
         opt.average_parameters()
     """
+    refuse_elastic_averaging("hvd_compress.ddp.DiLoCo", NO_STATE)
     settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
     _check_inner(inner)
     named = named_or_numbered(inner, named_parameters)

@@ -172,6 +172,39 @@ class Fragment:
         }
         return [found[i] for i in range(len(self._tensors))]
 
+    # -- among other ranks -------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Wait for what is under way; it arrives when it is due."""
+        for sync in self.syncs:
+            sync.drain()
+
+    def abandon(self) -> None:
+        """Forget what is under way, which will never be complete; `load` has to follow."""
+        for sync in self.syncs:
+            sync.abandon()
+
+    def agreed(self) -> dict[str, Any]:
+        """Return copies of what is the same on all ranks: the reference, and the outer optimizer's state."""
+        return {"references": [sync.reference.copy() for sync in self.syncs], "outer": self.outer.state_dict()}
+
+    def take_agreed(self, agreed: Mapping[str, Any]) -> None:
+        """Take over what `agreed` returned on any rank."""
+        for sync, reference in zip(self.syncs, agreed["references"], strict=True):
+            sync.fit()[...] = reference
+        self.outer.load(agreed["outer"])
+
+    def owed(self) -> list[Array | None]:
+        """Return what this rank owes of each dtype, in units of the sum over nodes; nothing may be under way."""
+        return [sync.owed() for sync in self.syncs]
+
+    def owe_as(self, before: Fragment, factor: float) -> None:
+        """Owe what a fragment of the same tensors owed among other ranks, times this factor."""
+        for sync, old in zip(self.syncs, before.syncs, strict=True):
+            debt = old.owed()
+            sync.owe(None if debt is None else debt * debt.dtype.type(factor))
+            sync.is_decayed = old.is_decayed
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:

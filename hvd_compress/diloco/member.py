@@ -87,6 +87,8 @@ class DiLoCoMember:
         self._frozen: list[str] = []
         """What was frozen when it was sent, on all ranks alike."""
         self._steps = self._sent = self._merged = self._not_finite = 0
+        self._traffic: dict[str, Any] = dict.fromkeys(_TRAFFIC, 0)
+        """Of the members before this one, among other ranks."""
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -245,11 +247,70 @@ class DiLoCoMember:
             "synchronizations": {"sent": self._sent, "merged": self._merged, "not_finite": self._not_finite},
             "fragment_elements": numels,
             "parameter_bytes": sum(t.numel * np.dtype(t.dtype).itemsize for t in self._tensors),
-            "bytes_between_nodes": sum(sync.bytes_between for sync in syncs),
-            "bytes_inside_nodes": sum(sync.bytes_inside for sync in syncs),
-            "seconds_between_nodes": sum(sync.seconds_between for sync in syncs),
-            "seconds_inside_nodes": sum(sync.seconds_inside for sync in syncs),
+            **{f"{key}_nodes": before + sum(getattr(s, key) for s in syncs) for key, before in self._traffic.items()},
         }
+
+    @property
+    def steps(self) -> int:
+        """How many were made."""
+        return self._steps
+
+    # -- among other ranks -------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Wait for what is under way; it arrives when it is due."""
+        self._meeting.settle()
+        for fragment in self._fragments:
+            fragment.drain()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Forget what is under way, which will never be complete, and take over what `state_dict` returned here."""
+        self._meeting.abandon()
+        for fragment in self._fragments:
+            fragment.abandon()
+        self.load_state_dict(state)
+
+    def land(self, take: Take) -> Outcome:
+        """Let what is under way arrive before its time, after `rest`."""
+        return Outcome() if self._under_way is None else self._arrive(take)
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what is the same on all ranks, when nothing is under way."""
+        return {
+            "nodes": self.groups.nodes.count,
+            "steps": self._steps,
+            "has_begun": self._has_begun,
+            "fragments": [fragment.agreed() for fragment in self._fragments],
+        }
+
+    def owed(self) -> dict[str, Array]:
+        """Return what this rank owes, by names of its parts, in units of the sum over nodes; `rest` comes before."""
+        owed = {
+            f"fragment {i}, {sync.flat.dtype}": debt
+            for i, fragment in enumerate(self._fragments)
+            for sync, debt in zip(fragment.syncs, fragment.owed(), strict=True)
+        }
+        return {name: debt for name, debt in owed.items() if debt is not None}
+
+    def go_on_from(self, agreed: Mapping[str, Any]) -> None:
+        """Take over what `agreed` returned on a rank of before."""
+        self._steps, self._has_begun = agreed["steps"], agreed["has_begun"]
+        for fragment, of_fragment in zip(self._fragments, agreed["fragments"], strict=True):
+            fragment.take_agreed(of_fragment)
+
+    def inherit(self, before: DiLoCoMember, owes_of: int) -> None:
+        """Go on with the counters and what is owed of this rank's member of before.
+
+        Args:
+            before: of the same tensors and settings.
+            owes_of: how many nodes there were, with which what is owed keeps its weight; 0 if nothing is owed.
+        """
+        self._sent, self._merged, self._not_finite = before._sent, before._merged, before._not_finite
+        known = before.stats()
+        self._traffic = {key: known[f"{key}_nodes"] for key in self._traffic}
+        if owes_of:
+            for fragment, old in zip(self._fragments, before._fragments, strict=True):
+                fragment.owe_as(old, self.groups.nodes.count / owes_of)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -306,4 +367,5 @@ class DiLoCoMember:
             )
 
 
+_TRAFFIC = ("bytes_between", "bytes_inside", "seconds_between", "seconds_inside")
 _AGREED = "what they agreed on last (start from equal parameters, as after hvd.broadcast_parameters)"

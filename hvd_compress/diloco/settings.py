@@ -11,8 +11,6 @@ from typing import Any
 
 from hvd_compress import wire
 from hvd_compress.compressors import Compressor, NoCompression
-from hvd_compress.elastic import is_elastic
-from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy, given_compression
 from hvd_compress.schedules import DiLoCoSchedule
 from hvd_compress.tensors import ParameterSpec
@@ -27,7 +25,6 @@ class DiLoCoSettings:
     Raises:
         TypeError: an argument of another type.
         ValueError: a setting out of its range.
-        UnsupportedError: an elastic run.
 
     Example:
         >>> from hvd_compress.diloco import DiLoCoSettings
@@ -56,11 +53,6 @@ class DiLoCoSettings:
             object.__setattr__(self, name, _checked_share(name, getattr(self, name)))
         chosen = NoCompression() if self.compression is None else given_compression("compression", self.compression)
         object.__setattr__(self, "compression", chosen)
-        if is_elastic():
-            raise UnsupportedError(
-                "DiLoCo in an elastic run: what the ranks agreed on last, and the outer optimizer's state, would be "
-                "missing on ranks that join. Start with a fixed number of ranks"
-            )
 
     @cached_property
     def schedule(self) -> DiLoCoSchedule:

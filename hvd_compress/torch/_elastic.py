@@ -11,6 +11,7 @@ from horovod.torch.elastic.state import ModelStateHandler, OptimizerStateHandler
 
 from hvd_compress.elastic import note_meeting, note_parting
 from hvd_compress.ranks import forget_numbers
+from hvd_compress.torch._averaging.carrying import CarriedAveraging
 from hvd_compress.torch._calls import CarriedCalls
 from hvd_compress.torch._collectives import forget_count_of_calls
 from hvd_compress.torch._gradients.carrying import Carried, CarriedOptimizer
@@ -28,6 +29,14 @@ class _Model(ModelStateHandler):
 class _Optimizer(OptimizerStateHandler):
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
+
+
+def _carried_of(value: Any, name: str) -> Carried | None:
+    """What carries over what an optimizer keeps between steps; None if it keeps nothing, or is none of ours."""
+    if getattr(value, "_averaging", None) is not None:
+        return CarriedAveraging(value, name)
+    combiner = getattr(value, "_combiner", None)
+    return CarriedOptimizer(combiner, name) if combiner is not None and combiner.wrapping.is_carried else None
 
 
 _OURS = {ModelStateHandler: _Model, OptimizerStateHandler: _Optimizer}
@@ -63,7 +72,7 @@ class TorchState(horovods.TorchState):
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(model, optimizer, **kwargs)
         self._calls = CarriedCalls("calls")
-        self._optimizers: dict[str, tuple[Any, CarriedOptimizer]] = {}
+        self._optimizers: dict[str, tuple[Any, Carried]] = {}
         self._commits = -1
         """Of this state, on all ranks; -1 before the first sync."""
         for name, handler in self._handlers.items():
@@ -119,6 +128,8 @@ class TorchState(horovods.TorchState):
         forget_count_of_calls()
         forget_numbers()
         note_meeting()
+        for carried in self._carried():
+            carried.gather(self._commits)
         super().sync()
         for carried in self._carried():
             carried.sync(self._commits)
@@ -131,12 +142,12 @@ class TorchState(horovods.TorchState):
     def _carried(self) -> list[Carried]:
         """What is carried over, in an order that all ranks share: optimizers may be given to the state later on."""
         for name, handler in self._handlers.items():
-            combiner = getattr(handler.value, "_combiner", None)
             known, _ = self._optimizers.get(name, (None, None))
-            if combiner is not known:
+            if handler.value is not known:
                 self._optimizers.pop(name, None)
-            if combiner is not None and combiner is not known and combiner.wrapping.is_carried:
-                self._optimizers[name] = combiner, CarriedOptimizer(combiner, name)
+                carried = _carried_of(handler.value, name)
+                if carried is not None:
+                    self._optimizers[name] = handler.value, carried
         return [*(self._optimizers[name][1] for name in sorted(self._optimizers)), self._calls]
 
     def _share(self, live: bool) -> None:

@@ -9,11 +9,12 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_compress._torch.parameters import as_tensors
 from hvd_compress.torch._collectives import broadcast_async_, synchronize
 from hvd_compress.torch._plain import Sent, dumps, loads
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "of_root"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "of_root", "values_of_root"]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -92,6 +93,26 @@ def of_root(mine: Any, name: str) -> Any:
     return told
 
 
+def values_of_root(mine: Any, name: str) -> Any:
+    """What rank 0 gives, with its arrays as tensors on the host, on all ranks; a collective call.
+
+    Args:
+        mine: plain values, tensors, arrays, and containers of these; only that of rank 0 counts.
+        name: of the collectives.
+
+    Raises:
+        TypeError: the value of rank 0 cannot be sent; raised on all ranks.
+    """
+    tensors: list[torch.Tensor] = []
+    is_root = hvd.rank() == 0
+    # in a list, since None says that a rank gives nothing
+    told = of_root(_packed([as_tensors(mine)], tensors) if is_root else None, name)
+    if not is_root:
+        told = _with_room(told, tensors)
+    _broadcast([(f"{name}.{i}", f"{name}.{i}", t) for i, t in enumerate(tensors)], 0)
+    return mine if is_root else told[0]
+
+
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +172,14 @@ def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value.detach())
         return Sent(tuple(value.shape), value.dtype, value.device.type == "cpu")
     return _rebuilt(value, lambda inner: _packed(inner, tensors))
+
+
+def _with_room(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A value in which tensors on the host, which `tensors` gets, stand where `Sent` was."""
+    if isinstance(value, Sent):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        return tensors[-1]
+    return _rebuilt(value, lambda inner: _with_room(inner, tensors))
 
 
 class _Unpacking:

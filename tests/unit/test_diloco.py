@@ -23,7 +23,7 @@ from hvd_compress import (
 )
 from hvd_compress.averaging import Nodes
 from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, OuterSGD
-from hvd_compress.errors import MismatchError, StateError, UnsupportedError
+from hvd_compress.errors import MismatchError, StateError
 from hvd_compress.schedules import Turn
 from hvd_compress.tensors import ParameterSpec
 from tests.diloco_oracle import Nesterov, Oracle
@@ -692,7 +692,95 @@ def test_no_compression_is_none():
     assert DiLoCoSettings().compression == NoCompression()
 
 
-def test_elastic_runs_are_refused(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(UnsupportedError, match="elastic"):
-        DiLoCoSettings()
+# -- other ranks ---------------------------------------------------------------------------------------------------
+
+
+def plain_sum(tensors, arrays):
+    return NumpyOuter(tensors, arrays, lambda: Nesterov(1.0, 0.0, False))
+
+
+def gone_on(before, count, groups, steps):
+    """A member among `count` of the ranks of before, with its parameters, after further steps."""
+    member = DiLoCoMember(MIXED, before[0][0].settings, groups, plain_sum)
+    old, arrays = before[groups.rank]
+    member.go_on_from(before[0][0].agreed())
+    member.inherit(old, len(before))
+    assert member.steps == old.steps
+    assert member.stats()["bytes_between_nodes"] == old.stats()["bytes_between_nodes"]
+    assert old.owed().keys() == member.owed().keys()
+    assert len(before) == 1 or any(key.endswith("float64") for key in old.owed())
+    for key, debt in old.owed().items():
+        np.testing.assert_allclose(member.owed()[key], debt * (count / len(before)), rtol=1e-6)
+    train(member, MIXED, arrays, old.steps, old.steps + steps)
+    return member, arrays
+
+
+def test_who_stays_goes_on_owing_with_the_same_weight_and_tells_it_when_alone():
+    settings = DiLoCoSettings(2, compression=TopK(0.1))
+
+    def begin(groups):
+        member, arrays = DiLoCoMember(MIXED, settings, groups, plain_sum), start_of(MIXED)
+        train(member, MIXED, arrays, 0, 4)
+        return member, arrays
+
+    three = World().run(NODES["3x1"], begin)
+    two = World().run(NODES["2x1"], lambda groups: gone_on(three, 2, groups, 2))
+    alone, arrays = World().run(NODES["alone"], lambda groups: gone_on(two[:2], 1, groups, 0))[0]
+    owed = alone.owed()
+    state = alone.state_dict()
+    again = World().run(NODES["alone"], lambda groups: DiLoCoMember(MIXED, settings, groups, plain_sum))[0]
+    again.load_state_dict(state)
+    assert all(np.array_equal(again.owed()[key], debt) for key, debt in owed.items())
+    before = [sync.reference.copy() for sync in alone._fragments[0].syncs]
+    # parameters that do not move: what arrives is what was owed
+    for moment in (alone.step(), alone.step()):
+        if moment != Turn():
+            alone.act(moment, taken(arrays))
+    for sync, reference, debt in zip(alone._fragments[0].syncs, before, owed.values(), strict=True):
+        np.testing.assert_allclose(sync.reference, reference + debt, atol=1e-6)
+    assert alone.owed() == {}
+
+
+def test_a_debt_of_one_node_is_kept_where_a_change_is_not_finite_and_states_without_one_are_read():
+    settings = DiLoCoSettings(1)
+
+    def program(groups):
+        member, arrays = DiLoCoMember(MIXED, settings, groups, plain_sum), start_of(MIXED)
+        member.begin(taken(arrays))
+        debts = [np.full(sync.flat.size, 0.5, sync.flat.dtype) for sync in member._fragments[0].syncs]
+        for sync, debt in zip(member._fragments[0].syncs, debts, strict=True):
+            sync.owe(debt)
+        arrays[0][0] = np.inf
+        assert "not finite" in member.act(member.step(), taken(arrays)).problem
+        assert all(np.array_equal(a, b) for a, b in zip(member.owed().values(), debts, strict=True))
+        state = member.state_dict()
+        for of_sync in state["fragments"][0]["syncs"]:
+            del of_sync["debt"]
+        member.load_state_dict(state)
+        assert member.owed() == {}
+
+    World().run(NODES["alone"], program)
+
+
+def test_a_member_goes_back_without_a_wait_for_what_is_under_way():
+    settings = DiLoCoSettings(4, 2, 1, compression=TopK(0.1))
+
+    def program(groups):
+        member, arrays = DiLoCoMember(MIXED, settings, groups, NumpyOuter), start_of(MIXED)
+        train(member, MIXED, arrays, 0, 5)
+        member.rest()
+        state, kept = member.state_dict(), [x.copy() for x in arrays]
+        train(member, MIXED, arrays, 5, 9)
+        # nobody will ever complete what was sent after the ninth step
+        for fragment in member._fragments:
+            for sync in fragment.syncs:
+                sync._share_sync._change = "never"
+        member._meeting._end_agreement = lambda: pytest.fail("waited")
+        member.restore(state)
+        assert member.stats()["under_way"] == 0
+        train(member, MIXED, kept, 5, 8)
+        return kept
+
+    for found, (trace, _) in zip(World().run(NODES["2x1"], program), run(NODES["2x1"], settings, MIXED), strict=True):
+        for x, expected in zip(found, trace[7], strict=True):
+            np.testing.assert_array_equal(x, expected)

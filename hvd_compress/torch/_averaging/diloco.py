@@ -11,7 +11,10 @@ import torch
 from hvd_compress._torch.local_steps import LocalSteps, LocalStepsMethods
 from hvd_compress._torch.outer import nesterov
 from hvd_compress._torch.parameters import by_name, named_or_numbered, trained
+from hvd_compress.averaging import Groups
 from hvd_compress.diloco import DiLoCoSettings
+from hvd_compress.elastic import is_elastic, refuse_elastic_averaging
+from hvd_compress.torch._averaging.carrying import Averaging
 from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
@@ -29,6 +32,8 @@ class _Overrides:
     _local_steps: LocalSteps
     _gradient_bytes_of_step: int
     _steps_taken: int
+    _averaging: Averaging | None = None
+    """In an elastic run."""
     # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
     _step_supports_amp_scaling = True
 
@@ -38,6 +43,7 @@ class _Overrides:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update with this rank's gradients, averaged in its node if that has several, and do what is due."""
+        self._refuse_before_sync()
         self._local_steps.check(self.param_groups)
         self._local_steps.before_update()
         loss = update_in_node(self, closure)
@@ -45,9 +51,22 @@ class _Overrides:
         self._local_steps.after_update(self.state)
         return loss
 
-    average_parameters = LocalStepsMethods.average_parameters
+    def _refuse_before_sync(self) -> None:
+        if self._averaging is not None:
+            self._averaging.refuse_before_sync()
+
+    def average_parameters(self) -> None:
+        self._refuse_before_sync()
+        LocalStepsMethods.average_parameters(self)  # type: ignore[arg-type]
+
+    average_parameters.__doc__ = LocalStepsMethods.average_parameters.__doc__
     diloco_state_dict = LocalStepsMethods.diloco_state_dict
-    load_diloco_state_dict = LocalStepsMethods.load_diloco_state_dict
+
+    def load_diloco_state_dict(self, state: dict[str, Any]) -> None:
+        self._refuse_before_sync()
+        LocalStepsMethods.load_diloco_state_dict(self, state)  # type: ignore[arg-type]
+
+    load_diloco_state_dict.__doc__ = LocalStepsMethods.load_diloco_state_dict.__doc__
 
     def diloco_stats(self) -> dict[str, Any]:
         """What this rank has done so far.
@@ -57,10 +76,58 @@ class _Overrides:
             was sent and has not arrived, or None; synchronizations: sent, merged, not_finite (left out);
             fragment_elements, a list; parameter_bytes; bytes_between_nodes and bytes_inside_nodes that this rank has
             sent for synchronizations; seconds_between_nodes and seconds_inside_nodes that it has waited for them;
-            gradient_bytes, sent inside of the node for gradients.
+            gradient_bytes, sent inside of the node for gradients. In elastic runs also "lost_ranks" and "lost_norm",
+            as `DistributedOptimizer.compression_stats` has them.
         """
         gradient_bytes = self._gradient_bytes_of_step * self._steps_taken
-        return {**self._local_steps.member.stats(), "gradient_bytes": gradient_bytes}
+        lost = {} if self._averaging is None else self._averaging.stats()
+        return {**self._local_steps.member.stats(), "gradient_bytes": gradient_bytes, **lost}
+
+
+class _DiLoCoAveraging(Averaging):
+    """See there.
+
+    Args:
+        local_steps: of the optimizer.
+    """
+
+    kind = "DiLoCo"
+
+    def __init__(self, local_steps: LocalSteps) -> None:
+        self._local_steps = local_steps
+        self.parameters, self.buffers = local_steps.parameters, local_steps.buffers
+
+    def save(self) -> Any:
+        member = self._local_steps.member
+        member.rest()
+        return member, member.state_dict()
+
+    def restore(self, saved: Any) -> None:
+        # a sync that has failed may have made another member
+        if saved is not None:
+            self._local_steps.member, state = saved
+            self._local_steps.member.restore(state)
+
+    @property
+    def steps(self) -> int:
+        return self._local_steps.member.steps
+
+    def owed(self) -> dict[str, Any]:
+        return self._local_steps.member.owed()
+
+    def land(self, state: Any) -> None:
+        self._local_steps.land(state)
+
+    def agreed(self) -> Any:
+        return self._local_steps.member.agreed()
+
+    def begin_again(self, label: str, agreed: Any, is_kept: bool) -> None:
+        groups = NODES.groups(NODES.sets(1, user="DiLoCo"), name=label)
+        before = self._local_steps.begin_again(groups)
+        member = self._local_steps.member
+        if agreed is not None:
+            member.go_on_from(agreed)
+            member.inherit(before, agreed["nodes"] if is_kept else 0)
 
 
 def DiLoCo(
@@ -127,7 +194,8 @@ def DiLoCo(
     Raises:
         ValueError: a setting out of its range; fragments that do not fit; parameters without or with equal names.
         TypeError: an argument of another type than stated; `outer` makes no torch optimizer.
-        UnsupportedError: a process set is missing; an elastic run; an optimizer that is distributed already.
+        UnsupportedError: a process set is missing; an optimizer that is distributed already; in an elastic run, nodes
+            of several ranks, or a process set.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::
@@ -143,17 +211,33 @@ def DiLoCo(
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(inner, named)
     others = {name for name, _ in named} - parameters.keys()
+    _refuse_elastic_sets(ranks_per_node, process_set)
     sets = NODES.sets(ranks_per_node, process_set, "DiLoCo", list(parameters))
     if sets.within.size() > 1:
         refuse_complex("DiLoCo", parameters)
-    groups = NODES.groups(sets, "diloco")
+    # in elastic runs it is made for the ranks of each sync: who joins wraps its optimizer while the others train
+    groups = Groups.alone("hvd_compress.diloco") if is_elastic() else NODES.groups(sets, "diloco")
     local_steps = LocalSteps(parameters, buffers, settings, groups, outer, others)
     wrapped = wrapped_in_node(
-        "DiLoCo", inner, named, parameters, _Overrides, sets.within, local_steps.member.refuse,
+        "DiLoCo", inner, named, parameters, _Overrides, sets.within, local_steps.refuse,
         backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
     )  # fmt: skip
     wrapped._local_steps = local_steps
     ranks = sets.within.size()
     nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
     wrapped._gradient_bytes_of_step, wrapped._steps_taken = round(2 * (ranks - 1) / ranks * nbytes), 0
+    wrapped._averaging = _DiLoCoAveraging(local_steps) if is_elastic() else None
     return wrapped
+
+
+def _refuse_elastic_sets(ranks_per_node: int | None, process_set: hvd.ProcessSet) -> None:
+    if ranks_per_node != 1:
+        refuse_elastic_averaging(
+            f"DiLoCo(ranks_per_node={ranks_per_node!r})",
+            "the ranks of a node average gradients in a process set, and Horovod forgets process sets when ranks come "
+            "or go. Use ranks_per_node=1",
+        )
+    if process_set.process_set_id != 0:
+        refuse_elastic_averaging(
+            f"DiLoCo(process_set={process_set})", "Horovod forgets process sets when ranks come or go. Leave it out"
+        )

@@ -67,7 +67,8 @@ def wrapped_in_node(
     """
     # the one inside is of a kind of its own
     disown(optimizer)
-    inside = _inside(parameters)
+    # of one rank nothing is exchanged, and an elastic run would ask for the state of its exchanges
+    inside = _inside(parameters) if process_set.size() > 1 else NoCompression()
     wrapped = DistributedOptimizer(optimizer, named, inside, process_set=process_set, min_numel=0, **settings)
     relay(wrapped, overrides)
     wrapped._combiner.wrapping.on_refusal = on_refusal

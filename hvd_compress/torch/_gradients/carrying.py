@@ -65,6 +65,13 @@ class Carried(ABC):
     def restore(self) -> None:
         """Go back to what was kept last. It is used from the next sync on, which comes before the next step."""
 
+    def gather(self, commits: int) -> None:  # noqa: B027, only ranks that train on their own have something to do here
+        """All ranks have met, and still have parameters of their own; a collective call.
+
+        Args:
+            commits: as `sync` takes it.
+        """
+
     @abstractmethod
     def sync(self, commits: int) -> None:
         """Take over what this rank owes, among the ranks that there are; a collective call.

@@ -5,7 +5,6 @@ In a start of its own: an operation that stayed with Horovod would be found here
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from horovod.common.exceptions import HorovodInternalError
 
 import hvd_compress.torch as hvd
 from hvd_compress import BF16, QSGD, AdaGrad, OneBit, ParameterServer, Threshold, TopK
-from hvd_compress.elastic import note_parting
 from hvd_compress.engine import empty_state
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
@@ -28,6 +26,7 @@ from hvd_compress.torch._agreement import Meeting
 from tests.hostile import same
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import raises, to_numpy
+from tests.parallel.workers.neutral import in_elastic_run
 
 cases = Cases()
 SHAPE = (20, 20)
@@ -212,13 +211,11 @@ def complex_numbers_are_compressed_as_two_real_ones() -> None:
 
 @contextmanager
 def elastic() -> Iterator[None]:
-    """As in a process that the driver of elastic runs has started."""
-    os.environ["HOROVOD_ELASTIC"] = "1"
+    """See there; no residuals of named calls are left."""
     try:
-        yield
+        with in_elastic_run():
+            yield
     finally:
-        del os.environ["HOROVOD_ELASTIC"]
-        note_parting()
         hvd.forget_residuals()
 
 

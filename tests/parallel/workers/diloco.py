@@ -21,7 +21,9 @@ from hvd_compress.errors import GradientError, MismatchError, StateError, Unsupp
 from hvd_compress.ranks import Ranks
 from tests.diloco_golden import RUNS, check_trajectory
 from tests.diloco_oracle import Nesterov, Oracle
+from tests.hostile import same
 from tests.parallel.cases import Cases
+from tests.parallel.workers.neutral import in_elastic_run
 
 cases = Cases()
 
@@ -612,3 +614,115 @@ def ranks_with_other_numbers_of_steps_are_told_so(ahead) -> None:
 
     with pytest.raises(MismatchError, match=r"disagree on DiLoCo's moment: .* after 2 steps"):
         train_and_average()
+
+
+# -- elastic runs --------------------------------------------------------------------------------------------------
+
+
+def wrapped_and_synced(**settings):
+    model = network()
+    optimizer = wrapped(model, **{"fragments": 2, "delay": 1, "compression": TopK(0.2), **settings})
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.sync()
+    return model, optimizer, state
+
+
+def plain_numbers(state):
+    if isinstance(state, dict):
+        return {key: plain_numbers(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [plain_numbers(value) for value in state]
+    return state.numpy() if isinstance(state, torch.Tensor) else state
+
+
+def parameters_of_ranks(model) -> dict[str, torch.Tensor]:
+    return {name: everyone(p, f"of ranks.{name}") for name, p in model.named_parameters()}
+
+
+def assert_mean_of(model, of_ranks, counting) -> None:
+    assert_same_everywhere(model)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), of_ranks[name][counting].mean(dim=0), rtol=1e-5, atol=1e-6)
+
+
+@cases.add
+def steps_of_an_elastic_run_are_refused_before_a_state_is_synced() -> None:
+    with in_elastic_run():
+        model = network()
+        optimizer = wrapped(model)
+        for call in (
+            lambda: train(optimizer, model, 0, 1),
+            optimizer.average_parameters,
+            lambda: optimizer.load_diloco_state_dict({}),
+        ):
+            with pytest.raises(UnsupportedError, match=r"no hvd\.elastic\.TorchState has synced this optimizer"):
+                call()
+        sgd = torch.optim.SGD(network().parameters(), lr=0.05)
+        for settings in ({"ranks_per_node": 2}, {"ranks_per_node": None}, {"process_set": plain.ProcessSet([0])}):
+            with pytest.raises(UnsupportedError, match=r"in an elastic run: .*Horovod forgets process sets"):
+                hvd.DiLoCo(sgd, **settings)
+
+
+@cases.add
+def an_elastic_state_goes_back_to_its_commit_and_makes_parameters_the_mean_of_ranks() -> None:
+    with in_elastic_run():
+        model, optimizer, state = wrapped_and_synced()
+        # the first fragment is under way after the fifth step
+        train(optimizer, model, 0, 5)
+        state.commit()
+        kept, of_ranks, before = optimizer.diloco_state_dict(), parameters_of_ranks(model), optimizer.diloco_stats()
+        assert before["under_way"] == 0
+        # and the second one after the seventh
+        train(optimizer, model, 5, 7)
+        plain.barrier()
+        state.restore()
+        for name, p in model.named_parameters():
+            assert torch.equal(p, of_ranks[name][hvd.rank()]), name
+        again = optimizer.diloco_state_dict()
+        assert again["steps"] == 5
+        assert same(plain_numbers(again), plain_numbers(kept))
+        state.reset()
+        state.sync()
+        after = optimizer.diloco_stats()
+        # it has arrived, and is what all ranks go on from; the other one is their mean
+        assert (after["steps"], after["under_way"], after["lost_ranks"]) == (5, None, 0)
+        assert after["synchronizations"]["merged"] == before["synchronizations"]["merged"] + 2
+        assert_same_everywhere(model)
+        second = dict(list(model.named_parameters())[-2:])
+        for name, p in second.items():
+            torch.testing.assert_close(p.detach(), of_ranks[name].mean(dim=0), rtol=1e-5, atol=1e-6)
+        train(optimizer, model, 5, 12)
+        optimizer.average_parameters()
+        assert_same_everywhere(model)
+
+
+@cases.each({"of another commit": "commit", "that has diverged": "diverged"})
+def a_rank_is_not_in_the_mean(which) -> None:
+    if hvd.size() == 1:
+        return
+    with in_elastic_run():
+        model, optimizer, state = wrapped_and_synced(delay=0)
+        train(optimizer, model, 0, 5)
+        state.commit()
+        of_ranks = parameters_of_ranks(model)
+        if hvd.rank() == hvd.size() - 1:
+            if which == "commit":
+                state._commits -= 1
+            else:
+                next(model.parameters()).data.fill_(np.nan)
+        state.reset()
+        state.sync()
+        assert_mean_of(model, of_ranks, slice(hvd.size() - 1))
+        assert optimizer.diloco_stats()["lost_ranks"] == (which == "commit")
+
+
+@cases.add
+def ranks_that_join_an_elastic_run_with_other_settings_are_told_so() -> None:
+    if hvd.size() == 1:
+        return
+    with in_elastic_run():
+        model = network()
+        optimizer = wrapped(model, sync_every=4 + hvd.rank() // (hvd.size() - 1))
+        state = hvd.elastic.TorchState(model, optimizer)
+        with pytest.raises(MismatchError, match="schedule"):
+            state.sync()

@@ -62,12 +62,13 @@ _SEED = 5
 _STEP_SECONDS = 0.02
 
 
-def _model() -> torch.nn.Module:
-    torch.manual_seed(os.getpid())
+def model_of(seed: int) -> torch.nn.Module:
+    """The network, of initial values that each process may have for itself."""
+    torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Tanh(), torch.nn.Linear(300, 100))
 
 
-def _gradients(model: torch.nn.Module, step: int) -> float:
+def gradients(model: torch.nn.Module, step: int) -> float:
     """Those of this rank, of a function that all of them learn; returns the loss on numbers that all share."""
     random = np.random.default_rng((_SEED, step, hvd.rank()))
     inputs = torch.from_numpy(random.normal(size=(32, 64)).astype(np.float32))
@@ -106,8 +107,17 @@ def _squares(states: list[dict[str, Any]]) -> float:
     return float(sum(np.asarray(e["values"], np.float64).sum() for e in entries))
 
 
-def _die() -> None:
+def die() -> None:
+    """End without a word."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def change_hosts(folder: Path, stage: Stage) -> None:
+    """Tell the driver, which looks each second, of the hosts of a stage."""
+    text = f"{DOOMED}:{stage.doomed}\n" * bool(stage.doomed) + f"localhost:{stage.here}\n" * bool(stage.here)
+    new = folder / f"hosts.{os.getpid()}"
+    new.write_text(text)
+    new.replace(folder / "hosts")
 
 
 class _Run:
@@ -123,7 +133,7 @@ class _Run:
         self.stages, self.folder = SCENARIOS[scenario], folder
         self.settings = SETTINGS[setting]
         self.lines = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
-        self.model = _model()
+        self.model = model_of(os.getpid())
         self.uses_calls = setting == "calls"
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.01 if "adagrad" in self.settings else 0.05)
         named = self.model.named_parameters()
@@ -161,25 +171,17 @@ class _Run:
             ]
         return [self.optimizer.compression_state_dict()]
 
-    def begin_stage(self, number: int) -> None:
-        """Change the hosts, of which the driver looks each second."""
-        stage = self.stages[number]
-        text = f"{DOOMED}:{stage.doomed}\n" * bool(stage.doomed) + f"localhost:{stage.here}\n" * bool(stage.here)
-        new = self.folder / f"hosts.{os.getpid()}"
-        new.write_text(text)
-        new.replace(self.folder / "hosts")
-
     def step(self, state: Any) -> float:
         """Make a step."""
         stage = self.stages[state.stage]
         ends = stage.dies if self.is_doomed else ""
         if ends == "before":
-            _die()
+            die()
         self.optimizer.zero_grad()
         if ends == "middle":
             # the gradients of the last layer are on their way
-            self.model[0].weight.register_hook(lambda gradient: _die())
-        loss = _gradients(self.model, state.step)
+            self.model[0].weight.register_hook(lambda gradient: die())
+        loss = gradients(self.model, state.step)
         if self.uses_calls:
             for name, p in self.model.named_parameters():
                 p.grad = hvd.allreduce(p.grad, name=name, compression=OneBit())
@@ -199,7 +201,7 @@ class _Run:
             if state.made >= stage.steps:
                 state.stage, state.made = state.stage + 1, 0
                 if hvd.rank() == 0 and state.stage < len(self.stages):
-                    self.begin_stage(state.stage)
+                    change_hosts(self.folder, self.stages[state.stage])
             self.note("made", state, loss=loss)
             state.commit()
         self.lines.write(json.dumps({"at": "end", "step": state.step}) + "\n")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hvd_compress import BF16, QSGD, Adaptive, OneBit, Percentile, PowerSGD, RandomK, Threshold, TopK
 from hvd_compress.compressors import Compressor
+from hvd_compress.elastic import note_parting
 
 COMPRESSORS: dict[str, Compressor] = {
     "onebit": OneBit(),
@@ -51,6 +53,17 @@ def _drawn(name: str, rank: int, step: int, shape: tuple[int, ...]) -> np.ndarra
     # every rank asks for those of all ranks, in one case after the other: drawing them took longer than training
     rng = np.random.default_rng([zlib.crc32(name.encode()), rank, step])
     return rng.standard_normal(shape).astype(np.float32)
+
+
+@contextmanager
+def in_elastic_run() -> Iterator[None]:
+    """As in a process that the driver of elastic runs has started."""
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+        note_parting()
 
 
 def ranks_of_start() -> int:

@@ -1,0 +1,131 @@
+"""What a rank of an elastic run does whose optimizer averages parameters, by stages, as in `elastic_compression`.
+
+Arguments: setting, folder. Each process writes a file of lines: when it enters the training, and after each step, with
+numbers of its parameters, of what ranks agreed on, and of what it owes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import hvd_compress.torch as hvd
+from hvd_compress import TopK
+from tests.parallel.rank import be_strict
+from tests.parallel.workers.elastic_compression import DOOMED, Stage, change_hosts, die, gradients, model_of
+
+STAGES = [
+    Stage(3, 6, 2, 1),
+    # one dies, two go on
+    Stage(2, 6, 2, 1, "middle"),
+    # one is told to go, and the last one is joined
+    Stage(1, 6, 1, 1),
+    Stage(2, 10, 2, 1),
+]
+_STEP_SECONDS = 0.02
+
+
+def diloco(model: torch.nn.Module) -> Any:
+    """Fragments, an average that is under way for a step, and a compressor that owes most of a change."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    return hvd.DiLoCo(inner, model.named_parameters(), sync_every=4, fragments=2, delay=1, compression=TopK(0.2))
+
+
+SETTINGS = {"diloco": diloco}
+
+
+def looks(arrays: Iterable[Any], seed: int = 0) -> list[float]:
+    """Three numbers of arrays that add up and average as these do."""
+    numbers = np.zeros(3)
+    for i, array in enumerate(arrays):
+        values = np.asarray(array, np.float64).reshape(-1)
+        numbers += values @ np.random.default_rng((i, seed)).normal(size=(values.size, 3))
+    return [float(number) for number in numbers]
+
+
+class _Run:
+    """One process of the run.
+
+    Args:
+        setting: of `SETTINGS`.
+        folder: for the file of this process, and that of the hosts.
+    """
+
+    def __init__(self, setting: str, folder: Path) -> None:
+        self.folder = folder
+        self.lines = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
+        self.model = model_of(os.getpid())
+        self.optimizer = SETTINGS[setting](self.model)
+        self.is_doomed = os.environ["HOROVOD_HOSTNAME"] == DOOMED
+
+    def note(self, at: str, state: Any, **more: Any) -> None:
+        """Write a line."""
+        averaging = self.optimizer._averaging
+        values = [p.detach().numpy() for p in self.model.parameters()]
+        owed = averaging.owed()
+        agreed = getattr(self.optimizer, "_local_steps", None)
+        line = {
+            "at": at, "step": state.step, "ranks": hvd.size(), "rank": hvd.rank(), "looks": looks(values),
+            "digest": zlib.crc32(b"".join(value.tobytes() for value in values)),
+            "worth": [sum(numbers) / hvd.size() for numbers in zip(
+                [0.0] * 3, *(looks([x], zlib.crc32(name.encode())) for name, x in owed.items()), strict=True)],
+            "norm": float(np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in owed.values()))),
+            "agreed": None if agreed is None else [f.checksum() for f in agreed.member._fragments],
+            **averaging.stats(), **more,
+        }  # fmt: skip
+        self.lines.write(json.dumps(line) + "\n")
+
+    def step(self, state: Any) -> float:
+        """Make a step."""
+        self.optimizer.zero_grad()
+        if self.is_doomed and STAGES[state.stage].dies == "middle":
+            self.model[0].weight.register_hook(lambda gradient: die())
+        loss = gradients(self.model, state.step)
+        self.optimizer.step()
+        return loss
+
+    def train(self, state: Any) -> None:
+        """Train until all stages are over."""
+        self.note("enter", state)
+        while state.stage < len(STAGES):
+            loss = self.step(state)
+            time.sleep(_STEP_SECONDS)
+            state.step += 1
+            state.made += hvd.size() == STAGES[state.stage].ranks
+            if state.made >= STAGES[state.stage].steps:
+                state.stage, state.made = state.stage + 1, 0
+                if hvd.rank() == 0 and state.stage < len(STAGES):
+                    change_hosts(self.folder, STAGES[state.stage])
+            self.optimizer._averaging.save()
+            self.note("made", state, loss=loss, **self.told())
+            state.commit()
+        self.optimizer.average_parameters()
+        self.note("end", state)
+        self.lines.close()
+
+    def told(self) -> dict[str, Any]:
+        """What else of a step is compared."""
+        return {"under_way": self.optimizer.diloco_stats()["under_way"]}
+
+
+def main() -> None:
+    """Train, and note it."""
+    setting, folder = sys.argv[1:]
+    be_strict()
+    hvd.init()
+    run = _Run(setting, Path(folder))
+    state = hvd.elastic.TorchState(run.model, run.optimizer, step=0, stage=0, made=0)
+    hvd.elastic.run(run.train)(state)
+
+
+if __name__ == "__main__":
+    main()
