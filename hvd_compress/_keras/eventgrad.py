@@ -10,6 +10,7 @@ import numpy as np
 from hvd_compress._keras.callbacks import EdgeCallback
 from hvd_compress._keras.weights import arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import NoCompression
+from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
 from hvd_compress.gossip import GossipMember, GossipSettings, LateGossipMember
 from hvd_compress.schedules import SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
@@ -59,6 +60,7 @@ class EventGraDCallback(LateGossipMember, EdgeCallback):
         average_at_end: bool = True,
         process_set: Any = None,
     ) -> None:
+        refuse_elastic_averaging("EventGraDCallback", NO_STATE)
         settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, False, traced)
         LateGossipMember.__init__(self, settings)
         # Keras' own callback, which this is joined with, comes behind these two

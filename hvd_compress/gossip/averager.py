@@ -105,6 +105,11 @@ class Averager:
         if self.transport is not None and not self.transport.waits:
             self.transport.receive()
 
+    def abandon(self) -> None:
+        """Forget what is under way, which will never be complete; `load` has to follow."""
+        self._next = _Next.UNSENT
+        self.node.reopen()
+
     def close(self) -> None:
         """Give up what the transport holds."""
         if self.transport is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,6 +145,30 @@ class GossipMember:
         self._averager.load(checked)
         if waits is not None:
             waits.barrier(f"{self.name}.barrier")
+
+    def restore(self, state: Any) -> None:
+        """Forget what is under way, which will never be complete, and take over what `state_dict` returned here."""
+        self._averager.abandon()
+        self._averager.load(self._checked(state))
+
+    def watched(self) -> dict[str, Any]:
+        """Return thresholds, slopes and the number of passes."""
+        return self._averager.node.watch.state_dict()
+
+    def go_on_from(self, watched: Mapping[str, Any], arrays: Sequence[Array]) -> None:
+        """Begin with equal values on all ranks, which then count as sent.
+
+        Args:
+            watched: what `watched` returned, here or on another rank.
+            arrays: the values.
+        """
+        watch = self._averager.node.watch
+        watch.load(watch.check(watched))
+        self._averager.agree(arrays)
+
+    def inherit(self, before: GossipMember) -> None:
+        """Go on with the counters of this rank's member among other ranks."""
+        self._averager.node.tally.inherit(before._averager.node.tally)
 
     def _checked(self, state: Any) -> dict[str, Any]:
         of_state = state.get("settings") if isinstance(state, dict) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +61,6 @@ class GossipSettings:
         if self.is_one_sided and self.overlap:
             raise UnsupportedError(
                 'overlap=True with transport="one_sided": nobody waits for these messages anyway. Leave overlap out'
-            )
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise UnsupportedError(
-                "event-triggered averaging in an elastic run: a rank that joins has no copies of its neighbours. "
-                "Start with a fixed number of ranks"
             )
 
     @property

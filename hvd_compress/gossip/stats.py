@@ -38,6 +38,20 @@ class GossipTally:
         """Bytes of the payloads of each tensor, to all receivers."""
         self.total_bytes = 0
         self.trace: dict[str, list[Any]] | None = {"norms": [], "thresholds": [], "sent": []} if traced else None
+        self._passes_before = self._always_before = 0
+        """Passes among other ranks, and messages of a tensor had it been sent in all of them."""
+
+    @property
+    def _always(self) -> int:
+        """Messages of a tensor, had it been sent in every pass."""
+        return self._always_before + (self.passes - self._passes_before) * self._receivers
+
+    def inherit(self, before: GossipTally) -> None:
+        """Go on counting where the tally of this rank among other ranks has stopped."""
+        self.load(before.state_dict())
+        self._passes_before, self._always_before = before.passes, before._always
+        if before.trace is not None:
+            self.trace = before.trace
 
     def count_pass(
         self, norms: npt.NDArray[np.float64], thresholds: npt.NDArray[np.float64], sent: npt.NDArray[np.bool_]
@@ -77,7 +91,7 @@ class GossipTally:
 
     def report(self, thresholds: npt.NDArray[np.float64]) -> dict[str, Any]:
         """See `event_stats` of the optimizers."""
-        always = self.passes * self._receivers
+        always = self._always
         tensors = {
             name: {
                 **_against(int(self.messages[i]), always, "messages"),

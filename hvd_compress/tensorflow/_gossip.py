@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress.compressors import NoCompression
+from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import GossipMember, GossipSettings, LateGossipMember, ParameterSpec
 from hvd_compress.mpi import start_one_sided
@@ -73,6 +74,7 @@ class EventGraD(LateGossipMember):
         traced: bool = False,
         process_set: hvd.ProcessSet = hvd.global_process_set,
     ) -> None:
+        refuse_elastic_averaging("EventGraD of hvd_compress.tensorflow", NO_STATE)
         super().__init__(
             GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, False, traced)
         )

@@ -88,7 +88,7 @@ def check_lost(processes: list[list[Line]]) -> None:
     for lines in processes:
         if lines[-1]["at"] == "end":
             assert lines[-1]["lost_ranks"] == len(gone)
-            assert lines[-1]["lost_norm"] == pytest.approx(math.hypot(*gone), rel=1e-6)
+            assert lines[-1].get("lost_norm", 0.0) == pytest.approx(math.hypot(*gone), rel=1e-6)
 
 
 def check_progress(processes: list[list[Line]]) -> None:
@@ -112,7 +112,30 @@ def check_diloco(processes: list[list[Line]]) -> None:
     assert alone[-1]["norm"] == 0
 
 
-@pytest.mark.parametrize(("setting", "check"), [("diloco", check_diloco)])
+def check_eventgrad(processes: list[list[Line]]) -> None:
+    """Who stays keeps its thresholds and counters, who joins begins with the thresholds of rank 0; neighbours send."""
+    for meeting in meetings(processes):
+        for before, after in meeting.stayed:
+            assert [after[key] for key in ("thresholds", "messages")] == [
+                before[key] for key in ("thresholds", "messages")
+            ]
+        root = next(line for line in meeting.entered if line["rank"] == 0)
+        assert max(root["thresholds"]) > 0
+        assert all(line["thresholds"] == root["thresholds"] for line in meeting.joined)
+    for lines in processes:
+        together = [line["messages"] for line in lines if line["ranks"] > 1]
+        assert together[-1] > together[0]
+        alone = [line["messages"] for line in lines if line["ranks"] == 1]
+        assert alone == alone[:1] * len(alone)
+
+
+@pytest.mark.parametrize(
+    ("setting", "check"),
+    [
+        ("diloco", check_diloco),
+        pytest.param("eventgrad", check_eventgrad, marks=pytest.mark.thorough),
+    ],
+)
 def test_ranks_come_and_go(tmp_path: Path, setting: str, check: Any) -> None:
     processes = run(tmp_path, setting)
     assert len(processes) == 4

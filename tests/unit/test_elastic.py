@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hvd_compress._keras.diloco import DiLoCoCallback
+from hvd_compress._keras.eventgrad import EventGraDCallback
 from hvd_compress.elastic import refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 
@@ -26,11 +28,8 @@ def test_ddp_has_no_state_of_elastic_runs(monkeypatch: pytest.MonkeyPatch) -> No
         ddp.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("callback", ["DiLoCoCallback"])
-def test_keras_callbacks_have_no_state_for_elastic_runs(monkeypatch: pytest.MonkeyPatch, callback: str) -> None:
-    from hvd_compress._keras import diloco
-
-    kinds = {"DiLoCoCallback": diloco.DiLoCoCallback}
+@pytest.mark.parametrize("kind", [DiLoCoCallback, EventGraDCallback])
+def test_keras_callbacks_have_no_state_of_elastic_runs(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(UnsupportedError, match=f"{callback} in an elastic run: no state"):
-        kinds[callback]()
+    with pytest.raises(UnsupportedError, match=f"{kind.__name__} in an elastic run: no state"):
+        kind()

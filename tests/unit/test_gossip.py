@@ -26,6 +26,7 @@ from hvd_compress import (
 )
 from hvd_compress.errors import StateError, UnsupportedError, WireError
 from hvd_compress.gossip import GossipLoopback, GossipSettings, Node, ParameterSpec
+from hvd_compress.gossip.stats import GossipTally
 from tests.outsider import RelativeThreshold, Star
 
 TENSORS = [
@@ -423,3 +424,24 @@ def test_states_of_a_users_trigger_are_its_own() -> None:
     for other in (RelativeThreshold(0.25), ConstantThreshold(0.5)):
         with pytest.raises(StateError, match="takes its own only"):
             other.watch(2).load_state_dict(watch.state_dict())
+
+
+def test_counters_go_on_among_other_neighbours() -> None:
+    def passes(tally: GossipTally, number: int) -> None:
+        for _ in range(number):
+            tally.count_pass(np.zeros(1), np.zeros(1), np.array([True]))
+
+    before = GossipTally(["w"], [80], 8, receivers=2, traced=True)
+    passes(before, 3)
+    before.messages[:] = 6
+    after = GossipTally(["w"], [80], 8, receivers=1, traced=True)
+    after.inherit(before)
+    passes(after, 4)
+    after.messages += 4
+    told = after.report(np.zeros(1))
+    assert told["total"]["passes"] == 7
+    # two neighbours in three passes, and one in four
+    assert told["tensors"]["w"]["messages_always"] == 10
+    assert told["tensors"]["w"]["messages_percent"] == 100
+    assert len(told["trace"]["sent"]) == 7
+    assert before.messages[0] == 6

@@ -21,7 +21,7 @@ from hvd_compress.torch._gradients.carrying import Carried
 from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._state import values_of_root
 
-__all__ = ["Averaging", "CarriedAveraging"]
+__all__ = ["Averaging", "CarriedAveraging", "refuse_before_sync"]
 
 Array = np.ndarray[Any, Any]
 
@@ -73,19 +73,20 @@ class Averaging(ABC):
             is_kept: whether what this rank knows and owes is of the same commit.
         """
 
-    def refuse_before_sync(self) -> None:
-        """Raise UnsupportedError if no state of an elastic run has synced this optimizer."""
-        if not self.has_met:
-            raise UnsupportedError(
-                f"{self.kind} in an elastic run, and no hvd.elastic.TorchState has synced this optimizer: it is made "
-                "there for the ranks that there are. Give the wrapped optimizer to "
-                "hvd.elastic.TorchState(model, optimizer) of hvd_compress.torch, and train inside of a function that "
-                "is decorated with hvd.elastic.run"
-            )
-
     def stats(self) -> dict[str, Any]:
         """What was lost with ranks that were lost, for the optimizer's statistics."""
         return {} if self.lost is None else {"lost_ranks": self.lost.ranks, "lost_norm": self.lost.norm}
+
+
+def refuse_before_sync(averaging: Averaging | None) -> None:
+    """Raise UnsupportedError if no state of an elastic run has synced an optimizer; None is in no elastic run."""
+    if averaging is not None and not averaging.has_met:
+        raise UnsupportedError(
+            f"{averaging.kind} in an elastic run, and no hvd.elastic.TorchState has synced this optimizer: it is made "
+            "there for the ranks that there are. Give the wrapped optimizer to "
+            "hvd.elastic.TorchState(model, optimizer) of hvd_compress.torch, and train inside of a function that is "
+            "decorated with hvd.elastic.run"
+        )
 
 
 class CarriedAveraging(Carried):

@@ -14,7 +14,7 @@ from hvd_compress._torch.parameters import by_name, named_or_numbered, trained
 from hvd_compress.averaging import Groups
 from hvd_compress.diloco import DiLoCoSettings
 from hvd_compress.elastic import is_elastic, refuse_elastic_averaging
-from hvd_compress.torch._averaging.carrying import Averaging
+from hvd_compress.torch._averaging.carrying import Averaging, refuse_before_sync
 from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
@@ -43,7 +43,7 @@ class _Overrides:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update with this rank's gradients, averaged in its node if that has several, and do what is due."""
-        self._refuse_before_sync()
+        refuse_before_sync(self._averaging)
         self._local_steps.check(self.param_groups)
         self._local_steps.before_update()
         loss = update_in_node(self, closure)
@@ -51,19 +51,15 @@ class _Overrides:
         self._local_steps.after_update(self.state)
         return loss
 
-    def _refuse_before_sync(self) -> None:
-        if self._averaging is not None:
-            self._averaging.refuse_before_sync()
-
     def average_parameters(self) -> None:
-        self._refuse_before_sync()
+        refuse_before_sync(self._averaging)
         LocalStepsMethods.average_parameters(self)  # type: ignore[arg-type]
 
     average_parameters.__doc__ = LocalStepsMethods.average_parameters.__doc__
     diloco_state_dict = LocalStepsMethods.diloco_state_dict
 
     def load_diloco_state_dict(self, state: dict[str, Any]) -> None:
-        self._refuse_before_sync()
+        refuse_before_sync(self._averaging)
         LocalStepsMethods.load_diloco_state_dict(self, state)  # type: ignore[arg-type]
 
     load_diloco_state_dict.__doc__ = LocalStepsMethods.load_diloco_state_dict.__doc__

@@ -11,10 +11,12 @@ import torch
 from hvd_compress._torch.parameters import by_name, trained
 from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.compressors import NoCompression
+from hvd_compress.elastic import is_elastic, refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip import GossipSettings
 from hvd_compress.schedules import ConstantThreshold, SlopeThreshold, Trigger
 from hvd_compress.topology import Ring, Topology
+from hvd_compress.torch._averaging.carrying import Averaging, refuse_before_sync
 from hvd_compress.torch._averaging.gossip import Gossip
 from hvd_compress.torch._gradients.owners import check_sole_step, refuse_retired, take_over
 from hvd_compress.torch._horovod import laid_over, step_below
@@ -38,6 +40,8 @@ class _Overrides:
     _gossip: Gossip | _NoNeighbours = _NoNeighbours()
     # a GradScaler would not call `step` at all where a gradient is not finite, and ranks would count differently
     _step_supports_amp_scaling = True
+    _averaging: Averaging | None = None
+    """In an elastic run."""
     _retired = False
     """Whether another optimizer has taken over the parameters."""
 
@@ -57,6 +61,7 @@ class _Overrides:
         """
         if self._retired:
             refuse_retired()
+        refuse_before_sync(self._averaging)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,6 +82,7 @@ class _Overrides:
         A rank that comes first answers its neighbours until the last one has come, so ranks may have made different
         numbers of steps. Buffers that are not of a floating type stay those of each rank. Training may go on.
         """
+        refuse_before_sync(self._averaging)
         self._gossip.check(self.param_groups)
         self._gossip.average()
 
@@ -85,6 +91,7 @@ class _Overrides:
 
         A rank that comes first answers its neighbours until the last one has come, as in `average_parameters`.
         """
+        refuse_before_sync(self._averaging)
         return self._gossip.consensus_distance()
 
     def event_stats(self) -> dict[str, Any]:
@@ -95,9 +102,10 @@ class _Overrides:
             messages, messages_always (had everything been sent in every pass), messages_percent, and so for bytes;
             "total" has passes (steps, one more with `overlap`), and its bytes include what a message takes beside its
             payloads; tensors have the present threshold. With `traced` also "trace": norms, thresholds and sent,
-            arrays of (passes, tensors).
+            arrays of (passes, tensors). In elastic runs "lost_ranks" is how many ranks were lost.
         """
-        return self._gossip.member.stats()
+        lost = {} if self._averaging is None else self._averaging.stats()
+        return {**self._gossip.member.stats(), **lost}
 
     def event_state_dict(self) -> dict[str, Any]:
         """Histories, thresholds and copies of this rank, to be saved per rank, by all ranks after the same step.
@@ -116,11 +124,67 @@ class _Overrides:
         Raises:
             StateError: not such a state, or of another rank, network or settings.
         """
+        refuse_before_sync(self._averaging)
         self._gossip.load_state_dict(state)
 
     def close(self) -> None:
         """Give up the memory that the transport "one_sided" shares with the neighbours; a collective call."""
         self._gossip.member.close()
+
+
+class _EventGraDAveraging(Averaging):
+    """See there. Nothing is owed once all ranks have equal parameters: what was not sent is in their mean.
+
+    Args:
+        gossip: of the optimizer.
+    """
+
+    kind = "EventGraDOptimizer"
+
+    def __init__(self, gossip: Gossip) -> None:
+        self._gossip = gossip
+        self.parameters, self.buffers = gossip.parameters, gossip.buffers
+
+    def save(self) -> Any:
+        return self._gossip.member, self._gossip.member.state_dict()
+
+    def restore(self, saved: Any) -> None:
+        # a sync that has failed may have made another member
+        if saved is not None:
+            self._gossip.member, state = saved
+            self._gossip.member.restore(state)
+
+    @property
+    def steps(self) -> int:
+        # ranks may make different numbers
+        return 0
+
+    def owed(self) -> dict[str, Any]:
+        return {}
+
+    def land(self, state: Any) -> None:
+        """Do nothing: what neighbours have sent is used in the next step, and all ranks are equal before that."""
+
+    def agreed(self) -> Any:
+        return self._gossip.member.watched()
+
+    def begin_again(self, label: str, agreed: Any, is_kept: bool) -> None:
+        topology = self._gossip.settings.topology
+        if hvd.size() > 1:
+            try:
+                topology.neighbours(hvd.size())
+            except ValueError as error:
+                raise UnsupportedError(
+                    f"EventGraDOptimizer among {hvd.size()} ranks, in an elastic run: {error}. Give a topology for any "
+                    "number of ranks, such as Ring(), or start with a fixed number of ranks"
+                ) from error
+        before = self._gossip.begin_again()
+        if agreed is not None:
+            self._gossip.member.go_on_from(before.watched() if is_kept else agreed, self.parameters.arrays())
+            self._gossip.member.inherit(before)
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self.lost is None else {"lost_ranks": self.lost.ranks}
 
 
 def EventGraDOptimizer(
@@ -176,7 +240,9 @@ def EventGraDOptimizer(
     Raises:
         ValueError: a setting out of its range, or parameters without or with equal names.
         TypeError: an argument of another type than stated.
-        UnsupportedError: LBFGS; a combination of settings that cannot be honoured; "one_sided" without MPI.
+        UnsupportedError: LBFGS; a combination of settings that cannot be honoured; "one_sided" without MPI; in an
+            elastic run "one_sided", a process set, and, raised by `TorchState.sync`, a topology that has no weights for
+            the number of ranks.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::
@@ -189,11 +255,22 @@ def EventGraDOptimizer(
     """
     check_sole_step("EventGraDOptimizer", optimizer)
     settings = GossipSettings(trigger, topology, transport, compression, mixing, consensus_rate, overlap, traced)
+    if settings.is_one_sided:
+        refuse_elastic_averaging(
+            'EventGraDOptimizer(transport="one_sided")',
+            'Horovod runs these with Gloo only, and MPI does not outlive a rank. Use transport="alltoall"',
+        )
+    if process_set.process_set_id != 0:
+        refuse_elastic_averaging(
+            f"EventGraDOptimizer(process_set={process_set})",
+            "Horovod forgets process sets when ranks come or go. Leave it out",
+        )
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named_parameters)
     gossip = Gossip(parameters, buffers, settings, process_set)
     wrapped = laid_over(optimizer, _Overrides)
     wrapped._gossip = gossip
+    wrapped._averaging = _EventGraDAveraging(gossip) if is_elastic() else None
     take_over(wrapped, parameters.values(), "EventGraDOptimizer", optimizer)
     return wrapped
 

@@ -13,6 +13,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors
+from hvd_compress.elastic import is_elastic
 from hvd_compress.errors import MismatchError
 from hvd_compress.fingerprint import Place
 from hvd_compress.gossip import GossipMember, GossipSettings
@@ -57,18 +58,32 @@ class Gossip:
         settings: GossipSettings,
         process_set: hvd.ProcessSet,
     ) -> None:
-        self._parameters = Parameters(parameters, "the EventGraD optimizer")
-        self._buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
-        self._overlap = settings.overlap
+        self.parameters = Parameters(parameters, "the EventGraD optimizer")
+        self.buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
+        self.settings = settings
         self._process_set = process_set
-        takes_part = process_set.included() and process_set.size() > 1
-        ranks = _Neighbours(process_set) if takes_part else None
-        self.member = GossipMember(self._parameters.tensors, settings, ranks, partial(start_one_sided, hvd))
-        self._waits = takes_part and not settings.is_one_sided
+        # in elastic runs neighbours are found when the state is synced: who joins wraps its optimizer while others
+        # train
+        self._meets = process_set.included() and process_set.size() > 1 and not is_elastic()
+        self.member = self._made()
+
+    def _made(self) -> GossipMember:
+        ranks = _Neighbours(self._process_set) if self._meets else None
+        return GossipMember(self.parameters.tensors, self.settings, ranks, partial(start_one_sided, hvd))
+
+    def begin_again(self) -> GossipMember:
+        """Find neighbours among the ranks that there are; returns the member of before. A collective call."""
+        self._meets = self._process_set.size() > 1
+        before, self.member = self.member, self._made()
+        return before
+
+    @property
+    def _waits(self) -> bool:
+        return self._meets and not self.settings.is_one_sided
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if parameters have changed so that they cannot be averaged; ranks that wait are told."""
-        problem = self._parameters.problem(groups)
+        problem = self.parameters.problem(groups)
         if problem is None:
             return
         if self._waits:
@@ -82,29 +97,29 @@ class Gossip:
     @torch.no_grad()
     def mix(self) -> None:
         """Send, receive and average, in place; what is frozen by now is left as it is."""
-        self.member.begin(self._parameters.arrays)
-        arrays = self._parameters.trained_arrays()
+        self.member.begin(self.parameters.arrays)
+        arrays = self.parameters.trained_arrays()
         self.member.mix(arrays)
-        self._parameters.write(arrays)
+        self.parameters.write(arrays)
 
     @torch.no_grad()
     def after_update(self) -> None:
         """With `overlap`: send what the next step will begin with."""
-        if self._overlap:
-            self.member.after_update(self._parameters.trained_arrays())
+        if self.settings.overlap:
+            self.member.after_update(self.parameters.trained_arrays())
 
     @torch.no_grad()
     def average(self) -> None:
         """Make all parameters and buffers their mean over the ranks; a collective call."""
-        arrays = self._parameters.arrays()
-        self.member.average(arrays, self._buffers.arrays())
-        self._parameters.write(arrays)
-        self._buffers.take()
+        arrays = self.parameters.arrays()
+        self.member.average(arrays, self.buffers.arrays())
+        self.parameters.write(arrays)
+        self.buffers.take()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Root of the mean over ranks of ‖x - mean of x‖²; a collective call."""
-        return self.member.consensus_distance(self._parameters.arrays())
+        return self.member.consensus_distance(self.parameters.arrays())
 
     def state_dict(self) -> dict[str, Any]:
         """See `Averager.state_dict`; arrays are tensors."""

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import TopK
+from hvd_compress import SlopeThreshold, TopK
 from tests.parallel.rank import be_strict
 from tests.parallel.workers.elastic_compression import DOOMED, Stage, change_hosts, die, gradients, model_of
 
@@ -40,7 +40,31 @@ def diloco(model: torch.nn.Module) -> Any:
     return hvd.DiLoCo(inner, model.named_parameters(), sync_every=4, fragments=2, delay=1, compression=TopK(0.2))
 
 
-SETTINGS = {"diloco": diloco}
+def eventgrad(model: torch.nn.Module) -> Any:
+    """Differences between neighbours, compressed, which keep the mean; most of them are not sent."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    return hvd.EventGraDOptimizer(
+        inner, model.named_parameters(), trigger=SlopeThreshold(horizon=2.0), compression=TopK(0.2), overlap=True
+    )
+
+
+def of_diloco(optimizer: Any) -> dict[str, Any]:
+    """What is compared of it: checksums of what ranks agreed on."""
+    member = optimizer._local_steps.member
+    return {"agreed": [f.checksum() for f in member._fragments], "under_way": member.stats()["under_way"]}
+
+
+def of_eventgrad(optimizer: Any) -> dict[str, Any]:
+    """What is compared of it."""
+    stats = optimizer.event_stats()
+    thresholds = [counters["threshold"] for counters in stats["tensors"].values()]
+    return {"thresholds": thresholds, "passes": stats["total"]["passes"], "messages": stats["total"]["messages"]}
+
+
+SETTINGS: dict[str, tuple[Callable[[torch.nn.Module], Any], Callable[[Any], dict[str, Any]]]] = {
+    "diloco": (diloco, of_diloco),
+    "eventgrad": (eventgrad, of_eventgrad),
+}
 
 
 def looks(arrays: Iterable[Any], seed: int = 0) -> list[float]:
@@ -64,7 +88,8 @@ class _Run:
         self.folder = folder
         self.lines = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
         self.model = model_of(os.getpid())
-        self.optimizer = SETTINGS[setting](self.model)
+        make, self.told = SETTINGS[setting]
+        self.optimizer = make(self.model)
         self.is_doomed = os.environ["HOROVOD_HOSTNAME"] == DOOMED
 
     def note(self, at: str, state: Any, **more: Any) -> None:
@@ -72,15 +97,13 @@ class _Run:
         averaging = self.optimizer._averaging
         values = [p.detach().numpy() for p in self.model.parameters()]
         owed = averaging.owed()
-        agreed = getattr(self.optimizer, "_local_steps", None)
         line = {
             "at": at, "step": state.step, "ranks": hvd.size(), "rank": hvd.rank(), "looks": looks(values),
             "digest": zlib.crc32(b"".join(value.tobytes() for value in values)),
             "worth": [sum(numbers) / hvd.size() for numbers in zip(
                 [0.0] * 3, *(looks([x], zlib.crc32(name.encode())) for name, x in owed.items()), strict=True)],
             "norm": float(np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in owed.values()))),
-            "agreed": None if agreed is None else [f.checksum() for f in agreed.member._fragments],
-            **averaging.stats(), **more,
+            **averaging.stats(), **self.told(self.optimizer), **more,
         }  # fmt: skip
         self.lines.write(json.dumps(line) + "\n")
 
@@ -106,15 +129,11 @@ class _Run:
                 if hvd.rank() == 0 and state.stage < len(STAGES):
                     change_hosts(self.folder, STAGES[state.stage])
             self.optimizer._averaging.save()
-            self.note("made", state, loss=loss, **self.told())
+            self.note("made", state, loss=loss)
             state.commit()
         self.optimizer.average_parameters()
         self.note("end", state)
         self.lines.close()
-
-    def told(self) -> dict[str, Any]:
-        """What else of a step is compared."""
-        return {"under_way": self.optimizer.diloco_stats()["under_way"]}
 
 
 def main() -> None:

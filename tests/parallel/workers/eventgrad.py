@@ -20,10 +20,12 @@ from hvd_compress import (
     Ring,
     SlopeThreshold,
     TopK,
+    Topology,
 )
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.gossip import GossipLoopback, ParameterSpec
 from tests.parallel.cases import Cases
+from tests.parallel.workers.neutral import in_elastic_run
 
 cases = Cases()
 
@@ -702,3 +704,98 @@ def some_of_the_ranks_may_do_it_alone() -> None:
     train(optimizer, model, 2)
     optimizer.average_parameters()
     hvd.remove_process_set(others)
+
+
+# -- elastic runs --------------------------------------------------------------------------------------------------
+
+
+def wrapped_and_synced(**settings):
+    model = network()
+    optimizer = wrapped(model, trigger=SlopeThreshold(), compression=TopK(0.05), **settings)
+    state = hvd.elastic.TorchState(model, optimizer)
+    state.sync()
+    return model, optimizer, state
+
+
+@cases.add
+def what_does_not_come_through_a_change_of_ranks_is_refused_in_elastic_runs() -> None:
+    with in_elastic_run():
+        model = network()
+        optimizer = wrapped(model)
+        for call in (
+            lambda: train(optimizer, model, 1),
+            optimizer.average_parameters,
+            optimizer.consensus_distance,
+            lambda: optimizer.load_event_state_dict({}),
+        ):
+            with pytest.raises(UnsupportedError, match=r"no hvd\.elastic\.TorchState has synced this optimizer"):
+                call()
+        for settings, reason in (
+            ({"transport": "one_sided"}, r"MPI does not outlive a rank"),
+            ({"process_set": plain.ProcessSet([0])}, r"Horovod forgets process sets"),
+        ):
+            with pytest.raises(UnsupportedError, match=rf"in an elastic run: .*{reason}"):
+                wrapped(network(), **settings)
+
+
+class Fixed(Topology):
+    """Has weights for 3 ranks, as a graph of 3 nodes."""
+
+    id = "fixed"
+
+    def matrix(self, size):
+        if size != 3:
+            raise ValueError(f"these are weights of 3 ranks, and there are {size}")
+        return np.full((3, 3), 1 / 3)
+
+
+@cases.add
+def a_topology_for_another_number_of_ranks_is_refused_when_ranks_meet() -> None:
+    with in_elastic_run():
+        model = network()
+        optimizer = wrapped(model, topology=Fixed())
+        state = hvd.elastic.TorchState(model, optimizer)
+        if hvd.size() == 1:
+            # it has no neighbours, and trains alone
+            state.sync()
+            train(optimizer, model, 1)
+            return
+        with pytest.raises(UnsupportedError, match=rf"among {hvd.size()} ranks, in an elastic run: .*Ring\(\)"):
+            state.sync()
+
+
+@cases.each({"waiting": {}, "overlap": {"overlap": True}})
+def an_elastic_state_goes_back_to_its_commit_and_makes_parameters_the_mean_of_ranks(settings) -> None:
+    with in_elastic_run():
+        model, optimizer, state = wrapped_and_synced(**settings)
+        train(optimizer, model, 6)
+        state.commit()
+        committed = copy.deepcopy(model)
+        train(optimizer, model, 5, 6)
+        expected = copy.deepcopy(model)
+        # what is under way among living ranks has its name until it arrives
+        plain.barrier()
+        state.restore()
+        assert_equal(model, committed)
+        train(optimizer, model, 5, 6)
+        assert_equal(model, expected)
+        plain.barrier()
+        state.restore()
+        before = optimizer.event_stats()
+        state.reset()
+        state.sync()
+        for (name, p), q in zip(model.named_parameters(), committed.parameters(), strict=True):
+            mean = plain.allreduce(q.detach(), name=f"committed.{name}")
+            torch.testing.assert_close(p.detach(), mean, rtol=1e-5, atol=1e-6)
+        assert optimizer.event_stats() == {**before, "lost_ranks": 0}
+        assert optimizer.consensus_distance() == 0
+        train(optimizer, model, 5, 6)
+        passes = optimizer.event_stats()["total"]["passes"]
+        assert passes == before["total"]["passes"] + 5 + sends_ahead(settings)
+        optimizer.average_parameters()
+        assert optimizer.consensus_distance() < 1e-6
+
+
+def sends_ahead(settings) -> int:
+    """Passes beyond the steps: what was sent ahead is sent anew among other ranks."""
+    return int(settings.get("overlap", False) and hvd.size() > 1)
