@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from hvd_compress import wire
 from hvd_compress.averaging import FORMS
 from hvd_compress.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_compress.compressors.settings import check_choice, check_flag
+from hvd_compress.elastic import refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy, compressors_in, given_compression
 from hvd_compress.schedules import CYCLING, DasoSchedule
@@ -61,10 +61,11 @@ class DasoSettings:
                         f"{argument}={compressor!r}: what it leaves out of a change would be lost, as parameters go on "
                         "from what was sent. Use it with error_feedback=True"
                     )
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
-            raise UnsupportedError(
-                "DASO in an elastic run: nodes and their groups are fixed. Start with a fixed number of ranks"
-            )
+        refuse_elastic_averaging(
+            "DASO",
+            "the ranks of a node average gradients in a process set, and Horovod forgets process sets when ranks come "
+            "or go",
+        )
 
     def compression_in(self, phase: str) -> Compressor | Policy:
         """Return the compression of what goes between nodes."""

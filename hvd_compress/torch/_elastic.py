@@ -15,6 +15,8 @@ from hvd_compress.torch._averaging.carrying import CarriedAveraging
 from hvd_compress.torch._calls import CarriedCalls
 from hvd_compress.torch._collectives import forget_count_of_calls
 from hvd_compress.torch._gradients.carrying import Carried, CarriedOptimizer
+from hvd_compress.torch._momentum.base import MomentumOptimizer
+from hvd_compress.torch._momentum.carrying import CarriedMomentum
 from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 
@@ -35,6 +37,8 @@ def _carried_of(value: Any, name: str) -> Carried | None:
     """What carries over what an optimizer keeps between steps; None if it keeps nothing, or is none of ours."""
     if getattr(value, "_averaging", None) is not None:
         return CarriedAveraging(value, name)
+    if isinstance(value, MomentumOptimizer):
+        return CarriedMomentum(value, name)
     combiner = getattr(value, "_combiner", None)
     return CarriedOptimizer(combiner, name) if combiner is not None and combiner.wrapping.is_carried else None
 

@@ -146,6 +146,9 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
         ("powersgd", "three"),
         ("calls", "alone"),
         ("calls", "three"),
+        ("adam", "three"),
+        ("demo", "three"),
+        ("dgc", "three"),
     ],
 )
 def test_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:

@@ -289,11 +289,15 @@ class Combiner:
 
     def go_on_with(self, compression: Compressor) -> None:
         """Compress in another way from the next step on; all ranks do so between the same steps."""
-        self.wrapping.compression = self.wrapping.ours = compression
-        self.wrapping.pays_debts = True
+        self.begin_with(compression)
         if self.sender.engine is not None:
             self.sender.count_plain()
             self._equip_after(self.sender.engine)
+
+    def begin_with(self, compression: Compressor) -> None:
+        """Compress in this way once exchanges are made anew."""
+        self.wrapping.compression = self.wrapping.ours = compression
+        self.wrapping.pays_debts = True
 
     def _equip_after(self, engine: Engine) -> None:
         self.wrapping.equip(self.sender)

@@ -65,7 +65,8 @@ class CompressedAdam(MomentumOptimizer):
     Raises:
         ValueError: a setting out of its range; parameters with equal names.
         TypeError: `compression` is no compressor; a parameter is complex or no floating type.
-        UnsupportedError: an elastic run; `Auto`.
+        UnsupportedError: `Auto`; in an elastic run a process set, and a step before `hvd.elastic.TorchState` was
+            synced.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::
@@ -133,6 +134,12 @@ class CompressedAdam(MomentumOptimizer):
         """Another optimizer takes over the parameters: refuse to go on."""
         super().retire()
         self._plain.optimizer.retire()
+
+    def agree_in_elastic_run(self) -> None:
+        super().agree_in_elastic_run()
+        # all ranks have the state of rank 0, and so go the same way
+        self._unseen, self._way, self._has_loaded = None, None, False
+        self._plain.optimizer._combiner.begin_again()
 
     # -- which way a step goes -------------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ import torch
 from hvd_compress import saved
 from hvd_compress._torch.parameters import by_name
 from hvd_compress._torch.scaling import told_by_scaler, unscale
-from hvd_compress.elastic import refuse_elastic
+from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import exchanged, resolved
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.feedback import check_state
 from hvd_compress.policy import Auto
+from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.owners import refuse_retired, take_over
 from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
 from hvd_compress.torch._ranks import TorchRanks
@@ -31,6 +32,15 @@ def check_real(kind: str, name: str, value: Any, least: float, below: float | No
     if not least <= number < (float("inf") if below is None else below):
         bound = "a finite number" if below is None else f"less than {below:g}"
         raise ValueError(f"{kind}({name}={value!r}): must be {bound} and at least {least:g}")
+
+
+def refuse_elastic_sets(kind: str, process_set: hvd.ProcessSet) -> None:
+    """Raise UnsupportedError in an elastic run."""
+    if is_elastic():
+        raise UnsupportedError(
+            f"{kind}(process_set={process_set}) in an elastic run: Horovod forgets process sets when ranks come or go. "
+            "Leave process_set out, or start with a fixed number of ranks"
+        )
 
 
 class MomentumOptimizer(torch.optim.Optimizer):
@@ -69,7 +79,11 @@ class MomentumOptimizer(torch.optim.Optimizer):
         told: dict[str, Any],
     ) -> None:
         self._kind = kind
-        refuse_elastic(kind)
+        if process_set.process_set_id != 0:
+            refuse_elastic_sets(kind, process_set)
+        self._told_settings = told
+        self.has_met = not is_elastic()
+        """Whether its exchanges are made for the ranks that there are."""
         if isinstance(exchanged(resolved(compression, "auto")), Auto):
             raise UnsupportedError(f"{kind} with {compression!r}: Auto chooses for gradients. Give a compressor")
         self._retired = False
@@ -84,9 +98,13 @@ class MomentumOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._name(group)
         if process_set.included() and process_set.size() > 1:
-            groups = [self._told(group) for group in self.param_groups]
-            names = [name for p, name in self._names.items() if p.requires_grad]
-            TorchRanks(process_set).agree({"optimizer": kind, **told, "groups": groups}, beside=names)
+            self._agree_on_settings()
+
+    def _agree_on_settings(self) -> None:
+        groups = [self._told(group) for group in self.param_groups]
+        names = [name for p, name in self._names.items() if p.requires_grad]
+        told = {"optimizer": self._kind, **self._told_settings, "groups": groups}
+        TorchRanks(self._process_set).agree(told, beside=names)
 
     def _told(self, group: dict[str, Any]) -> dict[str, Any]:
         kept = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -146,6 +164,38 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self._retired = True
         self._carrier.optimizer.retire()
 
+    # -- elastic runs ----------------------------------------------------------------------------------------------
+
+    @property
+    def combiner(self) -> Combiner:
+        """Of the exchange whose residuals belong to this rank."""
+        combiner: Combiner = self._carrier.optimizer._combiner
+        return combiner
+
+    def agree_in_elastic_run(self) -> None:
+        """Compare with the ranks that there are, and begin where rank 0 is, whose state all have; a collective call."""
+        self._agree_on_settings()
+
+    def own_labels(self) -> set[str]:
+        """Names of what this rank alone keeps."""
+        return {self._label(p) for p in self._names}
+
+    @property
+    def own_values(self) -> dict[str, Any]:
+        """Copies of what this rank alone keeps, as arrays, by those names."""
+        return {
+            self._label(p): {"shape": list(tensor.shape), "values": tensor.reshape(-1).cpu().clone().numpy()}
+            for p, tensor in self._own.items()
+        }
+
+    @own_values.setter
+    def own_values(self, entries: dict[str, Any]) -> None:
+        self._own = {
+            p: torch.from_numpy(entries[self._label(p)]["values"].copy()).view(p.shape).to(p.device)
+            for p in self._names
+            if self._label(p) in entries
+        }
+
     # -- steps -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -164,6 +214,12 @@ class MomentumOptimizer(torch.optim.Optimizer):
         """
         if self._retired:
             refuse_retired()
+        if not self.has_met:
+            raise UnsupportedError(
+                f"{self._kind} in an elastic run, and no hvd.elastic.TorchState has synced this optimizer: exchanges "
+                "are made there for the ranks that there are. Give it to hvd.elastic.TorchState(model, optimizer) of "
+                "hvd_compress.torch, and train inside of a function that is decorated with hvd.elastic.run"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -226,9 +282,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
             `redistribute` divides it among another number of ranks.
         """
         state: dict[str, Any] = self._carrier.optimizer.compression_state_dict()
-        for p, tensor in self._own.items():
-            values = tensor.reshape(-1).cpu().clone()
-            state["residuals"][self._label(p)] = {"shape": list(tensor.shape), "values": values}
+        for label, entry in self.own_values.items():
+            state["residuals"][label] = {**entry, "values": torch.from_numpy(entry["values"])}
         return state
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:

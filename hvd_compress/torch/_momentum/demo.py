@@ -56,7 +56,7 @@ class DeMo(MomentumOptimizer):
     Raises:
         ValueError: a setting out of its range; parameters with equal names.
         TypeError: a parameter is complex or no floating type.
-        UnsupportedError: an elastic run.
+        UnsupportedError: in an elastic run a process set, and a step before `hvd.elastic.TorchState` was synced.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::

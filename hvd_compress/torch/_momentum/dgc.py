@@ -56,7 +56,8 @@ class DGC(MomentumOptimizer):
     Raises:
         ValueError: a setting out of its range; parameters with equal names.
         TypeError: `compression` is no compressor; a parameter is complex or no floating type.
-        UnsupportedError: a compressor that does not send entries as they are; a hierarchical exchange; an elastic run.
+        UnsupportedError: a compressor that does not send entries as they are; a hierarchical exchange; in an
+            elastic run a process set, and a step before `hvd.elastic.TorchState` was synced.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::
@@ -115,6 +116,13 @@ class DGC(MomentumOptimizer):
         self._has_compared = False
         """Whether ranks know of each other that they are at the same step: not at first, nor after a state came."""
         self._complete()
+
+    def agree_in_elastic_run(self) -> None:
+        super().agree_in_elastic_run()
+        # all ranks have made as many steps as rank 0, so that they send the same share
+        steps = min((self.state[p].get("step", 0) for _, p, _ in self._trained()), default=0)
+        self._carrier.optimizer._combiner.begin_with(self._compression_at(steps))
+        self._share, self._has_compared = self._shares.at(steps), True
 
     def _compression_at(self, steps: int) -> Compressor:
         share = self._shares.at(steps)

@@ -57,6 +57,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "server": {"compression": OneBit(), "exchange": "parameter_server"},
     "powersgd": {"compression": PowerSGD(2)},
     "calls": {},
+    # optimizers that exchange momentum
+    "adam": {"make": lambda model: hvd.CompressedAdam(model.named_parameters(), lr=0.002, warmup_steps=2)},
+    "demo": {"make": lambda model: hvd.DeMo(model.named_parameters(), lr=0.0005, k=4, chunk=16)},
+    "dgc": {
+        "make": lambda model: hvd.DGC(
+            model.named_parameters(), lr=0.02, compression=TopK(0.05), warmup_steps=6, warmup_shares=(0.2, 0.1)
+        )
+    },
 }
 _SEED = 5
 _STEP_SECONDS = 0.02
@@ -137,7 +145,10 @@ class _Run:
         self.uses_calls = setting == "calls"
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.01 if "adagrad" in self.settings else 0.05)
         named = self.model.named_parameters()
-        self.optimizer = sgd if self.uses_calls else hvd.DistributedOptimizer(sgd, named, **self.settings)
+        if "make" in self.settings:
+            self.optimizer = self.settings["make"](self.model)
+        else:
+            self.optimizer = sgd if self.uses_calls else hvd.DistributedOptimizer(sgd, named, **self.settings)
         self.is_doomed = os.environ["HOROVOD_HOSTNAME"] == DOOMED
         self.divisor = 1 if self.settings.get("op") == horovod.Sum else None
 

@@ -18,6 +18,7 @@ from hvd_compress.errors import GradientError, MismatchError, StateError, Unsupp
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
+from tests.parallel.workers.neutral import in_elastic_run
 
 cases = Cases()
 
@@ -825,3 +826,57 @@ def a_state_of_adamw_goes_on_and_others_are_refused() -> None:
     maximizing = torch.optim.AdamW(other.parameters(), maximize=True)
     with pytest.raises(StateError, match="maximize=True"):
         optimizer.load_state_dict(maximizing.state_dict())
+
+
+# -- elastic runs --------------------------------------------------------------------------------------------------
+
+
+def numbers_of(optimizer) -> dict[str, list[float]]:
+    """What this rank alone keeps, by names; what is 0 counts as nothing."""
+    state = optimizer.compression_state_dict()
+    kinds = [state[kind] for kind in ("residuals", "owner_residuals")]
+    return {f"{i}.{n}": e["values"].tolist() for i, k in enumerate(kinds) for n, e in k.items() if e["values"].any()}
+
+
+ELASTIC = {
+    "adam": adam,
+    "adam, renewed": partial(adam, variance="renewed", renewals=2),
+    "demo": demo,
+    "dgc": partial(dgc, warmup_steps=8, warmup_shares=(0.2, 0.1)),
+}
+
+
+@cases.each(ELASTIC)
+def an_elastic_state_brings_back_what_each_rank_keeps(make) -> None:
+    with in_elastic_run():
+        model = network()
+        optimizer = make(model)
+        with pytest.raises(UnsupportedError, match=r"no hvd\.elastic\.TorchState has synced this optimizer"):
+            train(optimizer, model, 0, 1)
+        state = hvd.elastic.TorchState(model, optimizer)
+        state.sync()
+        train(optimizer, model, 0, 5)
+        state.commit()
+        kept = numbers_of(optimizer)
+        train(optimizer, model, 5, 9)
+        expected = values(model)
+        state.restore()
+        state.reset()
+        state.sync()
+        if hvd.size() == 2 and make is demo:
+            # nothing is owed beside, which would have other owners
+            assert numbers_of(optimizer) == kept
+        train(optimizer, model, 5, 9)
+        for p, q in zip(model.parameters(), expected, strict=True):
+            # what owners owed is owed by senders now, and comes in another order
+            np.testing.assert_allclose(p.detach().double().numpy().ravel(), np.frombuffer(q), atol=0.05)
+        assert_same_everywhere(model)
+        assert optimizer.compression_stats().get("lost_ranks", 0) == 0
+
+
+@cases.add
+def process_sets_are_refused_in_elastic_runs() -> None:
+    with in_elastic_run():
+        for make in (adam, demo, dgc):
+            with pytest.raises(UnsupportedError, match="in an elastic run: Horovod forgets process sets"):
+                make(network(), process_set=plain.ProcessSet([0]))
