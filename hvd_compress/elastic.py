@@ -56,11 +56,11 @@ def refuse_elastic(what: Any) -> None:
     """
     if is_elastic():
         raise UnsupportedError(
-            f"{what!r} in an elastic run: exchanges are laid out for the ranks that there are, and what ranks keep "
-            "between steps would be lost with those that leave, and missing on those that join. Use hvd_compress.torch "
-            "with hvd.elastic.TorchState, which carries it over. On TensorFlow and Keras use "
-            "compression=hvd.Compression.none or fp16 with the exchange that is the default, or start with a fixed "
-            "number of ranks and use hvd_compress.feedback.redistribute to change it between runs"
+            f"{what!r} in an elastic run: what ranks keep between steps would be lost with those that leave, and "
+            "missing on those that join. Use hvd.DistributedOptimizer or hvd.DistributedGradientTape with a state of "
+            "hvd.elastic, which carries over what compressors keep, or compression=hvd.Compression.none or fp16 with "
+            "the exchange that is the default, which keep nothing. Or start with a fixed number of ranks and use "
+            "hvd_compress.feedback.redistribute to change it between runs"
         )
 
 

@@ -48,7 +48,7 @@ def _joined(mixins: Sequence[type], base: type, edge: Edge, module: str) -> dict
 
 def _bound_elastic(keras: Any, edge: Edge, module: str) -> ModuleType:
     """A module named `module` with what elastic runs need: `run`, a state and its callbacks."""
-    made = ModuleType(module, "Elastic runs, whose ranks come and go; nothing is compressed in them.")
+    made = ModuleType(module, "Elastic runs, whose ranks come and go.")
     made.__dict__.update(_joined(_OF_ELASTIC_RUNS, keras.callbacks.Callback, edge, module))
     made.__dict__.update(_joined([elastic.KerasState], edge.object_state, edge, module))
     made.__dict__.update(run=edge.elastic_run, TensorFlowKerasState=made.__dict__["KerasState"])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_compress.engine import check_settings, refuse_other_ops
+from hvd_compress.engine import CarriedExchanges, check_settings, is_carried, refuse_other_ops, refuse_what_stays
 from hvd_compress.exchange import Exchange
 from hvd_compress.gossip import OneSided
 from hvd_compress.horovod_nodes import HorovodNodes
@@ -52,6 +53,8 @@ class Edge(ABC):
         nodes: of the edge.
         object_state: Horovod's class for the state of elastic runs.
         functions: of the edge, with its `allgather`, `broadcast` and `reducescatter`.
+        book: of the exchanges that elastic runs carry over.
+        hosts_updated: Horovod's HostsUpdatedInterrupt.
     """
 
     def __init__(
@@ -64,7 +67,10 @@ class Edge(ABC):
         nodes: HorovodNodes,
         object_state: type,
         functions: Any,
+        book: CarriedExchanges,
+        hosts_updated: type[Exception],
     ) -> None:
+        self.book, self.hosts_updated = book, hosts_updated
         self._functions = functions
         self.ranks, self.one_sided = ranks, one_sided
         self.nodes, self.object_state = nodes, object_state
@@ -103,15 +109,19 @@ class Edge(ABC):
         gradient_predivide_factor: float,
         backward_passes_per_step: int = 1,
         groups: Any = None,
+        process_set: Any = None,
+        adagrad: Any = None,
         **_: Any,
     ) -> None:
         """Raise what a wrong setting of a wrapper is to raise."""
         check_settings(
             compression, exchange, min_numel, bucket_bytes, op == self.average_op, gradient_predivide_factor,
-            backward_passes_per_step, groups, self._hvd.rocm_built(),
+            backward_passes_per_step, groups, self._hvd.rocm_built(), carries=True,
         )  # fmt: skip
         self._horovod_compressor(compression)
         refuse_other_ops(op, self.average_op, self._hvd.Sum)
+        if is_carried(compression, adagrad):
+            refuse_what_stays(repr(compression), exchange, process_set)
 
     def average(self, values: Sequence[float], names: Sequence[str]) -> list[float]:
         """Averages over all ranks; a collective call.
@@ -142,9 +152,17 @@ class Edge(ABC):
 
     # -- what a framework has in its own way -------------------------------------------------------------------------
 
+    def collectives(self) -> AbstractContextManager[None]:
+        """A context in which collectives that fail raise Horovod's HorovodInternalError."""
+        return nullcontext()
+
     def key(self, variable: Any) -> Any:
         """The same for all objects that stand for the same variable."""
         return id(variable)
+
+    def divisor_of(self, process_set: Any) -> Any:
+        """The number of ranks that take part, for the step that is made, or laid into a graph, now."""
+        return self.ranks_of(process_set)
 
     def keep_uncompiled(self, optimizer: Any, method: str) -> None:  # noqa: B027, most need nothing
         """See to it that a compiler of the backend calls this method of an optimizer instead of compiling it."""
@@ -163,7 +181,7 @@ class Edge(ABC):
         """
 
     @abstractmethod
-    def divided(self, gradient: Any, divisor: float) -> Any:
+    def divided(self, gradient: Any, divisor: Any) -> Any:
         """A gradient, sparse ones too, divided by `divisor`; None stays None."""
 
     @abstractmethod

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvd_compress._keras.callbacks import EdgeCallback, variables_of
+from hvd_compress.engine import Carried, CarryingState
+from hvd_compress.ranks import Ranks
 
 __all__ = [
     "CommitStateCallback",
@@ -18,35 +20,59 @@ __all__ = [
 ]
 
 
-class VariablesState:
-    """Keeps the values of variables beside those of plain attributes; laid over Horovod's `ObjectState`."""
+class VariablesState(CarryingState):
+    """Keeps the values of variables, and what ranks owe, beside plain attributes; laid over Horovod's `ObjectState`."""
 
     edge: ClassVar[Any]
     """A `Edge`, or the part of one that is used here."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._values = self._copies()
+        self._know_places()
         super().__init__(bcast_object=self.edge.broadcast_object, get_rank=self.edge.rank, **kwargs)  # type: ignore[call-arg]
 
     def _variables(self) -> Sequence[Any]:
         raise NotImplementedError
 
+    def _carried(self) -> Sequence[Carried]:
+        return [self.edge.book]
+
+    def _all_ranks(self) -> Ranks:
+        ranks: Ranks = self.edge.book.all_ranks()
+        return ranks
+
+    def _hosts_updated(self) -> type[Exception]:
+        interrupt: type[Exception] = self.edge.hosts_updated
+        return interrupt
+
+    def _know_places(self) -> None:
+        self.edge.book.places = {self.edge.key(variable): i for i, variable in enumerate(self._variables())}
+
     def save(self) -> None:
         """Keep all values, to come back to."""
         self._values = self._copies()
-        super().save()  # type: ignore[misc]
+        super().save()
 
     def restore(self) -> None:
         """Go back to the values that were saved last."""
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
-        super().restore()  # type: ignore[misc]
+        super().restore()
 
     def sync(self) -> None:
-        """Take the values of rank 0; a collective call."""
-        self.edge.broadcast(self._variables(), 0)
-        self._values = self._copies()
-        super().sync()  # type: ignore[misc]
+        """Take the values of rank 0, and carry over what this rank owes; a collective call."""
+        self._know_places()
+        with self.edge.collectives():
+            self.edge.broadcast(self._variables(), 0)
+            super().sync()
+
+    def check_host_updates(self) -> None:
+        with self.edge.collectives():
+            super().check_host_updates()
+
+    def _share(self, live: bool) -> None:
+        with self.edge.collectives():
+            super()._share(live)
 
     def _copies(self) -> list[Any]:
         return [np.array(self.edge.values(variable)) for variable in self._variables()]
@@ -54,6 +80,8 @@ class VariablesState:
 
 class KerasState(VariablesState):
     """A Keras model, its optimizer and further values that all ranks of an elastic run share.
+
+    What compression keeps between steps is carried over, as by `TorchState` of `hvd_compress.torch`.
 
     Args:
         model: built.

@@ -88,8 +88,9 @@ class Interface:
         Raises:
             ValueError: a setting out of its range.
             TypeError: `compression` is no compressor, `adagrad` no AdaGrad, or `optimizer` no Keras optimizer.
-            UnsupportedError: another `op`, an elastic run, an optimizer that is distributed already; `adagrad` with
-                `Auto` or with exchange="allgather"; `Auto` with a parameter server.
+            UnsupportedError: another `op`, an optimizer that is distributed already; `adagrad` with `Auto` or with
+                exchange="allgather"; `Auto` with a parameter server; in an elastic run with a compressor, a process set
+                or messages of MPI.
 
         Example, on one rank::
 
@@ -108,7 +109,7 @@ class Interface:
             "op": self._edge.average_op if op is None else op,
             "gradient_predivide_factor": gradient_predivide_factor,
             "process_set": self._edge.all_ranks if process_set is None else process_set,
-            "exchange": exchange_of(adagrad, exchange, compression),
+            "exchange": exchange_of(adagrad, exchange, compression, carries=True),
             "adagrad": adagrad,
             "min_numel": min_numel,
             "bucket_bytes": bucket_bytes,

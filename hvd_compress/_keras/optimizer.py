@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress._keras.edge import Edge, KerasExchange
-from hvd_compress.engine import empty_state, resolved
+from hvd_compress.engine import empty_state, is_carried, refuse_loading_apart, resolved
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
 
@@ -73,7 +73,7 @@ class Distribution:
             combined = [edge.divided(g, 1.0 / self._scale) for g in combined]
         by_key.update({key(v): g for v, g in zip(self._variables, combined, strict=True) if g is not None})
         if self._scale_local and self.local:
-            ranks = edge.ranks_of(self.settings["process_set"])
+            ranks = edge.divisor_of(self.settings["process_set"])
             by_key.update({key(v): edge.divided(by_key[key(v)], ranks) for v in self.local if key(v) in by_key})
         return [by_key[key(v)] for v in variables]
 
@@ -81,7 +81,8 @@ class Distribution:
         """Use another compressor from the next step on; what is owed is kept. All ranks must do so at the same step.
 
         Raises:
-            UnsupportedError: a compressor without error feedback, while something is owed; or AdaGrad.
+            UnsupportedError: a compressor without error feedback, while something is owed; AdaGrad; in an elastic run,
+                compression after none or none after it.
         """
         if self.settings["adagrad"] is not None:
             raise UnsupportedError(
@@ -91,6 +92,12 @@ class Distribution:
             )
         settings = {**self.settings, "compression": resolved(compression, self.settings["exchange"])}
         self._edge.check(**settings)
+        if is_carried(self.settings["compression"], None) != is_carried(settings["compression"], None):
+            raise UnsupportedError(
+                f"{compression!r} after {self.settings['compression']!r} in an elastic run: what goes uncompressed has "
+                "no exchange that is carried over to other ranks. Use compressors of hvd_compress for both "
+                "(CompressionWarmupCallback: dense_epochs=0)"
+            )
         self.settings = settings
         if self.exchange is not None:
             self._replaced, self.exchange = self.exchange, None
@@ -113,6 +120,7 @@ class Distribution:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state now, or as soon as it is known what variables there are."""
+        refuse_loading_apart()
         if self.exchange is None:
             self._pending = check_state(state)
         else:

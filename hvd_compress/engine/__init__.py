@@ -1,11 +1,21 @@
 """Handle the tensors of one rank, whichever framework they come from: routes, residuals, counters, saved state.
 
-Edges subclass `Ledger` with the collectives of their framework. Arrays are NumPy; nothing here communicates.
+Edges subclass `Ledger` with the collectives of their framework. Arrays are NumPy. Only what is carried over in elastic
+runs communicates, by the `Ranks` that an edge gives it.
 """
 
 from __future__ import annotations
 
 from hvd_compress.engine.alone import LedgerAlone
+from hvd_compress.engine.carried_exchanges import (
+    CarriedExchange,
+    CarriedExchanges,
+    is_carried,
+    refuse_loading_apart,
+    refuse_what_stays,
+)
+from hvd_compress.engine.carrying import Carried, CarriedStates, Owed
+from hvd_compress.engine.carrying_state import CarryingState
 from hvd_compress.engine.choice import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
@@ -46,6 +56,7 @@ from hvd_compress.engine.survival import (
     losses,
     norm_owed,
     survivor_state,
+    taken_up,
     united_accumulators,
 )
 
@@ -56,11 +67,17 @@ __all__ = [
     "NONE",
     "NOT_COMPARED",
     "SPARSE",
+    "Carried",
+    "CarriedExchange",
+    "CarriedExchanges",
+    "CarriedStates",
+    "CarryingState",
     "Defaults",
     "KernelThread",
     "Ledger",
     "LedgerAlone",
     "Lost",
+    "Owed",
     "Pilot",
     "Routing",
     "Seen",
@@ -80,6 +97,7 @@ __all__ = [
     "has_kept",
     "has_residuals",
     "horovod_compressor",
+    "is_carried",
     "kinds_told",
     "losses",
     "names_of_call",
@@ -87,9 +105,12 @@ __all__ = [
     "only_here",
     "only_there",
     "op_of_call",
+    "refuse_loading_apart",
     "refuse_other_ops",
     "refuse_residuals",
+    "refuse_what_stays",
     "resolved",
     "survivor_state",
+    "taken_up",
     "united_accumulators",
 ]

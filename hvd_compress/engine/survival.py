@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress.feedback import redistribute
 
-__all__ = ["Lost", "Seen", "has_kept", "losses", "norm_owed", "survivor_state", "united_accumulators"]
+__all__ = ["Lost", "Seen", "has_kept", "losses", "norm_owed", "survivor_state", "taken_up", "united_accumulators"]
 
 State = dict[str, Any]
 
@@ -116,6 +116,29 @@ def survivor_state(state: State, size: int, rank: int, factor: float) -> State:
         entry["values"] *= entry["values"].dtype.type(factor)
     rest = {key: value for key, value in state.items() if key != "accumulators"}
     return {**rest, "size": size, "rank": rank, "residuals": owed, "owner_residuals": {}}
+
+
+def taken_up(
+    state: State, united: Mapping[str, Any] | None, size: int, rank: int, factor: float
+) -> tuple[State, dict[str, Any]]:
+    """Make of the state of a rank what it goes on with, with what belongs to elements where AdaGrad is used.
+
+    Args:
+        state: see `survivor_state`.
+        united: of `united_accumulators`, or nothing without AdaGrad.
+        size: see `survivor_state`.
+        rank: likewise.
+        factor: likewise.
+
+    Returns:
+        The state to load; and what owners owe while there is one rank, which sends everything and owns nothing.
+    """
+    new = survivor_state(state, size, rank, factor)
+    if not united:
+        return new, {}
+    held = united["owner_residuals"] if size == 1 else {}
+    owners = {} if size == 1 else united["owner_residuals"]
+    return {**new, "accumulators": united["accumulators"], "owner_residuals": owners}, dict(held)
 
 
 def united_accumulators(states: Sequence[State]) -> dict[str, Any]:

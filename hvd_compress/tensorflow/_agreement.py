@@ -46,13 +46,15 @@ def met(data: bytes, places: Sequence[Place], process_set: hvd.ProcessSet) -> by
     """
     # TensorFlow would make one of operations that have the same input
     mine = [np.frombuffer(data, np.uint8).astype(np.int32) for _ in places]
-    return bytes(_first(_meeting(tuple(places), process_set), mine).astype(np.uint8).tobytes())
+    meeting = _meeting(tuple(places), process_set, process_set.size(), process_set.rank())
+    return bytes(_first(meeting, mine).astype(np.uint8).tobytes())
 
 
 @lru_cache(64)
-def _meeting(places: tuple[Place, ...], process_set: hvd.ProcessSet) -> Any:
+def _meeting(places: tuple[Place, ...], process_set: hvd.ProcessSet, ranks: int, position: int) -> Any:
+    # number and position change in elastic runs
     def meet(*mine: tf.Tensor) -> list[tf.Tensor]:
-        return [_laid(place, each, process_set) for place, each in zip(places, mine, strict=True)]
+        return [_laid(place, each, process_set, ranks, position) for place, each in zip(places, mine, strict=True)]
 
     return tf.function(meet, autograph=False)
 
@@ -68,14 +70,13 @@ def _first(collectives: Callable[..., list[tf.Tensor]], inputs: Sequence[Array])
     return first
 
 
-def _laid(place: Place, mine: tf.Tensor, process_set: hvd.ProcessSet) -> tf.Tensor:
+def _laid(place: Place, mine: tf.Tensor, process_set: hvd.ProcessSet, ranks: int, position: int) -> tf.Tensor:
     """An operation of the name of a place that brings the numbers of all ranks, in their order."""
-    ranks = process_set.size()
     common = {"name": place.name, "process_set": process_set}
     if place.collective == "allgather":
         return hvd.allgather(mine, **common)
     if place.collective in ("allreduce", "grouped_allreduce"):
-        rows = tf.reshape(tf.one_hot(process_set.rank(), ranks, dtype=mine.dtype)[:, tf.newaxis] * mine, [-1])
+        rows = tf.reshape(tf.one_hot(position, ranks, dtype=mine.dtype)[:, tf.newaxis] * mine, [-1])
         if place.collective == "allreduce":
             return hvd.allreduce(rows, op=hvd.Sum, **common)
         return hvd.grouped_allreduce([rows] * place.tensors, op=hvd.Sum, **common)[0]

@@ -9,13 +9,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import SPARSE
 from hvd_compress.fingerprint import Place
 from hvd_compress.tensorflow._carried import allgather, carried_dtype, dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._gradients import Gradient
 from hvd_compress.tensorflow._seams import ALLGATHER, ALLREDUCE, split_list
-from hvd_compress.tensorflow._settings import Settings, Source, name_in_graph
+from hvd_compress.tensorflow._settings import Settings, Source, name_in_graph, ranks_of
 
 __all__ = ["DenseWay"]
 
@@ -92,13 +91,8 @@ class DenseWay:
                 for part, name in zip((gradient.values, gradient.indices), self._names_of_sparse(i), strict=True)
             )
             if settings.op == hvd.Average:
-                values = values / tf.cast(self._ranks(), values.dtype)
+                values = values / tf.cast(ranks_of(settings.process_set), values.dtype)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-    def _ranks(self) -> Any:
-        process_set = self._settings.process_set
-        # the same graph runs among other ranks in an elastic run
-        return hvd.size_op(process_set.process_set_id) if is_elastic() else process_set.size()
 
     def _names_of_sparse(self, i: int) -> list[str]:
         wire_name = self._wire_names[self._sources[i].name]

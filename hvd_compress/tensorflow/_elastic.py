@@ -8,11 +8,14 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvd_compress._keras.elastic import KerasState, VariablesState
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensorflow._carried import broadcast_variables
-from hvd_compress.tensorflow._seams import raw
+from hvd_compress.tensorflow._carried_exchange import BOOK
+from hvd_compress.tensorflow._failures import as_horovods
+from hvd_compress.tensorflow._seams import key_of, raw
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState"]
 
@@ -21,6 +24,8 @@ class _Carrier:
     """What a state asks of the edge; the edge of Keras would import Keras."""
 
     rank, broadcast_object = staticmethod(hvd.rank), staticmethod(hvd.broadcast_object)
+    key, collectives = staticmethod(key_of), staticmethod(as_horovods)
+    book, hosts_updated = BOOK, HostsUpdatedInterrupt
 
     @staticmethod
     def broadcast(variables: Sequence[Any], root_rank: int) -> None:
@@ -35,6 +40,9 @@ class _Carrier:
 
 class TensorFlowState(VariablesState, ObjectState):
     """Variables and further values that all ranks of an elastic run share.
+
+    What compression keeps between steps is carried over, as by `TorchState` of `hvd_compress.torch`: of all tapes and
+    optimizers of this process. A `tf.function` that is traced already goes on being used among other ranks.
 
     Args:
         variables: of TensorFlow or of Keras; the same on all ranks, in the same order.

@@ -25,6 +25,7 @@ from hvd_compress.engine import (
     description,
     exchanged,
     has_residuals,
+    is_carried,
 )
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Account, Hosts, Pack, bucket_of
@@ -34,11 +35,19 @@ from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.tensorflow._beginning import lay_comparison
 from hvd_compress.tensorflow._bucket import GraphStages
 from hvd_compress.tensorflow._dense import DenseWay
-from hvd_compress.tensorflow._gradients import Gradient, after, all_finite, first_value, kind_of, refuse_unfit
+from hvd_compress.tensorflow._gradients import (
+    Gradient,
+    after,
+    all_finite,
+    first_value,
+    kind_of,
+    refuse_unfit,
+    with_debt,
+)
 from hvd_compress.tensorflow._kinds import KindsOfGradients
 from hvd_compress.tensorflow._ranks import TensorFlowRanks
 from hvd_compress.tensorflow._root_bucket import RootGraphStages, after_others, let_others_follow
-from hvd_compress.tensorflow._seams import ALLGATHER, ALLREDUCE, is_compiled_by_xla, split_list
+from hvd_compress.tensorflow._seams import ALLGATHER, ALLREDUCE, refuse_xla, split_list
 from hvd_compress.tensorflow._settings import Settings, Source, claim
 from hvd_compress.tensorflow._step_token import StepToken
 from hvd_compress.tensorflow.compression import dense_route, horovod_compressor
@@ -73,16 +82,19 @@ class GradientExchange(Ledger[GraphStages]):
     ) -> None:
         self.settings = settings
         self._sources = list(sources)
-        self._compressor = exchanged(settings.compression)
+        self._is_carried = is_carried(settings.compression, settings.adagrad)
+        is_last = self._is_carried and settings.process_set.size() == 1
+        # the last rank of an elastic run sends everything: what it owes goes with its next gradients
+        self._compressor = None if is_last else exchanged(settings.compression)
         self._wire_names = {s.name: claim(s.name, settings.process_set) for s in sources}
         process_set = settings.process_set
         # in an elastic run others may join
         self.takes_part = process_set.included() and (process_set.size() > 1 or is_elastic())
         self._kinds: KindsOfGradients | None = None
-        if self.takes_part and compared:
+        # who joins an elastic run knows of no exchanges before, unless all ranks make them anew then
+        if self.takes_part and compared and (self._is_carried or not is_elastic()):
             TensorFlowRanks(process_set).agree(self._description())
-            if sources and not is_elastic():
-                # who joins an elastic run knows of no steps before
+            if sources:
                 self._kinds = KindsOfGradients([s.name for s in sources], process_set, self._places)
                 _in_use.add(self)
         self._compares = compares
@@ -98,8 +110,8 @@ class GradientExchange(Ledger[GraphStages]):
             self._scale = average_share(self._compressor, settings.op, hvd.Average, hvd.Sum, ranks)
         super().__init__(
             self._routing(tensors), ranks, position, tensors,
-            self._bucket_maker(), self._named_groups(),
-            pays_debts=not self.takes_part, hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
+            self._bucket_maker(), self._named_groups(), pays_debts=self._is_carried or not self.takes_part,
+            hosts=self._found_hosts(), adagrad=settings.adagrad, scale=self._scale,
         )  # fmt: skip
         for source in sources:
             refuse_unfit(source.name, source.dtype, self.exchanges(source.name))
@@ -182,6 +194,26 @@ class GradientExchange(Ledger[GraphStages]):
         are_there = not self._variables or any(variable() is not None for variable in self._variables.values())
         return bool(self.buckets) and are_there and self.settings.process_set.process_set_id == 0
 
+    # -- elastic runs ------------------------------------------------------------------------------------------------
+
+    @property
+    def _may_owe(self) -> bool:
+        """Whether something may be owed while graphs that are laid now are used."""
+        return self.owes or self._is_carried or not self.takes_part
+
+    def with_debts(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """Begin a step: add what is owed of tensors that are not compressed now to their gradients, in eager mode."""
+        # of a step that has failed
+        self.settle(keep=False)
+        due = [None if g is None else self.due(s.name) for s, g in zip(self._sources, gradients, strict=True)]
+        return [
+            g if owed is None else with_debt(g, owed, self.settings.sparse_as_dense)
+            for g, owed in zip(gradients, due, strict=True)
+        ]
+
+    def rest(self) -> None:
+        """Nothing runs between steps."""
+
     # -- the graph ---------------------------------------------------------------------------------------------------
 
     def _lay(self, gradients: list[Gradient], loss_scale: tf.Tensor | None) -> list[Gradient]:
@@ -190,12 +222,7 @@ class GradientExchange(Ledger[GraphStages]):
             return self._lay_in_scope(gradients, loss_scale)
 
     def _lay_in_scope(self, gradients: list[Gradient], loss_scale: tf.Tensor | None) -> list[Gradient]:
-        if is_compiled_by_xla():
-            raise UnsupportedError(
-                "jit_compile=True: XLA cannot compile the exchange of gradients, which runs in Python and in "
-                "Horovod. Use jit_compile=False for the function that combines and applies gradients "
-                "(Keras: model.compile(..., jit_compile=False)); the layers can be in functions of their own"
-            )
+        refuse_xla()
         prepared = [self._prepared(g, s) for g, s in zip(gradients, self._sources, strict=True)]
         exchanged = {
             s.name: g
@@ -207,15 +234,15 @@ class GradientExchange(Ledger[GraphStages]):
             turn = self._lay_beginning(gradients)
             if self._waits:
                 turn = after_others(turn)
-            if self.accumulators is not None or not self.takes_part:
+            if (self.accumulators is not None and not self._is_carried) or not self.takes_part:
                 turn = tf.numpy_function(self._forget, [turn], tf.int64, stateful=False)
-            if loss_scale is not None and (self.owes or not self.takes_part):
+            if loss_scale is not None and self._may_owe:
                 turn = tf.numpy_function(self._rescale, [turn, loss_scale], tf.int64, stateful=False)
         if self.takes_part:
             results = self._lay_dense(prepared, set(exchanged), turn)
         else:
             results = [self._lay_alone(s.name, g, turn) for s, g in zip(self._sources, prepared, strict=True)]
-        finite = [all_finite(g) for g in results if g is not None] if self.owes or not self.takes_part else []
+        finite = [all_finite(g) for g in results if g is not None] if self._may_owe else []
         if self.accumulators is not None:
             results, are_finite = self._lay_adagrad(results, turn)
             finite += are_finite

@@ -11,11 +11,14 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call
+from hvd_compress.elastic import is_elastic
+from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call, refuse_what_stays
 from hvd_compress.errors import UnsupportedError
+from hvd_compress.exchange import FewestBytes
 from hvd_compress.fingerprint import Place
 from hvd_compress.tensorflow._agreement import is_mismatch
 from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
+from hvd_compress.tensorflow._carried_exchange import CarriedGraphExchange
 from hvd_compress.tensorflow._exchange import GradientExchange
 from hvd_compress.tensorflow._meeting import Meeting
 from hvd_compress.tensorflow._settings import Settings, Source, allowed_name
@@ -25,6 +28,8 @@ __all__ = ["allreduce", "forget_residuals", "grouped_allreduce"]
 
 # named tensors keep their residual from call to call, as an optimizer's do
 _exchanges: dict[tuple[Any, ...], GradientExchange] = {}
+_carried: dict[tuple[Any, ...], CarriedGraphExchange] = {}
+"""Those of elastic runs, which know no number of ranks."""
 
 
 def allreduce(
@@ -61,16 +66,17 @@ def allreduce(
 
     Raises:
         UnsupportedError: another `op`, or a gradient through the result, with a compressor of hvd_compress; a type that
-            has no sum; an elastic run.
+            has no sum; in an elastic run with a compressor, no name, a process set, or ranks that have not met in the
+            `sync` of their state.
         MismatchError: the ranks disagree on op, type, shape, factors or compressor; on the first use of a name, raised
             on all of them. In a `tf.function` a rank that does not compress there gets Horovod's error of mismatched
             operations.
         TypeError: `compression` is no compressor, or the tensor's type cannot be compressed.
     """
-    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    compressor, horovods = compressor_of_call(compression, carries=True), horovod_compressor(compression)
     factors = prescale_factor, postscale_factor
     call = _call("allreduce", [tensor], name, compressor or horovods, average, op, factors, process_set)
-    if compressor is not None and not isinstance(tensor, tf.IndexedSlices) and process_set.size() > 1:
+    if compressor is not None and not isinstance(tensor, tf.IndexedSlices) and _is_exchanged(process_set):
         return _exchanged([tensor], call)[0]
     with _uncompressed([tensor], call):
         return dense_allreduce(
@@ -93,12 +99,12 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """`allreduce` of several tensors at once; their exchanges are in flight together."""
-    compressor, horovods = compressor_of_call(compression), horovod_compressor(compression)
+    compressor, horovods = compressor_of_call(compression, carries=True), horovod_compressor(compression)
     factors = prescale_factor, postscale_factor
     if not tensors:
         return []
     call = _call("grouped_allreduce", tensors, name, compressor or horovods, average, op, factors, process_set)
-    if compressor is not None and process_set.size() > 1:
+    if compressor is not None and _is_exchanged(process_set):
         return _exchanged(tensors, call)
     with _uncompressed(tensors, call):
         return dense_grouped_allreduce(
@@ -114,6 +120,7 @@ def forget_residuals() -> None:
     Functions that are traced already keep theirs.
     """
     _exchanges.clear()
+    _carried.clear()
     _agreed.clear()
 
 
@@ -193,7 +200,7 @@ def _call(
 def _exchanged(tensors: Sequence[Any], call: _Call) -> list[Any]:
     given = [t if isinstance(t, tf.IndexedSlices) else tf.convert_to_tensor(t) for t in tensors]
     sources = _sources(given, call)
-    exchange = _agreed_exchange(sources, call)
+    exchange = _carried_exchange(sources, call) if is_elastic() else _agreed_exchange(sources, call)
 
     @tf.custom_gradient
     def combine(*values: Any) -> Any:
@@ -208,7 +215,7 @@ def _exchanged(tensors: Sequence[Any], call: _Call) -> list[Any]:
     try:
         combined = combine(*given)
     except tf.errors.OpError as error:
-        if not is_mismatch(error):
+        if isinstance(exchange, CarriedGraphExchange) or not is_mismatch(error):
             raise
         # another rank compares this call, which differs from its last one: be told the same as that rank
         Meeting(call.process_set, _base(call), exchange.places()).leave(call.label, call.told(sources), error)
@@ -216,6 +223,28 @@ def _exchanged(tensors: Sequence[Any], call: _Call) -> list[Any]:
     combined = list(combined) if isinstance(combined, list | tuple) else [combined]
     factor = call.factors[0] * call.factors[1]
     return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
+
+
+def _is_exchanged(process_set: hvd.ProcessSet) -> bool:
+    """Whether a compressed call has an exchange: one rank has nothing to exchange, but may still owe something."""
+    return is_elastic() or bool(process_set.size() > 1)
+
+
+def _carried_exchange(sources: Sequence[Source], call: _Call) -> CarriedGraphExchange:
+    """The exchange of a call in an elastic run."""
+    if call.name is None:
+        raise UnsupportedError(
+            f"{call.function} with {call.compressor!r} and without a name in an elastic run: names are counted where "
+            "there are none, and ranks that join have counted other calls. Give a name, the same on all ranks"
+        )
+    refuse_what_stays(f"{call.label} with {call.compressor!r}", FewestBytes(), call.process_set)
+    key = (call.name, call.function, call.op, call.factors, call.compressor, *sources)
+    if key not in _carried:
+        settings = Settings(call.compressor, call.op, min_numel=0)
+        _carried[key] = CarriedGraphExchange(
+            settings, sources, call=call.name, function=call.function, factors=call.factors
+        )
+    return _carried[key]
 
 
 def _agreed_exchange(sources: Sequence[Source], call: _Call) -> GradientExchange:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_compress.engine import DENSE, NONE, SPARSE
 from hvd_compress.errors import UnsupportedError
 
-__all__ = ["Gradient", "after", "all_finite", "first_value", "kind_of", "refuse_unfit"]
+__all__ = ["Gradient", "after", "all_finite", "first_value", "kind_of", "refuse_unfit", "with_debt"]
 
 Gradient = Any  # tf.Tensor, tf.IndexedSlices or None
 
@@ -47,6 +48,16 @@ def after(gradient: Gradient, turn: tf.Tensor, position: int) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(wait(gradient.values), wait(gradient.indices), gradient.dense_shape)
     return wait(gradient)
+
+
+def with_debt(gradient: Gradient, debt: np.ndarray[Any, Any], sparse_as_dense: bool) -> Gradient:
+    """A gradient and what is still owed of its tensor, flat; a sparse one then has all rows."""
+    dense = tf.convert_to_tensor(gradient)
+    whole = dense + tf.cast(tf.reshape(tf.constant(debt), tf.shape(dense)), dense.dtype)
+    if not isinstance(gradient, tf.IndexedSlices) or sparse_as_dense:
+        return whole
+    rows = tf.range(tf.shape(whole)[0], dtype=gradient.indices.dtype)
+    return tf.IndexedSlices(whole, rows, gradient.dense_shape)
 
 
 def first_value(gradient: Gradient) -> tf.Tensor:

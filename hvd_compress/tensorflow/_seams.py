@@ -9,14 +9,17 @@ from horovod.common import process_sets
 from horovod.common.util import split_list
 from tensorflow.python.ops import control_flow_util
 
+from hvd_compress.errors import UnsupportedError
+
 __all__ = [
     "ALLGATHER",
     "ALLREDUCE",
     "BROADCAST",
-    "is_compiled_by_xla",
+    "key_of",
     "known_process_sets",
     "overlay",
     "raw",
+    "refuse_xla",
     "split_list",
 ]
 
@@ -30,9 +33,24 @@ def is_compiled_by_xla() -> bool:
     return not tf.executing_eagerly() and bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
+def refuse_xla() -> None:
+    """Raise UnsupportedError within a function that is compiled as a whole."""
+    if is_compiled_by_xla():
+        raise UnsupportedError(
+            "jit_compile=True: XLA cannot compile the exchange of gradients, which runs in Python and in "
+            "Horovod. Use jit_compile=False for the function that combines and applies gradients "
+            "(Keras: model.compile(..., jit_compile=False)); the layers can be in functions of their own"
+        )
+
+
 def raw(variable: Any) -> tf.Variable:
     """The TensorFlow variable in one of Keras 3; others as they are."""
     return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def key_of(variable: Any) -> Any:
+    """The same for all objects that stand for the same variable."""
+    return raw(variable)._unique_id
 
 
 def overlay(tape: tf.GradientTape, methods: type, **attributes: Any) -> Any:

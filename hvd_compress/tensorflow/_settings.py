@@ -14,7 +14,7 @@ from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 from hvd_compress.exchange import AdaGrad, Exchange, FewestBytes
 
-__all__ = ["Settings", "Source", "allowed_name", "claim", "name_in_graph"]
+__all__ = ["Settings", "Source", "allowed_name", "claim", "name_in_graph", "ranks_of"]
 
 _names: Counter[tuple[int, str]] = Counter()
 
@@ -53,6 +53,16 @@ class Source:
     name: str
     shape: tuple[int, ...] | None
     dtype: tf.DType
+
+
+def ranks_of(process_set: hvd.ProcessSet) -> Any:
+    """How many ranks take part, 1 where this one does not: a number, or in an elastic run a tensor.
+
+    The same graph runs among other ranks then.
+    """
+    if not process_set.included():
+        return 1
+    return hvd.size_op(process_set.process_set_id) if is_elastic() else process_set.size()
 
 
 def claim(name: str, process_set: hvd.ProcessSet) -> str:

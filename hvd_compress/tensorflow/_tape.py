@@ -17,20 +17,23 @@ from hvd_compress.engine import (
     DEFAULT_MIN_NUMEL,
     check_settings,
     exchange_of,
+    is_carried,
     refuse_other_ops,
+    refuse_what_stays,
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import AdaGrad, Exchange
+from hvd_compress.tensorflow._carried_exchange import CarriedGraphExchange, exchange_for
 from hvd_compress.tensorflow._exchange import GradientExchange
 from hvd_compress.tensorflow._seams import overlay
-from hvd_compress.tensorflow._settings import Settings, Source
+from hvd_compress.tensorflow._settings import Settings, Source, ranks_of
 from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 # A training step makes a new tape, residuals must stay: exchanges belong to what the gradients are of.
-_exchanges: dict[tuple[Settings, tuple[int, ...]], GradientExchange] = {}
+_exchanges: dict[tuple[Settings, tuple[int, ...]], GradientExchange | CarriedGraphExchange] = {}
 
 
 class _Overrides(tf.GradientTape):
@@ -71,8 +74,7 @@ class _Overrides(tf.GradientTape):
             for i, combined in zip(shared, exchange.reduce([flat[i] for i in shared]), strict=True):
                 flat[i] = combined
         if self._hvd_scale_local:
-            process_set = self._hvd_settings.process_set
-            ranks = process_set.size() if process_set.included() else 1
+            ranks = ranks_of(self._hvd_settings.process_set)
             for i in set(range(len(flat))) - set(shared):
                 flat[i] = divided(flat[i], ranks)
         return _pack(sources, flat)
@@ -124,13 +126,13 @@ class _Overrides(tf.GradientTape):
     def _is_local(self, source: Any) -> bool:
         return any(source is local for local in self._hvd_local)
 
-    def _exchange_of(self, sources: Any) -> GradientExchange:
+    def _exchange_of(self, sources: Any) -> GradientExchange | CarriedGraphExchange:
         shared = [s for s in _flatten(sources) if not self._is_local(s)]
         key = (self._hvd_settings, tuple(map(id, shared)))
         if key not in _exchanges:
             settings = replace(self._hvd_settings, groups=positions_of(self._hvd_groups, shared))
             described = describe_sources(shared)
-            _exchanges[key] = GradientExchange(settings, described, variables=variables_of(described, shared))
+            _exchanges[key] = exchange_for(settings, described, variables_of(described, shared))
             for source in shared:
                 # an id may be given to another object when this one is gone
                 weakref.finalize(source, _exchanges.pop, key, None)
@@ -161,11 +163,15 @@ def variables_of(described: Sequence[Source], sources: Sequence[Any]) -> dict[st
     return {d.name: v for d, v in zip(described, inner, strict=True) if isinstance(v, tf.Variable)}
 
 
-def divided(gradient: Any, divisor: float) -> Any:
-    """A gradient, sparse ones too, divided by `divisor`; None stays None."""
+def divided(gradient: Any, divisor: Any) -> Any:
+    """A gradient, sparse ones too, divided by a number or a tensor of one; None stays None."""
+    if gradient is None:
+        return None
+    if isinstance(divisor, tf.Tensor):
+        divisor = tf.cast(divisor, gradient.dtype)
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / divisor, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else gradient / divisor
+    return gradient / divisor
 
 
 def _name_of(source: Any, position: int) -> str:
@@ -244,8 +250,9 @@ def DistributedGradientTape(
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor, or `adagrad` no AdaGrad.
-        UnsupportedError: another `op`, or an elastic run with a compressor; `adagrad` with `Auto` or with
-            exchange="allgather"; `Auto` with a parameter server; a tape that is distributed already.
+        UnsupportedError: another `op`; `adagrad` with `Auto` or with
+            exchange="allgather"; `Auto` with a parameter server; a tape that is distributed already; in an elastic run
+            with a compressor, a process set or messages of MPI.
 
     Example, on one rank::
 
@@ -267,9 +274,11 @@ def DistributedGradientTape(
     compression = resolved(compression, exchange)
     check_settings(
         compression, exchange, min_numel, bucket_bytes, op == hvd.Average, gradient_predivide_factor, 1, groups,
-        hvd.rocm_built(),
+        hvd.rocm_built(), carries=True,
     )  # fmt: skip
-    exchange = exchange_of(adagrad, exchange, compression)
+    exchange = exchange_of(adagrad, exchange, compression, carries=True)
+    if is_carried(compression, adagrad):
+        refuse_what_stays(repr(compression), exchange, process_set)
     horovod_compressor(compression)
     refuse_other_ops(op, hvd.Average, hvd.Sum)
     settings = Settings(

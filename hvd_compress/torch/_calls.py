@@ -8,13 +8,22 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_compress.compressors import Compressor, from_config
-from hvd_compress.engine import Ledger, survivor_state
+from hvd_compress.engine import CarriedStates, Ledger, Owed, survivor_state
 from hvd_compress.fingerprint import Place
-from hvd_compress.torch._gradients.carrying import Carried
 from hvd_compress.torch._gradients.engine import Engine
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["Agreed", "CallKey", "CarriedCalls", "agreed", "engine_of", "forget_residuals", "keep", "pay_at_once"]
+__all__ = [
+    "Agreed",
+    "CallKey",
+    "CarriedCalls",
+    "agreed",
+    "engine_of",
+    "forget_residuals",
+    "keep",
+    "pay_at_once",
+    "states",
+]
 
 State = dict[str, Any]
 
@@ -47,6 +56,7 @@ class Agreed(NamedTuple):
 
 agreed: dict[tuple[str, int, int], Agreed] = {}
 """By name, process set and number of ranks."""
+_dtypes = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _engines: dict[tuple[CallKey, int], Engine] = {}
 """By the number of ranks, too."""
 _owed: dict[CallKey, State] = {}
@@ -89,67 +99,40 @@ def pay_at_once(key: CallKey, tensors: Sequence[torch.Tensor], averages: bool) -
     return added
 
 
+def states() -> dict[CallKey, State]:
+    """What is owed of all named calls, as states with arrays of NumPy."""
+    return {**_owed, **{key: Ledger.state_dict(engine) for (key, _), engine in _engines.items()}}
+
+
 def forget_residuals() -> None:
     """Drop the residuals that named calls of `allreduce` have kept; all ranks must do so at the same point."""
     _engines.clear()
     _owed.clear()
 
 
-def _said(key: CallKey) -> list[Any]:
-    """A key as plain values."""
-    return [key.process_set, [list(tensor) for tensor in key.tensors], key.compressor.get_config()]
-
-
-def _heard(said: Any) -> CallKey:
-    process_set, tensors, config = said
-    tensors = tuple((name, tuple(shape), dtype) for name, shape, dtype in tensors)
-    return CallKey(process_set, tensors, from_config(config))
-
-
-class CarriedCalls(Carried):
+class CarriedCalls(CarriedStates):
     """Of all named calls; see `Carried`."""
 
     def __init__(self, label: str) -> None:
-        super().__init__(label)
-        self._saved: dict[CallKey, State] = {}
+        super().__init__(label, TorchRanks)
 
-    def save(self) -> None:
-        self._saved = self._states()
+    def _owed(self) -> dict[Any, Owed]:
+        return {key: Owed(state) for key, state in states().items()}
 
-    def restore(self) -> None:
+    def _go_back(self, owed: dict[Any, Owed]) -> None:
         for engine in _engines.values():
             engine.rest()
-        _engines.clear()
-        _owed.clear()
-        _owed.update(self._saved)
-
-    @staticmethod
-    def _states() -> dict[CallKey, State]:
-        return {**_owed, **{key: Ledger.state_dict(engine) for (key, _), engine in _engines.items()}}
-
-    def _owing(self, live: bool) -> list[State]:
-        return list((self._states() if live else self._saved).values())
-
-    def share(self, live: bool) -> None:
-        # all ranks make the same calls
-        if self._owing(live):
-            super().share(live)
-        else:
-            self.settle({})
-
-    def sync(self, commits: int) -> None:
-        """Take over what this rank owes; a collective call."""
-        states = self._states()
-        owes, seen = self._meet(commits, list(states.values()))
-        # who joins begins at the same step, which randomness depends on
-        told = [[_said(key), {**s, "residuals": {}, "owner_residuals": {}}] for key, s in states.items()]
-        common = {_heard(key): state for key, state in self._from_root(told)}
-        self._count(seen)
         # who joins has agreed on none
         agreed.clear()
         _engines.clear()
         _owed.clear()
-        kinds = ("residuals", "owner_residuals")
-        for key, state in common.items():
-            own = {kind: states[key][kind] for kind in kinds} if owes and key in states else {}
-            _owed[key] = {**state, **own}
+        _owed.update({key: one.state for key, one in owed.items()})
+
+    def _said(self, key: Any) -> Any:
+        tensors = [[name, list(shape), str(dtype)] for name, shape, dtype in key.tensors]
+        return [key.process_set, tensors, key.compressor.get_config()]
+
+    def _heard(self, said: Any) -> CallKey:
+        process_set, tensors, config = said
+        known = tuple((name, tuple(shape), _dtypes[dtype]) for name, shape, dtype in tensors)
+        return CallKey(process_set, known, from_config(config))

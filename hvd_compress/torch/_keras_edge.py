@@ -9,17 +9,22 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvd_compress._keras.edge import Edge
+from hvd_compress.engine import CarriedExchanges, is_carried
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.torch import _differentiable
 from hvd_compress.torch._collectives import broadcast_async, synchronize
 from hvd_compress.torch._functions import allreduce
-from hvd_compress.torch._keras_exchange import TorchExchange
+from hvd_compress.torch._keras_exchange import CarriedTorchExchange, TorchExchange
 from hvd_compress.torch._ranks import NODES, TorchRanks
 from hvd_compress.torch.compression import horovod_compressor
 
 __all__ = ["EDGE"]
+
+
+BOOK = CarriedExchanges(TorchRanks)
 
 
 class TorchEdge(Edge):
@@ -27,7 +32,9 @@ class TorchEdge(Edge):
 
     def exchange(
         self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool
-    ) -> TorchExchange:
+    ) -> TorchExchange | CarriedTorchExchange:
+        if is_carried(settings["compression"], settings["adagrad"]):
+            return CarriedTorchExchange(variables, settings, compares, BOOK)
         return TorchExchange(variables, settings, compares)
 
     def divided(self, gradient: torch.Tensor | None, divisor: float) -> torch.Tensor | None:
@@ -59,5 +66,6 @@ class TorchEdge(Edge):
 
 
 EDGE = TorchEdge(
-    hvd, allreduce, horovod_compressor, TorchRanks, partial(start_one_sided, hvd), NODES, ObjectState, _differentiable
-)
+    hvd, allreduce, horovod_compressor, TorchRanks, partial(start_one_sided, hvd), NODES, ObjectState, _differentiable,
+    BOOK, HostsUpdatedInterrupt,
+)  # fmt: skip

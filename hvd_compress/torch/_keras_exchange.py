@@ -18,6 +18,8 @@ from hvd_compress.engine import (
     DENSE,
     NONE,
     NOT_COMPARED,
+    CarriedExchange,
+    CarriedExchanges,
     Ledger,
     LedgerAlone,
     Routing,
@@ -25,6 +27,7 @@ from hvd_compress.engine import (
     description,
     exchanged,
     first_unequal,
+    is_carried,
     kinds_told,
     only_there,
 )
@@ -41,7 +44,7 @@ from hvd_compress.torch._gradients.steering import Steering, left_out
 from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch.compression import horovod_compressor
 
-__all__ = ["TorchExchange"]
+__all__ = ["CarriedTorchExchange", "TorchExchange"]
 
 _STEP_OF_COMPARISON = 2
 """Horovod's own recipe broadcasts variables after the first step, in which some of them are made."""
@@ -82,12 +85,16 @@ class TorchExchange:
         compared_keys = (
             "min_numel", "bucket_bytes", "gradient_predivide_factor", "sparse_as_dense", "adagrad",
         )  # fmt: skip
+        self._is_carried = is_carried(compression, adagrad)
         compared = {k: settings[k] for k in compared_keys}
         compared["exchange"] = settings["exchange"].told_among(process_set.size())
         parameters = [[n, list(t.shape), str(t.dtype)] for n, t in zip(self._names, tensors, strict=True)]
-        TorchRanks(process_set).agree(description(compression, settings["op"], parameters, **compared))
+        if self._compares_steps:
+            TorchRanks(process_set).agree(description(compression, settings["op"], parameters, **compared))
         check_patterns(compression, self._names)
-        ours, ranks = exchanged(compression), process_set.size()
+        ranks = process_set.size()
+        # the last rank of an elastic run sends everything: what it owes goes with its next gradients
+        ours = None if ranks == 1 else exchanged(compression)
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
         named = list(zip(self._names, tensors, strict=True))
         steered = isinstance(ours, Auto)
@@ -98,7 +105,12 @@ class TorchExchange:
             routing = self._steering.routing
         self._chooses = isinstance(ours, Auto | Policy)
         self._make_engine = partial(
-            Engine, scale=scale, process_set=process_set, tensors=named, pays_debts=steered, adagrad=adagrad
+            Engine,
+            scale=scale,
+            process_set=process_set,
+            tensors=named,
+            pays_debts=steered or self._is_carried,
+            adagrad=adagrad,
         )
         self._engine = self._make_engine(routing)
 
@@ -117,7 +129,7 @@ class TorchExchange:
         if self._steering is not None:
             self._steering.begin()
         try:
-            if not is_elastic():
+            if self._compares_steps:
                 self._agree(engine, tuple(NONE if gradient is None else DENSE for gradient in gradients))
             with torch.no_grad():
                 results = self._exchanged(engine, gradients)
@@ -126,7 +138,7 @@ class TorchExchange:
                 self._steering.abandon()
             raise self._explained(engine, error) from error
         self._steps += 1
-        if self._steps == _STEP_OF_COMPARISON and not is_elastic():
+        if self._steps == _STEP_OF_COMPARISON and self._compares_steps:
             self._compare_variables()
         if self._steering is not None and self._steering.end():
             self._engine = self._make_engine(self._steering.routing)
@@ -176,6 +188,11 @@ class TorchExchange:
         if problem is not None:
             raise problem
         return finite, received
+
+    @property
+    def _compares_steps(self) -> bool:
+        """Not where others join who know of no steps before, and this exchange is not made anew for them."""
+        return self._is_carried or not is_elastic()
 
     # -- what ranks compare ----------------------------------------------------------------------------------------
 
@@ -284,6 +301,16 @@ class TorchExchange:
         if self._alone is not None and other._alone is not None:
             self._alone.inherit(other._alone)
 
+    def inherit_counters(self, other: TorchExchange) -> None:
+        """Take over what another exchange of the same variables has counted."""
+        if self._engine is not None and other._engine is not None:
+            self._engine.inherit_counters(other._engine)
+
+    def rest(self) -> None:
+        """Let nothing run any more that works in memory of ours; what is in flight is for whoever ends it."""
+        if self._engine is not None:
+            self._engine.rest()
+
     def stats(self) -> dict[str, Any]:
         """The "total" and "tensors" of `compression_stats()`."""
         if self._engine is None:
@@ -305,3 +332,31 @@ class TorchExchange:
         holder = self._engine or self._alone
         if holder is not None:
             holder.load_state_dict(state)
+
+
+class CarriedTorchExchange(CarriedExchange[TorchExchange]):
+    """A `TorchExchange` of an elastic run; see `CarriedExchange`.
+
+    Args:
+        variables: see `TorchExchange`.
+        settings: likewise.
+        compares: likewise.
+        book: see `CarriedExchange`.
+    """
+
+    keeps_state = True
+
+    def __init__(
+        self, variables: Sequence[Any], settings: dict[str, Any], compares: bool, book: CarriedExchanges
+    ) -> None:
+        names = unique([stable_name(v.path) for v in variables])
+        parameters = [[name, list(v.shape), str(v.dtype)] for name, v in zip(names, variables, strict=True)]
+        super().__init__(
+            partial(TorchExchange, variables, settings, compares),
+            description(settings["compression"], settings["op"], parameters), [id(v) for v in variables],
+            settings["op"] == hvd.Average, book,
+        )  # fmt: skip
+
+    def reduce(self, gradients: Sequence[torch.Tensor | None], loss_scale: Any = None) -> list[torch.Tensor | None]:
+        """See `TorchExchange.reduce`."""
+        return self.exchange().reduce(gradients, loss_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 
 from tests.parallel.elastic_run import elastic_run
 
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
+has_torch = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
+has_keras3 = pytest.mark.skipif(
+    find_spec("keras") is None or version("keras").startswith("2."), reason="this environment has no Keras 3"
+)
 
-WORKER = "tests.parallel.workers.elastic_compression"
+WORKERS = "tests.parallel.workers.elastic_"
 # hosts and ranks to begin with; both names are this machine, so that no ssh is needed
 BEGINNINGS = {
     "replace": ("127.0.0.1:1\nlocalhost:1\n", 2),
@@ -26,13 +30,13 @@ BEGINNINGS = {
 Line = dict[str, Any]
 
 
-def run(folder: Path, setting: str, scenario: str) -> list[list[Line]]:
+def run(folder: Path, worker: str, setting: str, scenario: str, **environment: str) -> list[list[Line]]:
     """What each process that took part has noted, in the order of their numbers."""
     hosts, ranks = BEGINNINGS[scenario]
     (folder / "hosts").write_text(hosts)
     found = elastic_run(
         folder, f"#!/bin/sh\ncat {folder}/hosts\n", f"-np {ranks} --min-np 1 --max-np 4 --network-interface lo",
-        [WORKER, setting, scenario, str(folder)],
+        [WORKERS + worker, setting, scenario, str(folder)], **environment,
     )  # fmt: skip
     left = [process for process in found if _runs(process)]
     assert not left, f"processes {left} are left behind"
@@ -112,9 +116,9 @@ def check_accumulators(processes: list[list[Line]]) -> None:
         assert sum(entered[step].values()) == pytest.approx(sum(made[step].values()), rel=1e-4)
 
 
-def check(folder: Path, setting: str, scenario: str) -> None:
+def check(folder: Path, worker: str, setting: str, scenario: str, **environment: str) -> None:
     taking_part, ending = {"replace": (3, 2), "three": (4, 3), "alone": (3, 2), "asked": (3, 2)}[scenario]
-    processes = run(folder, setting, scenario)
+    processes = run(folder, worker, setting, scenario, **environment)
     assert len(processes) == taking_part
     assert sum(lines[-1]["at"] == "end" for lines in processes) == ending
     check_replicas(processes)
@@ -125,11 +129,13 @@ def check(folder: Path, setting: str, scenario: str) -> None:
         check_accumulators(processes)
 
 
+@has_torch
 def test_one_dies_and_another_joins(tmp_path: Path) -> None:
-    check(tmp_path, "onebit", "replace")
+    check(tmp_path, "compression", "onebit", "replace")
 
 
 @pytest.mark.thorough
+@has_torch
 @pytest.mark.parametrize(
     ("setting", "scenario"),
     [
@@ -152,4 +158,36 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
     ],
 )
 def test_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:
-    check(tmp_path, setting, scenario)
+    check(tmp_path, "compression", setting, scenario)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("setting", "scenario"),
+    [
+        ("onebit", "three"),
+        ("onebit", "alone"),
+        ("sum", "asked"),
+        ("auto", "replace"),
+        ("adagrad", "alone"),
+        ("powersgd", "three"),
+        ("calls", "alone"),
+    ],
+)
+def test_a_traced_function_goes_on_when_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:
+    check(tmp_path, "tensorflow", setting, scenario)
+
+
+@pytest.mark.thorough
+@has_torch
+@has_keras3
+@pytest.mark.parametrize(("setting", "scenario"), [("onebit", "three"), ("adagrad", "alone")])
+def test_ranks_come_and_go_under_keras_on_torch(tmp_path: Path, setting: str, scenario: str) -> None:
+    check(tmp_path, "keras", setting, scenario, KERAS_BACKEND="torch")
+
+
+@pytest.mark.thorough
+@has_keras3
+@pytest.mark.parametrize(("setting", "scenario"), [("onebit", "three"), ("policy", "asked")])
+def test_ranks_come_and_go_under_keras_on_tensorflow(tmp_path: Path, setting: str, scenario: str) -> None:
+    check(tmp_path, "keras", setting, scenario, KERAS_BACKEND="tensorflow")

@@ -9,16 +9,19 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common.elastic import ObjectState
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvd_compress._keras.edge import Edge
 from hvd_compress.mpi import start_one_sided
 from hvd_compress.tensorflow import _carried
 from hvd_compress.tensorflow._carried import broadcast_variables
+from hvd_compress.tensorflow._carried_exchange import BOOK, CarriedGraphExchange, exchange_for
 from hvd_compress.tensorflow._exchange import GradientExchange
+from hvd_compress.tensorflow._failures import as_horovods
 from hvd_compress.tensorflow._functions import allreduce
 from hvd_compress.tensorflow._ranks import NODES, TensorFlowRanks
-from hvd_compress.tensorflow._seams import raw
-from hvd_compress.tensorflow._settings import Settings
+from hvd_compress.tensorflow._seams import key_of, raw
+from hvd_compress.tensorflow._settings import Settings, ranks_of
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of, variables_of
 from hvd_compress.tensorflow.compression import horovod_compressor
 
@@ -29,19 +32,23 @@ class TensorFlowEdge(Edge):
     """See `Edge`."""
 
     divided = staticmethod(divided)
+    collectives = staticmethod(as_horovods)
 
     def exchange(
         self, variables: Sequence[Any], groups: Any, settings: dict[str, Any], compares: bool
-    ) -> GradientExchange:
+    ) -> GradientExchange | CarriedGraphExchange:
         made = Settings(groups=positions_of(groups, variables), **settings)
         described = describe_sources(variables)
-        return GradientExchange(made, described, variables=variables_of(described, variables), compares=compares)
+        return exchange_for(made, described, variables_of(described, variables), compares)
+
+    def divisor_of(self, process_set: Any) -> Any:
+        return ranks_of(process_set)
 
     def accumulators(self, passes: int) -> GradientSums:
         return GradientSums(passes)
 
     def key(self, variable: Any) -> Any:
-        return raw(variable)._unique_id
+        return key_of(variable)
 
     def broadcast(self, variables: Sequence[Any], root_rank: int) -> None:
         broadcast_variables(variables, root_rank)
@@ -98,5 +105,6 @@ class GradientSums:
 
 
 EDGE = TensorFlowEdge(
-    hvd, allreduce, horovod_compressor, TensorFlowRanks, partial(start_one_sided, hvd), NODES, ObjectState, _carried
-)
+    hvd, allreduce, horovod_compressor, TensorFlowRanks, partial(start_one_sided, hvd), NODES, ObjectState, _carried,
+    BOOK, HostsUpdatedInterrupt,
+)  # fmt: skip

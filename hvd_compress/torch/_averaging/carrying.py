@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from hvd_compress._torch.parameters import Buffers, Parameters
-from hvd_compress.engine import Lost, Seen
+from hvd_compress.engine import Carried, Lost, Seen
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensors import averaged
-from hvd_compress.torch._gradients.carrying import Carried
 from hvd_compress.torch._ranks import TorchRanks
 from hvd_compress.torch._state import values_of_root
 
@@ -98,7 +97,7 @@ class CarriedAveraging(Carried):
     """
 
     def __init__(self, optimizer: Any, label: str) -> None:
-        super().__init__(label)
+        super().__init__(label, TorchRanks)
         self._optimizer = optimizer
         self._averaging: Averaging = optimizer._averaging
         self._saved: Any = None

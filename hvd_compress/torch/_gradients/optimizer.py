@@ -18,6 +18,7 @@ from hvd_compress.engine import (
     exchange_of,
     exchanged,
     refuse_other_ops,
+    refuse_what_stays,
     resolved,
 )
 from hvd_compress.errors import UnsupportedError
@@ -44,20 +45,6 @@ def _refuse_types(optimizer: torch.optim.Optimizer, named: Any, adagrad: AdaGrad
         raise TypeError(
             f"{adagrad!r} with the complex parameter {unreal[0]!r}: it divides by roots of sums of squares of real "
             "numbers. Use torch.optim.Adagrad in place of adagrad, or keep the parameter as torch.view_as_real"
-        )
-
-
-def _refuse_what_stays(wrapping: Wrapping) -> None:
-    """Raise UnsupportedError for what does not come through a change of ranks in an elastic run."""
-    if wrapping.process_set.process_set_id != 0:
-        raise UnsupportedError(
-            f"{wrapping.name} with a process set in an elastic run: Horovod forgets process sets when ranks come or "
-            "go. Leave process_set out, or start with a fixed number of ranks"
-        )
-    if wrapping.exchange.sends_by_mpi:
-        raise UnsupportedError(
-            f"{wrapping.exchange!r} in an elastic run: Horovod runs these with Gloo only, and MPI does not outlive a "
-            'rank. Use transport="horovod"'
         )
 
 
@@ -146,7 +133,7 @@ def DistributedOptimizer(
         gradient_predivide_factor, backward_passes_per_step, sparse_as_dense,
     )  # fmt: skip
     if wrapping.is_carried:
-        _refuse_what_stays(wrapping)
+        refuse_what_stays(wrapping.name, exchange, process_set)
     if takes_part:
         wrapping.agree(optimizer.param_groups, {id(p): name for name, p in named or []})
     _refuse_types(optimizer, named, adagrad)

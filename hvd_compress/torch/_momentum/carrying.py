@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -57,7 +58,7 @@ class CarriedMomentum(CarriedOptimizer):
         super().sync(commits)
         self._optimizer.has_met = True
 
-    def _take(self, engine: Engine, mine: State | None, root: State, united: dict[str, Any]) -> None:
+    def _take(self, engine: Engine, mine: State | None, root: State, united: Mapping[str, Any]) -> None:
         own, rest = ({}, None) if mine is None else self._split(mine)
         super()._take(engine, rest, root, united)
         factor = TorchRanks().size / root["size"] if self._combiner.wrapping.op == hvd.Average else 1.0

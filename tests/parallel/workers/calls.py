@@ -235,18 +235,18 @@ def an_elastic_state_brings_back_what_calls_owe() -> None:
         call("carried", False)
         state.step = 1
         state.commit()
-        owed = owed_in_all(*_calls.CarriedCalls._states().values())
+        owed = owed_in_all(*_calls.states().values())
         call("carried", False)
         state.restore()
         state.reset()
         raises(UnsupportedError, lambda: call("carried", False), "elastic")
         state.sync()
         assert state.step == 1
-        (carried,) = _calls.CarriedCalls._states().values()
+        (carried,) = _calls.states().values()
         np.testing.assert_allclose(owed_in_all(carried), owed, rtol=1e-6)
         results = call("carried", False)
         np.testing.assert_allclose(
-            to_numpy(results).ravel() * horovod.size() + owed_in_all(*_calls.CarriedCalls._states().values()),
+            to_numpy(results).ravel() * horovod.size() + owed_in_all(*_calls.states().values()),
             owed + sum(to_numpy(mine(rank)).ravel() for rank in range(horovod.size())),
             rtol=1e-4,
         )

@@ -21,7 +21,8 @@ import torch
 import hvd_compress.torch as hvd
 from hvd_compress import SlopeThreshold, TopK
 from tests.parallel.rank import be_strict
-from tests.parallel.workers.elastic_compression import DOOMED, Stage, change_hosts, die, gradients, model_of
+from tests.parallel.workers.elastic_compression import gradients, model_of
+from tests.parallel.workers.elastic_stages import DOOMED, Stage, change_hosts, die
 
 STAGES = [
     Stage(3, 6, 2, 1),

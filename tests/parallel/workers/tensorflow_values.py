@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
 from hvd_compress import QSGD, NoCompression, OneBit, Policy, Threshold, TopK
+from hvd_compress.elastic import note_parting
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.exchange import kinds
@@ -809,3 +812,123 @@ def what_cannot_be_done_is_refused() -> None:
     raises(TypeError, lambda: wrapped(tf.GradientTape(), OneBit), "OneBit(...)")
     legacy = tf.compat.v1.train.GradientDescentOptimizer(0.1)
     raises(UnsupportedError, lambda: hvd.DistributedOptimizer(legacy, compression=OneBit()), "DistributedGradientTape")
+
+
+# -- elastic runs, whose ranks stay here -------------------------------------------------------------------------------
+
+
+@contextmanager
+def elastic() -> Iterator[None]:
+    """As in a process that the driver of elastic runs has started."""
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    # states of other cases may have been synced
+    note_parting()
+    try:
+        yield
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]
+        note_parting()
+        hvd.forget_residuals()
+
+
+def owed_by_all(state: dict[str, Any]) -> dict[str, Any]:
+    """What all ranks owe, by names."""
+    mine: dict[str, Any] = {}
+    for kind in ("residuals", "owner_residuals"):
+        for name, entry in state[kind].items():
+            values, start = entry["values"].astype(np.float64), entry.get("start", 0)
+            mine.setdefault(name, np.zeros(int(np.prod(entry["shape"]))))[start : start + values.size] += values
+    everyone = hvd.allgather_object(mine)
+    return {name: sum(of_rank[name] for of_rank in everyone) for name in mine}
+
+
+@cases.add
+def a_step_of_an_elastic_run_is_the_loopback() -> None:
+    with elastic():
+        of, loopback = variables(), Loopback(horovod.size(), OneBit(), EXCHANGE)
+        state = hvd.elastic.TensorFlowState(of, step=0)
+        traces = []
+
+        def step(wanted: Any) -> Any:
+            traces.append(0)
+            return gradients(of, wanted, wrapped)
+
+        in_graph = tf.function(step)
+        raises(UnsupportedError, lambda: step(given(0)), "no state has synced the ranks", "hvd.elastic.run")
+        raises(tf.errors.OpError, lambda: in_graph(given(0)), "no state has synced the ranks")
+        tape = wrapped(tf.GradientTape())
+        raises(StateError, lambda: tape.load_compression_state_dict({}, of), "before its state is synced")
+        state.sync()
+        traces.clear()
+        for i in range(4):
+            for name, found in zip(SHAPES, (in_graph if i % 2 else step)(given(i)), strict=True):
+                check_against(loopback, name, found, i, range(horovod.size()))
+        state.commit()
+        owed = owed_by_all(tape.compression_state_dict(of))
+        in_graph(given(4))
+        state.restore()
+        state.reset()
+        raises(tf.errors.OpError, lambda: in_graph(given(5)), "no state has synced the ranks")
+        state.sync()
+        back = owed_by_all(tape.compression_state_dict(of))
+        results = dict(zip(SHAPES, in_graph(given(5)), strict=True))
+        left = owed_by_all(tape.compression_state_dict(of))
+        for name in owed:
+            np.testing.assert_allclose(back[name], owed[name], rtol=1e-5, atol=1e-6)
+            came = sum(numbers(name, rank, 5, SHAPES[name]).ravel() for rank in range(horovod.size()))
+            sent = horovod.size() * results[name].numpy().ravel()
+            np.testing.assert_allclose(sent + left[name], owed[name] + came, rtol=1e-3, atol=1e-4)
+        # the function was traced before ranks had met, and never again
+        assert len(traces) == 2
+        stats = tape.compression_stats(of)
+        assert (stats["total"]["steps"], stats["lost_ranks"], stats["lost_norm"]) == (6, 0, 0.0)
+
+
+@cases.add
+def calls_of_elastic_runs_have_names() -> None:
+    with elastic():
+        state = hvd.elastic.TensorFlowState([], step=0)
+        state.sync()
+        raises(UnsupportedError, lambda: hvd.allreduce(given(0)[0], compression=OneBit()), "Give a name")
+        loopback = Loopback(horovod.size(), OneBit())
+        shape = (64, 50)
+
+        def mine(rank: int, step: int) -> Any:
+            return numbers("call", rank, step, shape)
+
+        @tf.function
+        def in_graph(tensor: Any) -> Any:
+            return hvd.allreduce(tensor, name="call", compression=OneBit())
+
+        for step in range(3):
+            found = in_graph(tf.constant(mine(horovod.rank(), step)))
+            expected = loopback.allreduce([mine(rank, step) for rank in range(horovod.size())], name="call")[0]
+            assert found.numpy().tobytes() == expected.tobytes()
+
+
+@cases.add
+def two_tapes_in_one_function_of_an_elastic_run_share_names() -> None:
+    with elastic():
+        first, second = (tf.Variable(tf.zeros([60, 50]), name="same") for _ in range(2))
+        table = tf.Variable(tf.zeros([200, 50]), name="table")
+        state = hvd.elastic.TensorFlowState([first, second, table], step=0)
+        state.sync()
+
+        @tf.function
+        def step() -> Any:
+            with tf.GradientTape(persistent=True) as tape:
+                rows = tf.gather(table, [horovod.rank(), 7])
+                loss = tf.reduce_sum(first * 2.0) + tf.reduce_sum(second * 3.0) + tf.reduce_sum(rows)
+            one, two = wrapped(tape), wrapped(tape)
+            for _ in tf.range(2):
+                one.gradient(loss, [first])
+            return [*one.gradient(loss, [first]), *two.gradient(loss, [second, table])]
+
+        a, b, sparse = step()
+        np.testing.assert_allclose(a, np.full((60, 50), 2.0), rtol=1e-5)
+        np.testing.assert_allclose(b, np.full((60, 50), 3.0), rtol=1e-5)
+        assert isinstance(sparse, tf.IndexedSlices)
+        expected = np.zeros((200, 50))
+        expected[7] = 1.0
+        expected[: horovod.size()] += 1 / horovod.size()
+        np.testing.assert_allclose(tf.convert_to_tensor(sparse), expected, rtol=1e-5)
