@@ -81,6 +81,12 @@ def check_owed(processes: list[list[Line]]) -> int:
     return stayed
 
 
+def check_paid(processes: list[list[Line]]) -> None:
+    """A rank that is left alone owes nothing after its first step."""
+    alone = [line for lines in processes for line in lines if line["at"] == "made" and line["ranks"] == 1]
+    assert all(line["norm"] == 0 for line in alone), alone
+
+
 def check_lost(processes: list[list[Line]]) -> None:
     """What a rank owed at its last commit is what the others say was lost with it."""
     gone = []
@@ -124,6 +130,8 @@ def check(folder: Path, worker: str, setting: str, scenario: str, **environment:
     check_replicas(processes)
     assert check_owed(processes) >= (2 if scenario in ("three", "asked") else 1)
     check_lost(processes)
+    if setting in ("onebit", "adagrad", "calls"):
+        check_paid(processes)
     check_progress(processes)
     if setting == "adagrad":
         check_accumulators(processes)
