@@ -67,7 +67,8 @@ class TorchRanks(HorovodRanks):
             return
         names, markers = {"broadcast": min(beside), "allreduce": beside[-1]}, {}
         for kind, tensor in names.items():
-            # one of a comparison that has failed may still be under way, and is as good
+            # One of a comparison that has failed may still be under way, and is as good. All ranks start two markers:
+            # Horovod numbers operations without a name by how many there were.
             with suppress(ValueError):
                 markers[kind] = self.start(kind, tensor, np.zeros(1, np.int32))
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,37 +106,36 @@ def _trainer(model: Any, optimizer: Any, torch: Any, rank: int) -> Callable[[int
     return step
 
 
-def steps(scale: float, numel: int) -> dict[str, Any]:
-    """300 tensors with one-bit, adaptive and Auto, in turns with plain Horovod."""
+def steps(kind: str, scale: float, numel: int) -> dict[str, Any]:
+    """50,000 steps of 300 tensors, every tenth of them followed by one of plain Horovod."""
     from hvd_compress import Adaptive, Auto, OneBit
 
     torch, hvd, horovod = _torch()
-    count, found = max(100, int(50_000 * scale)), {}
-    kinds = {"onebit": (OneBit(), {"min_numel": 0}), "adaptive": (Adaptive(), {"min_numel": 0}), "auto": (Auto(), {})}
-    for kind, (compression, settings) in kinds.items():
-        models = [_tensors(torch, 300, 1024) for _ in range(2)]
-        sgd = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
-        ours = hvd.DistributedOptimizer(sgd[0], models[0].named_parameters(), compression, **settings)
-        dense = horovod.DistributedOptimizer(sgd[1], [(f"dense.{n}", p) for n, p in models[1].named_parameters()])
-        trainers = [_trainer(m, o, torch, hvd.rank()) for m, o in zip(models, (ours, dense), strict=True)]
-        samples, seconds = Samples(count), [[], []]  # type: ignore[var-annotated]
-        for i in range(count):
-            samples.at(i)
-            # every tenth step is dense, too
-            for which in (0, 1) if i % 10 == 0 else (0,):
-                begin = time.perf_counter()
-                trainers[which](i)
-                seconds[which].append(time.perf_counter() - begin)
-        fifth = [max(1, len(of) // 5) for of in seconds]
-        found[kind] = {
+    count = max(100, int(50_000 * scale))
+    compression = {"onebit": OneBit, "adaptive": Adaptive, "auto": Auto}[kind]()
+    settings = {} if kind == "auto" else {"min_numel": 0}
+    models = [_tensors(torch, 300, 1024) for _ in range(2)]
+    sgd = [torch.optim.SGD(model.parameters(), lr=1e-4) for model in models]
+    ours = hvd.DistributedOptimizer(sgd[0], models[0].named_parameters(), compression, **settings)
+    dense = horovod.DistributedOptimizer(sgd[1], [(f"dense.{n}", p) for n, p in models[1].named_parameters()])
+    trainers = [_trainer(m, o, torch, hvd.rank()) for m, o in zip(models, (ours, dense), strict=True)]
+    samples, seconds = Samples(count), ([], [])  # type: ignore[var-annotated]
+    for i in range(count):
+        samples.at(i)
+        for which in (0, 1) if i % 10 == 0 else (0,):
+            begin = time.perf_counter()
+            trainers[which](i)
+            seconds[which].append(time.perf_counter() - begin)
+    fifth = [max(1, len(of) // 5) for of in seconds]
+    return {
+        kind: {
             "steps": count,
             **samples.report(),
             "seconds_begin": [statistics.median(of[n : 2 * n]) for of, n in zip(seconds, fifth, strict=True)],
             "seconds_end": [statistics.median(of[-n:]) for of, n in zip(seconds, fifth, strict=True)],
             "checksum": checksum(models[0]),
         }
-        del models, sgd, ours, dense, trainers
-    return found
+    }
 
 
 def drop(scale: float, numel: int) -> dict[str, Any]:
@@ -229,7 +229,8 @@ def traced(scale: float, numel: int) -> dict[str, Any]:
 
 
 PARTS: dict[str, tuple[Callable[[float, int], dict[str, Any]], int]] = {
-    "steps": (steps, 2), "traced": (traced, 2), "drop": (drop, 2), "ranks16": (ranks16, 16),
+    "onebit": (partial(steps, "onebit"), 2), "adaptive": (partial(steps, "adaptive"), 2),
+    "auto": (partial(steps, "auto"), 2), "traced": (traced, 2), "drop": (drop, 2), "ranks16": (ranks16, 16),
     "tensors5000": (tensors5000, 2), "large": (large, 2),
 }  # fmt: skip
 """What a rank does, and how many ranks there are."""

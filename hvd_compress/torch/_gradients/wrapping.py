@@ -108,13 +108,13 @@ class Wrapping:
         Raises:
             MismatchError: on all ranks, naming the first difference.
         """
-        # what Horovod's own optimizer would reduce, by the names that it has there
-        reduced = [
-            names.get(id(p), f"allreduce.noname.{i}.{j}")
+        # by the names that Horovod's own optimizer has for them, which reduces those that are not frozen
+        known = [
+            (names.get(id(p), f"allreduce.noname.{i}.{j}"), p.requires_grad)
             for i, group in enumerate(groups)
             for j, p in enumerate(group["params"])
-            if p.requires_grad
         ]
+        reduced = [name for name, is_trained in known if is_trained] or [name for name, _ in known]
         told = {"optimizer": "DistributedOptimizer", **self.description(groups, names)}
         TorchRanks(self.process_set).agree(told, beside=reduced)
 

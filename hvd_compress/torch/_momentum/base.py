@@ -102,7 +102,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
     def _agree_on_settings(self) -> None:
         groups = [self._told(group) for group in self.param_groups]
-        names = [name for p, name in self._names.items() if p.requires_grad]
+        names = [name for p, name in self._names.items() if p.requires_grad] or list(self._names.values())
         told = {"optimizer": self._kind, **self._told_settings, "groups": groups}
         TorchRanks(self._process_set).agree(told, beside=names)
 
