@@ -12,6 +12,9 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 __all__ = [
     "ContractError",
     "GradientError",
@@ -34,7 +37,16 @@ class WireError(HvdCompressError, ValueError):
 
 
 class MismatchError(HvdCompressError, RuntimeError):
-    """The ranks disagree on settings, names, shapes or versions; raised on every rank."""
+    """The ranks disagree on settings, names, shapes or versions; raised on every rank.
+
+    Example:
+        >>> from hvd_compress.errors import MismatchError
+        >>> MismatchError("the ranks disagree on op").descriptions
+        ()
+    """
+
+    descriptions: Sequence[dict[str, Any]] = ()
+    """What each rank has said, where they compared descriptions."""
 
 
 class MissingError(HvdCompressError, ImportError):

@@ -16,6 +16,7 @@ from hvd_compress.waiting import waiting
 
 __all__ = [
     "DIGEST_BYTES",
+    "STARTED",
     "Place",
     "agree",
     "agree_at",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 32
+STARTED = "operations beside"
+"""In a description: kinds and names of operations that a rank has started for the time of the comparison."""
 _MOST_SHOWN = 200
 
 _VERSIONS = ("package version", "wire version")
@@ -178,7 +181,11 @@ def _compare(everyone: bytes, text: bytes, mine: bytes, name: str, allgather: Ca
         length = int.from_bytes(row[DIGEST_BYTES:], "little")
         texts.append(joined[:length])
         joined = joined[length:]
-    check_agreement(texts)
+    try:
+        check_agreement(texts)
+    except MismatchError as error:
+        error.descriptions = [json.loads(told) for told in texts]
+        raise
 
 
 def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] | None:
@@ -186,7 +193,9 @@ def _first_difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any] |
         # another release may differ in anything; and which optimizer or compressor says more than a setting that only
         # one has
         names = ("optimizer", "id")
-        for key in sorted(a.keys() | b.keys(), key=lambda key: (key not in _VERSIONS, key not in names, key)):
+        for key in sorted(
+            a.keys() | b.keys(), key=lambda key: (key not in _VERSIONS, key not in names, key == STARTED, key)
+        ):
             inner = _first_difference(a.get(key), b.get(key), f"{where}.{key}" if where else str(key))
             if inner:
                 return inner

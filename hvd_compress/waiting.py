@@ -83,22 +83,30 @@ def start_watching() -> None:
 def _look() -> None:
     limit = _seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0)
     last = _seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0.0)
-    told: set[tuple[Any, float]] = set()
+    told: set[tuple[int, float]] = set()
     while limit > 0:
         time.sleep(limit / 10)
-        now = time.monotonic()
-        waits = {(key, since): what for key, (since, what) in dict(open_waits).items()}
-        told &= waits.keys()
-        for key, what in waits.items():
-            seconds = now - key[1]
-            if seconds > limit and key not in told:
-                told.add(key)
-                _log.warning("%s", _told(seconds, what()))
-            if seconds > last >= limit:
-                _log.error("%s. Horovod is shut down after %.0f s", _told(seconds, what()), last)
-                for shut_down in _shut_downs.values():
-                    shut_down()
-                return
+        # a function of its own, so that nothing keeps alive what waits while this sleeps
+        if _look_once(limit, last, told):
+            return
+
+
+def _look_once(limit: float, last: float, told: set[tuple[int, float]]) -> bool:
+    """Tell of long waits that are not among `told`; returns whether one was too long, and all were ended."""
+    now = time.monotonic()
+    waits = {(id(key), since): what for key, (since, what) in dict(open_waits).items()}
+    told.intersection_update(waits)
+    for wait, what in waits.items():
+        seconds = now - wait[1]
+        if seconds > limit and wait not in told:
+            told.add(wait)
+            _log.warning("%s", _told(seconds, what()))
+        if seconds > last >= limit:
+            _log.error("%s. Horovod is shut down after %.0f s", _told(seconds, what()), last)
+            for shut_down in _shut_downs.values():
+                shut_down()
+            return True
+    return False
 
 
 def _told(seconds: float, what: str) -> str:

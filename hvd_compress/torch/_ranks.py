@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -62,28 +61,54 @@ class TorchRanks(HorovodRanks):
         first. Horovod refuses operations of one name whose types differ, on all ranks: so markers of another type,
         under these two names, tell both ranks.
         """
-        if not beside or not are_together():
-            super().agree(description, name)
-            return
-        names, markers = {"broadcast": min(beside), "allreduce": beside[-1]}, {}
-        for kind, tensor in names.items():
-            # One of a comparison that has failed may still be under way, and is as good. All ranks start two markers:
-            # Horovod numbers operations without a name by how many there were.
-            with suppress(ValueError):
-                markers[kind] = self.start(kind, tensor, np.zeros(1, np.int32))
+        name = name or self.numbered("fingerprint")
+        if are_together():
+            self._begin(description, name, beside)()
 
-        def gather(data: bytes, label: str) -> bytes:
+    def begin_agreement(self, description: dict[str, Any]) -> Callable[[], None]:
+        """See `Ranks.begin_agreement`."""
+        return self._begin(description, self.numbered("fingerprint"))
+
+    def _begin(self, description: dict[str, Any], name: str, beside: Sequence[str] = ()) -> Callable[[], None]:
+        started = [["broadcast", min(beside)], ["allreduce", beside[-1]]] if beside else []
+        markers = {(kind, tensor): self._marker(kind, tensor) for kind, tensor in started}
+
+        def start(data: bytes, label: str) -> Callable[[], bytes]:
             handle = self.start("allgather", label, np.frombuffer(bytearray(data), np.uint8))
-            while not self.is_done(handle):
-                for kind in [kind for kind, marker in markers.items() if self.is_done(marker)]:
-                    self._check(markers.pop(kind), kind, names[kind])
-                time.sleep(_SECONDS_BETWEEN_POLLS)
-            return self.wait(handle).tobytes()
+            return lambda: self._gathered(handle, markers)
 
-        fingerprint.agree(description, gather, name or self.numbered("fingerprint"))
-        # all ranks have started them: they have agreed on the names
-        for kind, marker in markers.items():
-            self._check(marker, kind, names[kind])
+        end_comparison = fingerprint.begin_agreement({**description, fingerprint.STARTED: started}, start, name)
+
+        def end() -> None:
+            try:
+                end_comparison()
+            except MismatchError as error:
+                # markers that some of those who have compared have started, and others have not, would stay under way
+                others = {(kind, t) for told in error.descriptions for kind, t in told.get(fingerprint.STARTED, ())}
+                for kind, tensor in sorted(others):
+                    if [kind, tensor] not in started:
+                        markers[kind, tensor] = self._marker(kind, tensor)
+                self._finish(markers if error.descriptions else {})
+                raise
+            self._finish(markers)
+
+        return end
+
+    def _marker(self, kind: str, tensor: str) -> Any:
+        return self.start(kind, tensor, np.zeros(1, np.int32))
+
+    def _gathered(self, handle: Any, markers: dict[tuple[str, str], Any]) -> bytes:
+        """Wait for an allgather, and look after markers meanwhile: where one fails, the allgather never ends."""
+        while markers and not self.is_done(handle):
+            for key in [key for key, marker in markers.items() if self.is_done(marker)]:
+                self._check(markers.pop(key), *key)
+            time.sleep(_SECONDS_BETWEEN_POLLS)
+        return self.wait(handle).tobytes()
+
+    def _finish(self, markers: dict[tuple[str, str], Any]) -> None:
+        while markers:
+            key, marker = markers.popitem()
+            self._check(marker, *key)
 
     def _check(self, marker: Any, kind: str, tensor: str) -> None:
         try:

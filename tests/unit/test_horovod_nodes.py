@@ -20,7 +20,7 @@ class ProcessSet:
 class Ranks(int):
     """As many, which agree."""
 
-    def agree(self, told):
+    def agree(self, told, beside=()):
         pass
 
 
