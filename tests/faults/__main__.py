@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -21,6 +22,8 @@ BEYOND_SECONDS = 30.0
 """What the others may take longer than with plain Horovod."""
 RANKS = 2
 _SHARED_MEMORY = Path("/dev/shm")
+# the folder in which Horovod was built stands in its errors
+_BUILT_IN = re.compile(r"/\S*/(?=horovod-)")
 # Horovod looks after 10 seconds for ranks that do not come, and ends the others after 30
 _STALL_SECONDS = 45.0
 
@@ -39,7 +42,7 @@ def measured(case: Case) -> dict[str, Any]:
 def _told(outcome: Outcome) -> dict[str, Any]:
     wrong = list(outcome.value("wrong").values())
     # of a start in which every rank makes the same steps, the one that does more may be anyone's mistake
-    errors = {rank: error.splitlines()[0][:400] for rank, error in outcome.value("error").items()}
+    errors = {r: _BUILT_IN.sub("", error.splitlines()[0])[:400] for r, error in outcome.value("error").items()}
     return {
         "returncode": outcome.returncode,
         "seconds": round(outcome.seconds, 1),
@@ -122,8 +125,10 @@ def main() -> int:
     for result in results:
         case = Case(*(result[key] for key in Case._fields))
         result["verdict"] = judged(result, of_plain.get(tuple(case.beside)))
+        # with the paths of this machine: not for the record
+        last = result.pop("last", [])
         if result["verdict"]:
-            print(f"FAILED {result['verdict']}: {', '.join(case)}")
+            print(f"FAILED {result['verdict']}: {', '.join(case)}", *last, sep="\n")
     left = sorted(set(os.listdir(_SHARED_MEMORY)) - shared) if _SHARED_MEMORY.exists() else []
     record = {
         "setting": {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": sys.version.split()[0], "ranks": RANKS},
