@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import described
-from hvd_compress.ddp._given import views_of
+from hvd_compress.ddp._given import BoundHook, views_of
 from hvd_compress.engine import LedgerAlone, has_residuals, refuse_residuals
 
 __all__ = ["Alone", "AloneHook"]
@@ -76,7 +76,7 @@ class Alone:
         self._is_finite = True
 
 
-class AloneHook:
+class AloneHook(BoundHook):
     """What DDP calls with the buckets of one rank.
 
     Args:
@@ -90,16 +90,6 @@ class AloneHook:
         self._model = weakref.ref(model)
         self._names = {p: name for name, p in tensors.items()}
         self._alone = alone
-
-    def __deepcopy__(self, memo: Any) -> AloneHook:
-        # a copy of a model, as for averages of weights, owes nothing
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a model with a hook of hvd_compress.ddp cannot be pickled: save model.module.state_dict() and, for each "
-            "rank, ddp.state_dict(model)"
-        )
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Add what is owed; the gradients of one rank are their mean."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -12,7 +12,7 @@ from hvd_compress._torch.device import DeviceMemory, as_tensor
 from hvd_compress.errors import GradientError
 from hvd_compress.exchange import Bucket
 
-__all__ = ["Given", "Side", "Sides", "Staged", "views_of"]
+__all__ = ["BoundHook", "Given", "Side", "Sides", "Staged", "views_of"]
 
 _KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 """The types, but for float32, that kernels of some memory read where they are."""
@@ -215,3 +215,16 @@ class Staged:
     def _small(self, gradient: torch.Tensor) -> Any:
         flat = gradient.reshape(-1).to(torch.float32)
         return flat.cpu().numpy() if self._device is None else flat
+
+
+class BoundHook:
+    """A hook of one model: copies of the model, as for averages of weights, share it, and do nothing with it."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model with a hook of hvd_compress.ddp cannot be pickled: save model.module.state_dict() and, for each "
+            "rank, ddp.state_dict(model)"
+        )

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import described, memories
 from hvd_compress.ddp._dense import DensePart, dense_parts, pay_debts
-from hvd_compress.ddp._given import Given, Sides, Staged, views_of
+from hvd_compress.ddp._given import BoundHook, Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import Ledger, Routing, Tensor
@@ -75,7 +75,7 @@ def new_ledger(
     )  # fmt: skip
 
 
-class CommHook:
+class CommHook(BoundHook):
     """What DDP calls with each bucket whose gradients have been computed; it never waits for other ranks.
 
     DDP divides parameters anew after its first step, with a static graph after its second, in the order in which
@@ -130,16 +130,6 @@ class CommHook:
         self._jobs: list[Job] = []
         """Those of the step that has begun."""
         self._sides = Sides()
-
-    def __deepcopy__(self, memo: Any) -> CommHook:
-        # a copy of a model, as for averages of weights, exchanges nothing
-        return self
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a model with a hook of hvd_compress.ddp cannot be pickled: save model.module.state_dict() and, for each "
-            "rank, ddp.state_dict(model)"
-        )
 
     def __call__(self, bucket: GradBucket) -> FutureTensor:
         """Take a bucket; returns what DDP waits for."""
