@@ -73,7 +73,7 @@ def refuse_elastic_averaging(what: str, reason: str) -> None:
     """
     if is_elastic():
         raise UnsupportedError(
-            f"{what} in an elastic run: {reason}. On PyTorch, hvd.DiLoCo and hvd.EventGraDOptimizer of "
-            "hvd_compress.torch with hvd.elastic.TorchState come through such a change; else start with a fixed number "
-            "of ranks"
+            f"{what} in an elastic run: {reason}. On PyTorch, hvd.DiLoCo, hvd.DASO and "
+            "hvd.EventGraDOptimizer of hvd_compress.torch with hvd.elastic.TorchState come through such a change; else "
+            "start with a fixed number of ranks"
         )

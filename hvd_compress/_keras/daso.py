@@ -10,6 +10,7 @@ from hvd_compress._keras.averaging import AveragingCallback
 from hvd_compress._keras.weights import arrays_of, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoMember, DasoSettings, number_of
+from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
 from hvd_compress.schedules import DasoSchedule, Moment
 
 __all__ = ["DASOCallback"]
@@ -66,6 +67,7 @@ class DASOCallback(AveragingCallback):
         monitor: str = "loss",
         ranks_per_node: int | None = None,
     ) -> None:
+        refuse_elastic_averaging("DASOCallback", NO_STATE)
         super().__init__(ranks_per_node, average_buffers, average_state)
         schedule = DasoSchedule(
             global_skips, batches_to_wait, total_epochs, warmup_epochs, cooldown_epochs, patience, stability

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,20 @@ __all__ = ["DasoMember"]
 
 FORMAT = 1
 _STEP = "a step"
+_COUNTED = ("batches", "blocking", "sent", "merged")
+_TRAFFIC = ("bytes_between", "bytes_inside", "seconds_between", "seconds_inside")
+
+
+class Kept(NamedTuple):
+    """What one rank can go back to, as long as its member is the same.
+
+    Args:
+        state: of the member.
+        counted: its counters.
+    """
+
+    state: dict[str, Any]
+    counted: dict[str, int]
 
 
 class DasoMember:
@@ -55,7 +69,9 @@ class DasoMember:
             if groups.nodes.count > 1
         ]
         self._bytes = sum(t.numel * np.dtype(t.dtype).itemsize for t in tensors)
-        self._batches = self._blocking = self._sent = self._merged = 0
+        self._counted = dict.fromkeys(_COUNTED, 0)
+        self._traffic: dict[str, Any] = dict.fromkeys(_TRAFFIC, 0)
+        """Of the members before this one, among other ranks."""
         self._epochs: list[dict[str, Any]] = []
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -64,7 +80,7 @@ class DasoMember:
         """Count a batch; returns what is due, which `act` then does."""
         for sync in self._syncs:
             sync.nodes.progress()
-        self._batches += 1
+        self._counted["batches"] += 1
         # a batch may begin an epoch of which nobody has said that the one before has ended
         before = self.clock.epoch
         moment = self.clock.batch()
@@ -88,7 +104,7 @@ class DasoMember:
                 # of what blocks all nodes take the mean of their present parameters: this would only pull it back
                 if not moment.blocks:
                     sync.merge(arrays, arrived, moment.arrives)
-            self._merged += not moment.blocks
+            self._counted["merged"] += not moment.blocks
         if moment.blocks:
             self._tell(_STEP)
             for sync in self._syncs:
@@ -100,12 +116,12 @@ class DasoMember:
                     # a change was not finite: as values it reaches all ranks, which are to be equal now
                     sync.send(arrays, compression, wait=0)
                     sync.take(arrays, sync.receive())
-            self._blocking += 1
+            self._counted["blocking"] += 1
         if moment.sends:
             self._tell(_STEP)
             for sync in self._syncs:
                 sync.send(arrays, compression, self.clock.wait)
-            self._sent += 1
+            self._counted["sent"] += 1
         return bool(self._syncs) and (moment.arrives is not None or moment.blocks)
 
     def end_epoch(self, arrays: Sequence[Array], loss: float | None) -> bool:
@@ -160,7 +176,7 @@ class DasoMember:
             self._meeting.begin(*self._said(what, has_loss))
 
     def _said(self, what: str, has_loss: bool = False) -> tuple[str, dict[str, Any]]:
-        return f"{what} after {self._batches} batches", {"a loss for epoch_end()": has_loss}
+        return f"{what} after {self.batches} batches", {"a loss for epoch_end()": has_loss}
 
     def average(self, arrays: Mapping[str, Array]) -> None:
         """Make buffers or optimizer states their mean over all ranks, in place; a collective call.
@@ -182,13 +198,13 @@ class DasoMember:
             "epoch": clock.epoch,
             "global_skips": clock.skips,
             "batches_to_wait": clock.wait,
-            "batches": self._batches,
-            "synchronizations": {"blocking": self._blocking, "sent": self._sent, "merged": self._merged},
+            "batches": self.batches,
+            "synchronizations": {kind: self._counted[kind] for kind in _COUNTED[1:]},
             "parameter_bytes": self._bytes,
-            "bytes_between_nodes": sum(sync.nodes.bytes_between for sync in self._syncs),
-            "bytes_inside_nodes": sum(sync.nodes.bytes_inside for sync in self._syncs),
-            "seconds_between_nodes": sum(sync.nodes.seconds_between for sync in self._syncs),
-            "seconds_inside_nodes": sum(sync.nodes.seconds_inside for sync in self._syncs),
+            **{
+                f"{key}_nodes": before + sum(getattr(sync.nodes, key) for sync in self._syncs)
+                for key, before in self._traffic.items()
+            },
             "epochs": [*self._epochs],
         }
 
@@ -200,6 +216,68 @@ class DasoMember:
             "batches_to_wait": self.clock.wait,
             "loss": loss,
         }
+
+    @property
+    def batches(self) -> int:
+        """How many were made."""
+        return self._counted["batches"]
+
+    # -- among other ranks -------------------------------------------------------------------------------------------
+
+    def keep(self) -> Kept:
+        """Wait for what is under way, which arrives when it is due; returns what `go_back` takes."""
+        self._meeting.settle()
+        return Kept(self.state_dict(), dict(self._counted))
+
+    def go_back(self, kept: Kept) -> None:
+        """Forget what is under way, which will never be complete, and go back to what `keep` returned here."""
+        self._meeting.abandon()
+        for sync in self._syncs:
+            sync.nodes.abandon()
+        self.load_state_dict(kept.state)
+        self._counted = dict(kept.counted)
+
+    def land(self, arrays: Sequence[Array]) -> None:
+        """Let what is under way arrive before its time, after `keep` or `go_back`; in place.
+
+        Where each rank is a node, this needs no other rank.
+        """
+        self.act(Moment(self.clock.arrive()), arrays)
+
+    def owed(self) -> dict[str, Array]:
+        """Return what this rank owes, by dtypes, in units of the sum over nodes; nothing may be under way."""
+        owed = {str(sync.nodes.flat.dtype): sync.nodes.owed() for sync in self._syncs}
+        return {dtype: debt for dtype, debt in owed.items() if debt is not None}
+
+    def pay(self, arrays: Sequence[Array], count: int) -> None:
+        """Add what this rank owes to its parameters, in place, so that their mean over `count` ranks has it."""
+        for sync in self._syncs:
+            debt = sync.nodes.owed()
+            if debt is None:
+                continue
+            debt *= debt.dtype.type(count / self.groups.nodes.count)
+            for number, part in sync.nodes.flat.views(debt).items():
+                arrays[number][...] += part
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what is the same on all ranks, when nothing is under way."""
+        return {"clock": self.clock.state_dict(), "batches": self.batches, "epochs": [*self._epochs]}
+
+    def go_on_from(self, agreed: Mapping[str, Any], before: DasoMember | None) -> None:
+        """Take over what `agreed` returned on a rank of before, and the counters of this rank's member of before.
+
+        All ranks have equal parameters.
+
+        Args:
+            agreed: of a rank of before.
+            before: the member; None on a rank that has joined.
+        """
+        if before is not None:
+            known = before.stats()
+            self._traffic = {key: known[f"{key}_nodes"] for key in self._traffic}
+            self._counted = dict(before._counted)
+        self._counted["batches"], self._epochs = agreed["batches"], [*agreed["epochs"]]
+        self.clock.load_state_dict({**agreed["clock"], "sent_at": None, "is_level": True})
 
     # -- state -------------------------------------------------------------------------------------------------------
 

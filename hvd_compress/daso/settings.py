@@ -10,7 +10,6 @@ from hvd_compress import wire
 from hvd_compress.averaging import FORMS
 from hvd_compress.compressors import BF16, FP16, Compressor, NoCompression
 from hvd_compress.compressors.settings import check_choice, check_flag
-from hvd_compress.elastic import refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy, compressors_in, given_compression
 from hvd_compress.schedules import CYCLING, DasoSchedule
@@ -26,7 +25,7 @@ class DasoSettings:
     Raises:
         TypeError: not a schedule or a compressor.
         ValueError: a setting out of its range.
-        UnsupportedError: an elastic run; a compressor that loses what it does not send, as without error feedback.
+        UnsupportedError: a compressor that loses what it does not send, as without error feedback.
     """
 
     schedule: DasoSchedule
@@ -61,11 +60,6 @@ class DasoSettings:
                         f"{argument}={compressor!r}: what it leaves out of a change would be lost, as parameters go on "
                         "from what was sent. Use it with error_feedback=True"
                     )
-        refuse_elastic_averaging(
-            "DASO",
-            "the ranks of a node average gradients in a process set, and Horovod forgets process sets when ranks come "
-            "or go",
-        )
 
     def compression_in(self, phase: str) -> Compressor | Policy:
         """Return the compression of what goes between nodes."""

@@ -165,8 +165,8 @@ class DasoClock:
         due = self.steps % self.skips == 0
         self.is_level = self.phase != CYCLING or self.steps == last or (due and self.wait == 0)
         if self.is_level:
-            return Moment(self._arrive(), blocks=True)
-        arrives = self._arrive() if self.sent_at is not None and self.steps - self.sent_at == self.wait else None
+            return Moment(self.arrive(), blocks=True)
+        arrives = self.arrive() if self.sent_at is not None and self.steps - self.sent_at == self.wait else None
         sends = due and (last is None or self.steps + self.wait < last)
         if sends:
             self.sent_at = self.steps
@@ -190,7 +190,7 @@ class DasoClock:
 
     def level(self) -> Moment:
         """Return what must happen so that all nodes have the same parameters, if the last batch has not done it."""
-        moment = Moment() if self.is_level else Moment(self._arrive(), blocks=self.steps > 0)
+        moment = Moment() if self.is_level else Moment(self.arrive(), blocks=self.steps > 0)
         self.is_level = True
         return moment
 
@@ -199,7 +199,8 @@ class DasoClock:
         self.steps = 0
         self.is_level = True
 
-    def _arrive(self) -> int | None:
+    def arrive(self) -> int | None:
+        """Note that what is under way arrives now; returns how many batches ago it was sent."""
         sent_at, self.sent_at = self.sent_at, None
         return None if sent_at is None else self.steps - sent_at
 

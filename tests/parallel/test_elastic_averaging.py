@@ -77,6 +77,7 @@ def check_mean(processes: list[list[Line]]) -> int:
         if any(line.get("under_way") is not None for line in before):
             continue
         mean = np.mean([line["looks"] for line in before], axis=0)
+        mean += np.sum([line.get("paid", [0.0] * 3) for line in before], axis=0)
         np.testing.assert_allclose(meeting.entered[0]["looks"], mean, rtol=1e-4, atol=1e-4)
         most = max(most, len(before))
     return most
@@ -129,11 +130,30 @@ def check_eventgrad(processes: list[list[Line]]) -> None:
         assert alone == alone[:1] * len(alone)
 
 
+def check_daso(processes: list[list[Line]]) -> None:
+    """All go on counting, who stays goes on with its counters, and nobody owes anything when they begin."""
+    paid = 0.0
+    for meeting in meetings(processes):
+        for line in meeting.entered:
+            assert line["nodes"] == line["ranks"]
+            assert line["batches"] == line["step"]
+            assert line["norm"] == 0
+            assert line["under_way"] is None
+        for before, after in meeting.stayed:
+            assert [after[key] for key in ("sent", "bytes")] == [before[key] for key in ("sent", "bytes")]
+            paid = max(paid, before["norm"])
+    assert paid > 0
+    for lines in processes:
+        together = [line["sent"] for line in lines if line["ranks"] > 1]
+        assert together[-1] > together[0]
+
+
 @pytest.mark.parametrize(
     ("setting", "check"),
     [
         ("diloco", check_diloco),
         pytest.param("eventgrad", check_eventgrad, marks=pytest.mark.thorough),
+        pytest.param("daso", check_daso, marks=pytest.mark.thorough),
     ],
 )
 def test_ranks_come_and_go(tmp_path: Path, setting: str, check: Any) -> None:

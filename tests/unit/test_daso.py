@@ -559,10 +559,51 @@ def test_settings_out_of_range_are_refused(given, error, told):
         DasoSettings(**{"schedule": DasoSchedule(), **given})
 
 
-def test_elastic_runs_are_refused(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    with pytest.raises(UnsupportedError, match="elastic"):
-        DasoSettings(DasoSchedule())
+@pytest.mark.parametrize("after", range(1, 8))
+@pytest.mark.parametrize("form", ["sharded", "rotate"])
+@pytest.mark.parametrize("compressor", [NoCompression(), TopK(0.1)], ids=repr)
+@pytest.mark.parametrize("layout", ["4x1", "alone"])
+def test_when_ranks_come_or_go_nothing_is_lost(layout, compressor, form, after):
+    """With merge="delta" the mean of the parameters, once all has arrived and is paid, has every update of all ranks.
+
+    It has those until the last commit, whatever was done since, and however far that had got.
+    """
+    nodes = NODES[layout]
+    tensors = [t._replace(dtype="float64") for t in TENSORS]
+    chosen = settings(compression=compressor, merge="delta", global_skips=3, batches_to_wait=2, form=form)
+
+    def program(groups):
+        member = DasoMember(tensors, chosen, groups)
+        arrays = start_of(tensors)
+        train(member, groups, tensors, arrays, 0, after)
+        kept, then = member.keep(), [x.copy() for x in arrays]
+        train(member, groups, tensors, arrays, after, after + 4)
+        member.go_back(kept)
+        assert member.batches == after
+        member.land(then)
+        member.pay(then, nodes.size)
+        return then, member.agreed()
+
+    results = World().run(nodes, program)
+    agreed = results[0][1]
+    for i, t in enumerate(tensors):
+        mean = sum(arrays[i] for arrays, _ in results) / nodes.size
+        expected = start_of(tensors)[i] + sum(
+            len(ranks) / nodes.size * update(tensors, node, step)[i]
+            for node, ranks in enumerate(nodes.members)
+            for step in range(after)
+        )
+        np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-9, err_msg=t.name)
+
+    def other(groups):
+        member = DasoMember(tensors, chosen, groups)
+        member.go_on_from(agreed, None)
+        assert member.clock.sent_at is None
+        arrays = start_of(tensors)
+        train(member, groups, tensors, arrays, after, 12)
+        return member.stats()["batches"], member.clock.steps
+
+    assert World().run(NODES["3x2"], other) == [(12, 12)] * 6
 
 
 @pytest.mark.parametrize("wrong", [0, 3, -1, 2.0, True])

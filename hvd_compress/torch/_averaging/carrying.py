@@ -33,6 +33,8 @@ class Averaging(ABC):
     parameters: Parameters
     buffers: Buffers
     """To be averaged with them."""
+    moves_frozen: ClassVar[bool] = False
+    """Whether ranks may differ in parameters that take no gradients any more."""
     has_met = False
     """Whether it was made for the ranks that there are."""
     lost: Lost | None = None
@@ -57,6 +59,9 @@ class Averaging(ABC):
     @abstractmethod
     def land(self, state: Any) -> None:
         """Let what is under way arrive, with nobody's help; `state` is that of the optimizer."""
+
+    def pay(self, arrays: Sequence[Array], count: int) -> None:  # noqa: B027, most go on owing it
+        """Add what is owed to flat arrays of the parameters, so that their mean over `count` ranks has it."""
 
     @abstractmethod
     def agreed(self) -> Any:
@@ -143,7 +148,12 @@ class CarriedAveraging(Carried):
         # a rank that has diverged would spoil the others
         counts = self._keeps and all(np.isfinite(x).all() for x in everything)
         count = int(ranks.run("allgather", f"{self._label}.counting", np.array([counts], np.int64)).sum())
-        if count == 0 or ranks.size == 1:
+        if count == 0:
+            return
+        if counts:
+            self._averaging.pay(arrays, count)
+        if ranks.size == 1:
+            parameters.write(arrays)
             return
         mine = everything if counts else [np.zeros_like(x) for x in everything]
 
@@ -152,8 +162,8 @@ class CarriedAveraging(Carried):
             return total / together.dtype.type(count)
 
         means = averaged(mine, mean)
-        frozen = parameters.frozen()
         # what is frozen is equal already, but for rounding
+        frozen = [] if self._averaging.moves_frozen else parameters.frozen()
         names = [tensor.name for tensor in parameters.tensors] + [""] * (len(everything) - len(arrays))
         for name, x, found in zip(names, everything, means, strict=True):
             if name not in frozen:

@@ -9,11 +9,13 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors, by_name, named_or_numbered, trained
+from hvd_compress.averaging import Groups
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoMember, DasoSettings, number_of
-from hvd_compress.horovod_nodes import NodeSets
+from hvd_compress.elastic import is_elastic
 from hvd_compress.schedules import DasoSchedule, Moment
-from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
+from hvd_compress.torch._averaging.carrying import Averaging, refuse_before_sync
+from hvd_compress.torch._averaging.in_nodes import refuse_complex, refuse_elastic_nodes, update_in_node, wrapped_in_node
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
 
@@ -28,6 +30,8 @@ class _Overrides:
     state: dict[torch.Tensor, Any]
 
     _daso: _Daso
+    _averaging: Averaging | None = None
+    """In an elastic run."""
     # a GradScaler would not call `step` at all where a gradient is not finite, and nodes would count differently
     _step_supports_amp_scaling = True
 
@@ -37,6 +41,7 @@ class _Overrides:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average gradients in the node, update, and do what is due between nodes."""
+        refuse_before_sync(self._averaging)
         self._daso.check(self.param_groups)
         loss = update_in_node(self, closure)
         self._daso.after_update()
@@ -55,6 +60,7 @@ class _Overrides:
             TypeError: the loss is no number.
             MismatchError: some ranks give a loss, others None; or some have made more steps. Raised on all ranks.
         """
+        refuse_before_sync(self._averaging)
         self._daso.check(self.param_groups)
         self._daso.end_epoch(number_of(loss), self.state)
 
@@ -66,9 +72,11 @@ class _Overrides:
             synchronizations: blocking, sent, merged; parameter_bytes; bytes_between_nodes and bytes_inside_nodes that
             this rank has sent for synchronizations, an allreduce counted as a ring; seconds_between_nodes and
             seconds_inside_nodes that it has waited for them; gradient_bytes, sent inside of the node for gradients;
-            epochs: a list of {epoch, phase, global_skips, batches_to_wait, loss}, for plots.
+            epochs: a list of {epoch, phase, global_skips, batches_to_wait, loss}, for plots. In elastic runs also
+            "lost_ranks" and "lost_norm", as `DistributedOptimizer.compression_stats` has them.
         """
-        return {**self._daso.member.stats(), "gradient_bytes": self._daso.gradient_bytes}
+        lost = {} if self._averaging is None else self._averaging.stats()
+        return {**self._daso.member.stats(), "gradient_bytes": self._daso.gradient_bytes, **lost}
 
     def daso_state_dict(self) -> dict[str, Any]:
         """The schedule, what is owed, and what is under way, to be saved per rank, by all ranks after the same step.
@@ -86,6 +94,7 @@ class _Overrides:
         Raises:
             StateError: not such a state, or of another rank, network, nodes or settings.
         """
+        refuse_before_sync(self._averaging)
         self._daso.member.load_state_dict(state)
 
 
@@ -96,7 +105,8 @@ class _Daso:
         parameters: by name.
         buffers: by name, averaged at the end of an epoch.
         settings: the same on all ranks.
-        sets: of this rank.
+        groups: where this rank stands.
+        ranks: how many its node has.
     """
 
     def __init__(
@@ -104,23 +114,30 @@ class _Daso:
         parameters: dict[str, torch.Tensor],
         buffers: dict[str, torch.Tensor],
         settings: DasoSettings,
-        sets: NodeSets,
+        groups: Groups,
+        ranks: int,
     ) -> None:
         self.parameters = Parameters(parameters, "DASO")
-        self.member = DasoMember(self.parameters.tensors, settings, NODES.groups(sets))
-        self._buffers = {f"buffer {name}": b for name, b in buffers.items()}
+        self.buffers = {f"buffer {name}": b for name, b in buffers.items()}
         self._by_name = parameters
-        self._averages_state = settings.average_state
-        ranks = sets.within.size()
         nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._gradient_bytes = round(2 * (ranks - 1) / ranks * nbytes)
         self.gradient_bytes = 0
+        self.begin(settings, groups)
+
+    def begin(self, settings: DasoSettings, groups: Groups) -> None:
+        """Begin among these ranks, as if no step had been made; a collective call."""
+        self.member = DasoMember(self.parameters.tensors, settings, groups)
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError if parameters have changed so that nodes cannot average them; all ranks are told."""
         if problem := self.parameters.problem(groups):
-            self.member.refuse(problem)
+            self.refuse(problem)
             raise ValueError(problem)
+
+    def refuse(self, problem: str) -> None:
+        """Let all ranks know where they meet next that this one cannot go on; the caller raises what it knows."""
+        self.member.refuse(problem)
 
     @torch.no_grad()
     def after_update(self) -> None:
@@ -138,7 +155,8 @@ class _Daso:
         arrays = self.parameters.arrays()
         if self.member.end_epoch(arrays, loss):
             self.parameters.write(arrays)
-        others = Buffers({**self._buffers, **(self._state_of(state) if self._averages_state else {})})
+        averages_state = self.member.settings.average_state
+        others = Buffers({**self.buffers, **(self._state_of(state) if averages_state else {})})
         self.member.average(others.arrays())
         others.take()
 
@@ -150,6 +168,57 @@ class _Daso:
             for key, value in state.get(p, {}).items()
             if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim() > 0
         }
+
+
+class _DasoAveraging(Averaging):
+    """See there.
+
+    Each rank is a node. What is owed is part of the mean that ranks make when others have come or gone.
+
+    Args:
+        daso: of the optimizer.
+    """
+
+    kind = "DASO"
+    moves_frozen = True
+
+    def __init__(self, daso: _Daso) -> None:
+        self._daso = daso
+        self.parameters, self.buffers = daso.parameters, Buffers(daso.buffers)
+
+    def save(self) -> Any:
+        return self._daso.member, self._daso.member.keep()
+
+    def restore(self, saved: Any) -> None:
+        # a sync that has failed may have made another member
+        if saved is not None:
+            self._daso.member, kept = saved
+            self._daso.member.go_back(kept)
+
+    @property
+    def steps(self) -> int:
+        return self._daso.member.batches
+
+    def owed(self) -> dict[str, Any]:
+        return self._daso.member.owed()
+
+    @torch.no_grad()
+    def land(self, state: Any) -> None:
+        arrays = self.parameters.arrays()
+        self._daso.member.land(arrays)
+        self.parameters.write(arrays)
+
+    def pay(self, arrays: Sequence[Any], count: int) -> None:
+        self._daso.member.pay(arrays, count)
+
+    def agreed(self) -> Any:
+        return self._daso.member.agreed()
+
+    def begin_again(self, label: str, agreed: Any, is_kept: bool) -> None:
+        before = self._daso.member
+        self._daso.begin(before.settings, NODES.groups(NODES.sets(1), name=label))
+        if agreed is not None:
+            self._daso.member.go_on_from(agreed, before if is_kept else None)
 
 
 def DASO(
@@ -211,14 +280,15 @@ def DASO(
         average_state: average the optimizer's state over the ranks at the end of each epoch.
         named_buffers: such as `model.named_buffers()`, averaged over the ranks at the end of each epoch.
         ranks_per_node: counted from rank 0 on; by default nodes are the hosts that Horovod reports. They need not have
-            equally many ranks: every rank counts the same.
+            equally many ranks: every rank counts the same. In elastic runs 1, each rank is a node.
         backward_passes_per_step: backward passes that are summed up before a step.
         sparse_as_dense: make sparse gradients dense before they are averaged.
 
     Raises:
         ValueError: a setting out of its range, or parameters without or with equal names.
         TypeError: an argument of another type than stated.
-        UnsupportedError: a process set is missing; FP16; an elastic run; an optimizer that is distributed already.
+        UnsupportedError: a process set is missing; FP16; an optimizer that is distributed already; in an elastic run,
+            nodes of several ranks.
         MismatchError: the ranks disagree; raised on all of them.
 
     Example::
@@ -245,13 +315,17 @@ def DASO(
     buffers = by_name("named_buffers", named_buffers or ())
     parameters = trained(optimizer, named)
     refuse_complex("DASO", parameters)
+    refuse_elastic_nodes("DASO", ranks_per_node)
     sets = NODES.sets(ranks_per_node, beside=list(parameters))
-    daso = _Daso(parameters, buffers, settings, sets)
+    # in elastic runs it is made for the ranks of each sync: who joins wraps its optimizer while the others train
+    groups = Groups.alone("hvd_compress.daso") if is_elastic() else NODES.groups(sets)
+    daso = _Daso(parameters, buffers, settings, groups, sets.within.size())
     wrapped = wrapped_in_node(
-        "DASO", optimizer, named, parameters, _Overrides, sets.within, daso.member.refuse,
+        "DASO", optimizer, named, parameters, _Overrides, sets.within, daso.refuse,
         backward_passes_per_step=backward_passes_per_step, sparse_as_dense=sparse_as_dense,
     )  # fmt: skip
     wrapped._daso = daso
+    wrapped._averaging = _DasoAveraging(daso) if is_elastic() else None
     return wrapped
 
 

@@ -15,7 +15,7 @@ from hvd_compress.averaging import Groups
 from hvd_compress.diloco import DiLoCoSettings
 from hvd_compress.elastic import is_elastic, refuse_elastic_averaging
 from hvd_compress.torch._averaging.carrying import Averaging, refuse_before_sync
-from hvd_compress.torch._averaging.in_nodes import refuse_complex, update_in_node, wrapped_in_node
+from hvd_compress.torch._averaging.in_nodes import refuse_complex, refuse_elastic_nodes, update_in_node, wrapped_in_node
 from hvd_compress.torch._gradients.owners import check_owner
 from hvd_compress.torch._ranks import NODES
 
@@ -227,12 +227,7 @@ def DiLoCo(
 
 
 def _refuse_elastic_sets(ranks_per_node: int | None, process_set: hvd.ProcessSet) -> None:
-    if ranks_per_node != 1:
-        refuse_elastic_averaging(
-            f"DiLoCo(ranks_per_node={ranks_per_node!r})",
-            "the ranks of a node average gradients in a process set, and Horovod forgets process sets when ranks come "
-            "or go. Use ranks_per_node=1",
-        )
+    refuse_elastic_nodes("DiLoCo", ranks_per_node)
     if process_set.process_set_id != 0:
         refuse_elastic_averaging(
             f"DiLoCo(process_set={process_set})", "Horovod forgets process sets when ranks come or go. Leave it out"

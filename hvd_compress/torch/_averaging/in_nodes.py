@@ -10,13 +10,14 @@ import torch
 
 from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.compressors import BF16, NoCompression
+from hvd_compress.elastic import refuse_elastic_averaging
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.policy import Policy
 from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
 from hvd_compress.torch._gradients.owners import disown, refuse_retired, take_over
 from hvd_compress.torch._horovod import relay
 
-__all__ = ["refuse_complex", "update_in_node", "wrapped_in_node"]
+__all__ = ["refuse_complex", "refuse_elastic_nodes", "update_in_node", "wrapped_in_node"]
 
 
 def update_in_node(optimizer: Any, closure: Callable[[], Any] | None) -> Any:
@@ -74,6 +75,20 @@ def wrapped_in_node(
     wrapped._combiner.wrapping.on_refusal = on_refusal
     take_over(wrapped, parameters.values(), kind, optimizer)
     return wrapped
+
+
+def refuse_elastic_nodes(kind: str, ranks_per_node: int | None) -> None:
+    """Raise UnsupportedError for nodes of several ranks in an elastic run.
+
+    Where a process set of the user's or of ours exists, and a rank is lost, Horovod 0.28.1 asks all ranks to give it up
+    (process_set.cc, `ProcessSetTable::Finalize_`). The lost one never answers, and an exception ends the others.
+    """
+    if ranks_per_node != 1:
+        refuse_elastic_averaging(
+            f"{kind}(ranks_per_node={ranks_per_node!r})",
+            "the ranks of a node average gradients in a process set, and Horovod ends all ranks of a run that has "
+            "process sets when one of them is lost. Use ranks_per_node=1, each rank is a node then",
+        )
 
 
 def refuse_complex(kind: str, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -49,6 +49,15 @@ def eventgrad(model: torch.nn.Module) -> Any:
     )
 
 
+def daso(model: torch.nn.Module) -> Any:
+    """Nodes of one rank, parameters that are under way for a step, and a compressor that owes most of a change."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    return hvd.DASO(
+        inner, model.named_parameters(), global_skips=2, batches_to_wait=1, compression=TopK(0.2), patience=None,
+        ranks_per_node=1,
+    )  # fmt: skip
+
+
 def of_diloco(optimizer: Any) -> dict[str, Any]:
     """What is compared of it: checksums of what ranks agreed on."""
     member = optimizer._local_steps.member
@@ -62,9 +71,21 @@ def of_eventgrad(optimizer: Any) -> dict[str, Any]:
     return {"thresholds": thresholds, "passes": stats["total"]["passes"], "messages": stats["total"]["messages"]}
 
 
+def of_daso(optimizer: Any) -> dict[str, Any]:
+    """What is compared of it: the clock, and what the mean of parameters has of what this rank owes."""
+    stats, member = optimizer.daso_stats(), optimizer._daso.member
+    paid = [np.zeros(tensor.numel, tensor.dtype) for tensor in optimizer._daso.parameters.tensors]
+    member.pay(paid, 1)
+    return {
+        "under_way": member.clock.sent_at, "batches": stats["batches"], "nodes": stats["nodes"], "paid": looks(paid),
+        "sent": stats["synchronizations"]["sent"], "bytes": stats["bytes_between_nodes"],
+    }  # fmt: skip
+
+
 SETTINGS: dict[str, tuple[Callable[[torch.nn.Module], Any], Callable[[Any], dict[str, Any]]]] = {
     "diloco": (diloco, of_diloco),
     "eventgrad": (eventgrad, of_eventgrad),
+    "daso": (daso, of_daso),
 }
 
 
@@ -132,7 +153,10 @@ class _Run:
             self.optimizer._averaging.save()
             self.note("made", state, loss=loss)
             state.commit()
-        self.optimizer.average_parameters()
+        if hasattr(self.optimizer, "epoch_end"):
+            self.optimizer.epoch_end()
+        else:
+            self.optimizer.average_parameters()
         self.note("end", state)
         self.lines.close()
 
