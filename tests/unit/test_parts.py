@@ -55,8 +55,14 @@ def sessions_of(folder: Path, *part: str) -> list[list[str]]:
     subprocess.run(["bash", "ci/test.sh", *part], cwd=ROOT, check=True, timeout=60, env=environment)
     commands = [json.loads(line) for line in noted.read_text().splitlines()]
     assert all(command[:2] == ["-m", "pytest"] for command in commands)
-    # two of them run at once, in any order
-    return sorted((command[2:] for command in commands), key=lambda arguments: "--ignore" not in arguments)
+    # two of them run at once, in any order; here tests of one process come first, then elastic runs, then other ranks
+    return sorted((command[2:] for command in commands), key=_place)
+
+
+def _place(arguments: list[str]) -> int:
+    if "--ignore" in arguments:
+        return 0
+    return 1 if "tests/parallel" not in arguments else 2
 
 
 @pytest.mark.thorough
@@ -72,8 +78,8 @@ def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     found = json.loads((tmp_path / "found").read_text())
     done_once = sum((Counter(ids) for ids, _ in found), Counter())
-    # the first session looks at all tests of one process, the last one at all that start ranks
-    everything = sum((Counter(found[i][0] + found[i][1]) for i in (0, -1)), Counter())
+    # a session of each kind looks at all tests of its kind
+    everything = sum((Counter(found[i][0] + found[i][1]) for i in (0, 2, -1)), Counter())
     # `Thorough` cases are no tests of one start, which another start of the same cases makes up for
     elsewhere = {_without_start(name) for name in done_once}
     left_out = [name for name in everything - done_once if _without_start(name) not in elsewhere]
