@@ -19,6 +19,7 @@ from hvd_compress.exchange import (
     Exchange,
     Hosts,
     Parcel,
+    account_of,
     bucket_of,
     checked,
     checked_exchange,
@@ -189,7 +190,7 @@ class Loopback:
             plans = plan_together(exchange, together, self.ranks)
             for name, plan in plans.items():
                 self._accounts[name] = [
-                    Account(name, plan, self.compressor, rank, self._hosts, accumulator=self._accumulator())
+                    account_of(name, plan, self.compressor, rank, self._hosts, accumulator=self._accumulator())
                     for rank in range(self.ranks)
                 ]
             self._buckets[names] = [

@@ -13,7 +13,7 @@ from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.compressors.settings import check_int, check_real
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.gossip.copies import smaller
-from hvd_compress.policy import compressor_for, given_compression
+from hvd_compress.policy import compressor_for, compressors_in, given_compression
 from hvd_compress.schedules import BoundedStaleness
 from hvd_compress.tensors import ParameterSpec
 
@@ -41,6 +41,11 @@ class AsyncServerSettings:
     def __post_init__(self) -> None:
         for argument in ("compression", "answer"):
             object.__setattr__(self, argument, given_compression(argument, getattr(self, argument)))
+        if narrow := [c for c in compressors_in(self.compression) if c.has_narrow_residuals]:
+            raise UnsupportedError(
+                f"an asynchronous server with {narrow[0]!r}: its workers keep residuals as floats, to take a gradient "
+                "back. Use error_feedback=True"
+            )
         check_int(self, "staleness", self.staleness, 0, _MOST)
         check_real(self, "patience", self.patience, above=0.0, most=float(_MOST))
         check_int(self, "server", self.server, 0, _MOST)

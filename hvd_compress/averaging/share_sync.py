@@ -20,6 +20,7 @@ from hvd_compress.exchange import (
     Exchange,
     Parcel,
     TwoPhase,
+    account_of,
     aligned_empty,
     checked,
     fitted,
@@ -192,15 +193,14 @@ class ShareSync:
         for key, (residual, owner_residual) in self._before.items():
             assert self._bucket is not None
             account = self._bucket.accounts[key]
-            _restore(account.residual, residual)
-            _restore(account.owner_residual, owner_residual)
+            account.residual = _restored(account.residual, residual)
+            account.owner_residual = _restored(account.owner_residual, owner_residual)
 
     def _decay(self, bucket: Bucket, decay: float) -> None:
         """Let what is owed fade, on both hops; once for all attempts at one change."""
         for account in bucket.accounts.values():
-            for owed in (account.residual, account.owner_residual):
-                if owed is not None:
-                    owed *= owed.dtype.type(decay)
+            account.residual = _decayed(account.residual, decay)
+            account.owner_residual = _decayed(account.owner_residual, decay)
         if self._debt is not None:
             self._debt *= self._debt.dtype.type(decay)
         self.is_decayed = True
@@ -346,7 +346,7 @@ class ShareSync:
         }
         plans = plan_together(_exchange_of(self._across.size), chosen, self._across.size)
         position = self._across.position
-        return {key: Account(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
+        return {key: account_of(key, plans[key], compressor, position) for key, (_, compressor) in chosen.items()}
 
     def _owe_residuals(self) -> None:
         """Make the residuals of the last compression a debt."""
@@ -414,10 +414,17 @@ def _compressor_of(compression: Compressor | Policy, piece: Piece) -> Compressor
     return chosen if pays else NoCompression()
 
 
-def _restore(owed: Array | None, before: Array | None) -> None:
-    """Make what is owed what it was before, where it lies; None is nothing."""
+def _restored(owed: Array | None, before: Array | None) -> Array | None:
+    """Make what is owed what it was before, where it lies, and return it; None is nothing."""
     if owed is not None:
         owed[...] = 0 if before is None else before
+    return owed
+
+
+def _decayed(owed: Array | None, decay: float) -> Array | None:
+    if owed is not None:
+        owed *= owed.dtype.type(decay)
+    return owed
 
 
 def _copied(values: Any) -> Array | None:

@@ -11,7 +11,7 @@ import numpy as np
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
-from hvd_compress.compressors.settings import check_choice, check_flag, check_group, check_int
+from hvd_compress.compressors.settings import check_choice, check_feedback, check_group, check_int
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import coded
 from hvd_compress.kernels import signs as kernels
@@ -37,7 +37,7 @@ class Adaptive(TableCompressor):
         pi: one in `pi` values is sent, 2 or more.
         group: "row" (the paper's columns), "tensor", or elements per group.
         sample: the most entries drawn per group to guess the thresholds; None lets every entry be looked at.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
 
@@ -55,7 +55,7 @@ class Adaptive(TableCompressor):
     pi: int = 64
     group: str | int = "row"
     sample: int | None = 1024
-    error_feedback: bool = True
+    error_feedback: bool | str = True
     coding: str | None = None
 
     id: ClassVar[str] = "adaptive"
@@ -66,7 +66,7 @@ class Adaptive(TableCompressor):
         check_int(self, "pi", self.pi, 2, 2**20)
         check_group(self, self.group)
         check_int(self, "sample", self.sample, 16, 2**31 - 1, none=True)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     def group_numel(self, shape: tuple[int, ...]) -> int:

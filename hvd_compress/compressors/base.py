@@ -14,6 +14,7 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors import tables
 from hvd_compress.compressors.key import Key
+from hvd_compress.compressors.settings import NARROW
 from hvd_compress.compressors.tables import LIKE, DeviceKernels, Kernels
 from hvd_compress.errors import ContractError, UnsupportedError, WireError
 from hvd_compress.kernels import common, table
@@ -58,7 +59,8 @@ class Compressor(ABC):
 
     A subclass of your own defines `id`, `codec`, `body_bytes`, `encode_body` and `decode_body`; whatever else it says
     of itself has a default. `hvd_compress.register` makes it known, and `hvd_compress.testing.check_compressor` tells
-    what it does wrong. A field `error_feedback` that is True switches the residual on, a field `seed` seeds its keys.
+    what it does wrong. A field `error_feedback` that is True switches the residual on, and "int8" keeps it in 8 bits
+    between steps. A field `seed` seeds its keys.
 
     Example:
         One bit for each element, and one scale for all:
@@ -135,6 +137,11 @@ class Compressor(ABC):
     def feedback(self) -> bool:
         """Whether what was not sent is kept as residual and added to the next gradient."""
         return bool(getattr(self, "error_feedback", False))
+
+    @property
+    def has_narrow_residuals(self) -> bool:
+        """Whether residuals are kept in 8 bits from one step to the next."""
+        return getattr(self, "error_feedback", False) == NARROW
 
     # -- configuration -------------------------------------------------------------------------------------------
 

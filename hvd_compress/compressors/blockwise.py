@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
-from hvd_compress.compressors.settings import check_flag, check_int
+from hvd_compress.compressors.settings import check_feedback, check_flag, check_int
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import blockwise as kernels
 
@@ -38,7 +38,7 @@ class Blockwise(TableCompressor):
         bits: 8 or 4.
         block: elements that share a scale, a multiple of 8 up to 32768; with `hadamard` a power of 2.
         hadamard: rotate blocks.
-        error_feedback: keep the rounding error and add it to the next gradient.
+        error_feedback: keep the rounding error and add it to the next gradient; "int8": in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.
@@ -54,7 +54,7 @@ class Blockwise(TableCompressor):
     bits: int = 8
     block: int = 256
     hadamard: bool = False
-    error_feedback: bool = True
+    error_feedback: bool | str = True
 
     id: ClassVar[str] = "blockwise"
     codec: ClassVar[int] = 15
@@ -69,7 +69,7 @@ class Blockwise(TableCompressor):
             raise ValueError(f"Blockwise(block={self.block!r}): block must be a multiple of 8")
         if self.hadamard and self.block & (self.block - 1):
             raise ValueError(f"Blockwise(block={self.block!r}): block must be a power of 2 with hadamard=True")
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return self.block

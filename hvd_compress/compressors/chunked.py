@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups, top_count
-from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
+from hvd_compress.compressors.settings import check_choice, check_feedback, check_int, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import chunked as kernels
 from hvd_compress.kernels import coded
@@ -38,7 +38,7 @@ class ChunkedTopK(TableCompressor):
         ratio: share of each chunk to send, in (0, 1]; at least one element is sent.
         chunk: elements, 8 to 32768.
         value_bits: 1 to 8, of sign and level.
-        error_feedback: keep what was not sent, and add it to the next gradient.
+        error_feedback: keep what was not sent, and add it to the next gradient; "int8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
 
@@ -57,7 +57,7 @@ class ChunkedTopK(TableCompressor):
     ratio: float = 1 / 64
     chunk: int = 4096
     value_bits: int = 2
-    error_feedback: bool = True
+    error_feedback: bool | str = True
     coding: str | None = None
 
     id: ClassVar[str] = "chunkedtopk"
@@ -68,7 +68,7 @@ class ChunkedTopK(TableCompressor):
         check_real(self, "ratio", self.ratio, above=0.0, most=1.0)
         check_int(self, "chunk", self.chunk, 8, kernels.MOST_CHUNK)
         check_int(self, "value_bits", self.value_bits, 1, kernels.MOST_BITS)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     def group_numel(self, shape: tuple[int, ...]) -> int:

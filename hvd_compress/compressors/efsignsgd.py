@@ -9,7 +9,7 @@ from typing import ClassVar
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
-from hvd_compress.compressors.settings import check_flag, check_group
+from hvd_compress.compressors.settings import check_feedback, check_group
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import onebit as kernels
 
@@ -31,7 +31,7 @@ class EFSignSGD(TableCompressor):
 
     Args:
         group: "row" (as `OneBit` groups), "tensor", or elements per group.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.
@@ -44,14 +44,14 @@ class EFSignSGD(TableCompressor):
     """
 
     group: str | int = "row"
-    error_feedback: bool = True
+    error_feedback: bool | str = True
 
     id: ClassVar[str] = "efsignsgd"
     codec: ClassVar[int] = 12
 
     def __post_init__(self) -> None:
         check_group(self, self.group)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return group_numel(shape, self.group, _LONGEST_ROW)

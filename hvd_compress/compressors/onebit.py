@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hvd_compress.compressors.base import TableCompressor, count_groups
 from hvd_compress.compressors.groups import group_numel
-from hvd_compress.compressors.settings import check_flag, check_group, check_int
+from hvd_compress.compressors.settings import check_feedback, check_group, check_int
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import onebit as kernels
 
@@ -28,7 +28,7 @@ class OneBit(TableCompressor):
     Args:
         group: "row" (the paper's columns), "tensor", or elements per group.
         sample: entries drawn per group to estimate the two means; None takes all, as Seide et al. do.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.
@@ -43,7 +43,7 @@ class OneBit(TableCompressor):
 
     group: str | int = "row"
     sample: int | None = None
-    error_feedback: bool = True
+    error_feedback: bool | str = True
 
     id: ClassVar[str] = "onebit"
     codec: ClassVar[int] = 1
@@ -51,7 +51,7 @@ class OneBit(TableCompressor):
     def __post_init__(self) -> None:
         check_group(self, self.group)
         check_int(self, "sample", self.sample, 2, 2**31 - 1, none=True)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
         return group_numel(shape, self.group, _LONGEST_ROW)

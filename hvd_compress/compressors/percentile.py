@@ -10,7 +10,7 @@ from typing import ClassVar
 from hvd_compress import wire
 from hvd_compress.compressors import entries
 from hvd_compress.compressors.base import TableCompressor
-from hvd_compress.compressors.settings import check_choice, check_flag, check_real
+from hvd_compress.compressors.settings import check_choice, check_feedback, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import bitmap as kernels
 from hvd_compress.kernels import coded
@@ -44,7 +44,7 @@ class Percentile(TableCompressor):
     Args:
         percentile: of the magnitudes, below which values are dropped, from 3.125, where as many bytes are sent
             as without compression, to 100.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of a bit for each element: fewer bytes, but messages
             whose size varies from step to step.
 
@@ -60,7 +60,7 @@ class Percentile(TableCompressor):
     """
 
     percentile: float = 90.0
-    error_feedback: bool = False
+    error_feedback: bool | str = False
     coding: str | None = None
 
     id: ClassVar[str] = "percentile"
@@ -77,7 +77,7 @@ class Percentile(TableCompressor):
                 f"{100 - self.percentile:.4g} % of the values, which with a bit for each element takes more bytes than "
                 f"dense float32; give {_LEAST_PERCENTILE} to 100.{hint}"
             )
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     def group_numel(self, shape: tuple[int, ...]) -> int:

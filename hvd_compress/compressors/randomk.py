@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hvd_compress import wire
 from hvd_compress.compressors.base import NOT_FINITE, Array, Body, Bytes, Compressor, add_gradient, top_count
 from hvd_compress.compressors.key import Key
-from hvd_compress.compressors.settings import check_flag, check_int, check_real
+from hvd_compress.compressors.settings import check_feedback, check_int, check_real
 from hvd_compress.compressors.tables import DeviceKernels
 
 __all__ = ["RandomK"]
@@ -34,7 +34,7 @@ class RandomK(Compressor):
     Args:
         ratio: share of the elements to send, in (0, 1]; at least one is sent.
         seed: of the draws.
-        error_feedback: keep what was not sent and add it to the next gradient; without, it is lost.
+        error_feedback: keep what was not sent and add it to the next gradient ("int8": in 8 bits); without, it is lost.
 
     Raises:
         ValueError: a setting out of its range.
@@ -49,7 +49,7 @@ class RandomK(Compressor):
 
     ratio: float = 0.01
     seed: int = 0
-    error_feedback: bool = True
+    error_feedback: bool | str = True
 
     id: ClassVar[str] = "randomk"
     sends_entries: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class RandomK(Compressor):
     def __post_init__(self) -> None:
         check_real(self, "ratio", self.ratio, above=0.0, most=1.0)
         check_int(self, "seed", self.seed, 0, 2**64 - 1)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
 
     def keeping(self, share: float) -> RandomK:
         return replace(self, ratio=max(self.ratio, min(1.0, share)))

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import numbers
 
-__all__ = ["check_choice", "check_flag", "check_group", "check_int", "check_real"]
+__all__ = ["NARROW", "check_choice", "check_feedback", "check_flag", "check_group", "check_int", "check_real"]
+
+NARROW = "int8"
+"""What `error_feedback` is where residuals are kept in 8 bits."""
 
 
 def _refuse(owner: object, name: str, value: object, allowed: str) -> ValueError:
@@ -37,6 +40,14 @@ def check_flag(owner: object, name: str, value: object) -> None:
     """Raise ValueError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise _refuse(owner, name, value, "True or False")
+
+
+def check_feedback(owner: object, value: object) -> None:
+    """Raise ValueError unless `value`, the setting `error_feedback`, is True, False or "int8"."""
+    if not isinstance(value, bool) and not (isinstance(value, str) and value == NARROW):
+        raise _refuse(owner, "error_feedback", value, f"True, False or {NARROW!r}")
+    # NumPy's strings, too, become plain ones
+    object.__setattr__(owner, "error_feedback", value if isinstance(value, bool) else NARROW)
 
 
 def check_choice(owner: object, name: str, value: object, choices: tuple[object, ...]) -> None:

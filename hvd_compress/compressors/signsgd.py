@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor
-from hvd_compress.compressors.settings import check_flag, check_int, check_real
+from hvd_compress.compressors.settings import check_feedback, check_int, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import signsgd as kernels
 
@@ -54,7 +54,7 @@ class SignSGD(TableCompressor):
     """
 
     scale: float = 1.0
-    error_feedback: bool = False
+    error_feedback: bool | str = False
     seed: int = 0
 
     id: ClassVar[str] = "signsgd"
@@ -63,7 +63,7 @@ class SignSGD(TableCompressor):
 
     def __post_init__(self) -> None:
         check_real(self, "scale", self.scale, above=1e-30, most=1e30)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
         check_int(self, "seed", self.seed, 0, 2**63 - 1)
 
     def for_sum(self, ranks: int) -> SignSGD:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress import wire
 from hvd_compress.compressors.base import TableCompressor, count_groups
-from hvd_compress.compressors.settings import check_choice, check_flag, check_real
+from hvd_compress.compressors.settings import check_choice, check_feedback, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import coded
 from hvd_compress.kernels import signs as kernels
@@ -35,7 +35,7 @@ class Threshold(TableCompressor):
 
     Args:
         tau: threshold and reconstruction value, in the units of the gradient.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices.
 
     Raises:
@@ -50,7 +50,7 @@ class Threshold(TableCompressor):
     """
 
     tau: float
-    error_feedback: bool = True
+    error_feedback: bool | str = True
     coding: str | None = None
 
     id: ClassVar[str] = "threshold"
@@ -60,7 +60,7 @@ class Threshold(TableCompressor):
     def __post_init__(self) -> None:
         # half the least float32 is rounded to 0
         check_real(self, "tau", self.tau, above=2.0**-150, most=float(np.finfo(np.float32).max))
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     @property

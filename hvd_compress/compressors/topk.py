@@ -11,7 +11,7 @@ from hvd_compress import wire
 from hvd_compress.compressors import entries
 from hvd_compress.compressors.base import TableCompressor, top_count
 from hvd_compress.compressors.chunked import ChunkedTopK
-from hvd_compress.compressors.settings import check_choice, check_flag, check_int, check_real
+from hvd_compress.compressors.settings import check_choice, check_feedback, check_int, check_real
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import coded
 from hvd_compress.kernels import topk as kernels
@@ -32,7 +32,7 @@ class TopK(TableCompressor):
         ratio: share of the elements to send, in (0, 1]; at least one is sent. From 2/3 on, an optimizer sends the
             tensor dense instead, which takes fewer bytes.
         k: number of elements to send instead of a ratio.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
         chunk: elements of a chunk, from each of which a share of `ratio` is sent, with values of few bits: what is made
@@ -52,7 +52,7 @@ class TopK(TableCompressor):
 
     ratio: float = 0.01
     k: int | None = None
-    error_feedback: bool = True
+    error_feedback: bool | str = True
     coding: str | None = None
 
     id: ClassVar[str] = "topk"
@@ -66,7 +66,7 @@ class TopK(TableCompressor):
             self,
             ratio: float = 0.01,
             k: int | None = None,
-            error_feedback: bool = True,
+            error_feedback: bool | str = True,
             coding: str | None = None,
             *,
             chunk: int | None = None,
@@ -90,7 +90,7 @@ class TopK(TableCompressor):
             )
         check_real(self, "ratio", self.ratio, above=0.0, most=1.0)
         check_int(self, "k", self.k, 1, 2**31 - 1, none=True)
-        check_flag(self, "error_feedback", self.error_feedback)
+        check_feedback(self, self.error_feedback)
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
@@ -132,7 +132,7 @@ class TopK(TableCompressor):
 def _of_chunks(
     ratio: float = 0.01,
     k: int | None = None,
-    error_feedback: bool = True,
+    error_feedback: bool | str = True,
     coding: str | None = None,
     *,
     chunk: int | None,

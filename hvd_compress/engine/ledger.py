@@ -23,6 +23,7 @@ from hvd_compress.exchange import (
     Hosts,
     Pack,
     Plan,
+    account_of,
     plan_together,
 )
 from hvd_compress.feedback import FORMAT, check_state
@@ -152,7 +153,7 @@ class Ledger(Generic[AnyBucket]):
         plans = plan_together(exchange.of_bucket(len(self.buckets), self._ranks), together, self._ranks)
         memory = self._memory_for(names, plans)
         accounts = {
-            t.name: Account(
+            t.name: account_of(
                 t.name, plans[t.name], chosen[t.name], self._position, self._hosts, t.itemsize,
                 self._accumulator(), memory,
             )
@@ -169,6 +170,8 @@ class Ledger(Generic[AnyBucket]):
         """Return where these tensors are exchanged: through the host where the other memory lacks what is wanted."""
         memory = self._memory_of(names)
         if memory.is_host or self.accumulators is not None or self._hosts is not None:
+            return HOST
+        if any(c.has_narrow_residuals for p in plans.values() for c in p.chunk_compressors):
             return HOST
         used = {(c, p.group) for p in plans.values() for c in (*p.chunk_compressors, *p.answer_compressors)}
         return HOST if any(compressor.device_kernels(group) is None for compressor, group in used) else memory

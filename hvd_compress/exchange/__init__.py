@@ -21,6 +21,7 @@ from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.inside import Parcel
 from hvd_compress.exchange.kinds import AllGather, Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
 from hvd_compress.exchange.named import EXCHANGES, checked_exchange, make_plan, plan_together
+from hvd_compress.exchange.narrow_account import account_of
 from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.parameter_server import ParameterServer
 from hvd_compress.exchange.plan import Plan, chunk_bounds, ring_bytes
@@ -48,6 +49,7 @@ __all__ = [
     "Raw",
     "SumOfFactors",
     "TwoPhase",
+    "account_of",
     "aligned_empty",
     "bucket_of",
     "checked",

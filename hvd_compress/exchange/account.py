@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ class Account:
         accumulator: of the elements that this rank owns; with it, results are AdaGrad's updates.
         memory: where its gradients come from, and its residuals lie.
     """
+
+    rests: ClassVar[bool] = False
+    """Whether residuals are floats only while payloads are made."""
 
     def __init__(
         self,
@@ -184,9 +187,16 @@ class Account:
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals, which are in units of scaled gradients; updates have no scale."""
-        for owed in (self.residual, self.pending, self.owner_residual if self.accumulator is None else None):
-            if owed is not None:
-                (HOST if owed is self.pending else self.memory).multiply(owed, factor)
+        self.residual = self._times(self.residual, factor)
+        if self.pending is not None:
+            HOST.multiply(self.pending, factor)
+        if self.accumulator is None:
+            self.owner_residual = self._times(self.owner_residual, factor)
+
+    def _times(self, residual: Any, factor: float) -> Any:
+        if residual is not None:
+            self.memory.multiply(residual, factor)
+        return residual
 
     def residual_norm(self) -> float:
         """Compute the Euclidean norm of what this rank still owes."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.narrow_account import ROOM, NarrowAccount
 
 __all__ = ["Addresses"]
 
@@ -26,12 +26,21 @@ class Addresses:
         self._accounts = accounts
         self._of_owners = of_owners
         self._keeps = [a.owner_keeps_residual if of_owners else a.keeps_residual for a in accounts]
+        self._resting = {i for i, a in enumerate(accounts) if a.rests and self._keeps[i]}
+        """Those whose residuals are floats only while payloads are made."""
+        self._open: dict[int, Any] = {}
+        """Those of them that are so now."""
         self._arrays: list[Any] = [None] * len(accounts)
         self._kinds = [""] * len(accounts)
         self._at = np.zeros(len(accounts), np.int64)
 
     def of(self, numbers: Iterable[int], kind: str) -> npt.NDArray[np.int64]:
-        """Return an array of addresses, right for those of these tensors that keep a residual; makes new ones."""
+        """Return an array of addresses, right for those of these tensors that keep a residual; makes new ones.
+
+        Call `rest` when kernels have renewed the residuals.
+        """
+        if self._resting:
+            numbers = self._opened(numbers, kind)
         for i in numbers:
             if not self._keeps[i]:
                 continue
@@ -42,3 +51,20 @@ class Addresses:
                 self._arrays[i], self._kinds[i] = fitted, kind
                 self._at[i] = account.memory.address(fitted)
         return self._at
+
+    def _opened(self, numbers: Iterable[int], kind: str) -> list[int]:
+        """Make floats of the residuals that rest; returns the numbers of the others."""
+        numbers = list(numbers)
+        resting = [i for i in numbers if i in self._resting]
+        accounts = [cast(NarrowAccount, self._accounts[i]) for i in resting]
+        rooms = ROOM.cut([account.numel_of(self._of_owners) for account in accounts], np.dtype(kind))
+        for i, account, room in zip(resting, accounts, rooms, strict=True):
+            account.open(self._of_owners, room)
+            self._open[i], self._at[i] = room, account.memory.address(room)
+        return [i for i in numbers if i not in self._resting]
+
+    def rest(self) -> None:
+        """Round the residuals that were made floats."""
+        while self._open:
+            i, room = self._open.popitem()
+            cast(NarrowAccount, self._accounts[i]).rest(self._of_owners, room)

@@ -59,6 +59,7 @@ class Outbox:
         self.message = message
         self._accounts = accounts
         self._residuals = Addresses(accounts, of_owners=hop == 1)
+        self._rests = any(account.rests for account in accounts)
         self._hop = hop
         self._nbytes = message.nbytes if nbytes is None else nbytes
         self._slots: Slots | None = None
@@ -104,13 +105,17 @@ class Outbox:
         """
         for kind, held in by_kind(numbers, kinds):
             residuals_at = self._residuals.of(held, WIDE if kind == WIDE else NARROW)
-            for table in self.message.tables(held):
-                self._encoded.append((table, kind))
-                x_at, gradients_at = (residuals_at, values_at) if table.has_feedback else (values_at, None)
-                table.encode(
-                    x_at, gradients_at, self._made_at, kind,
-                    lambda i, chunk: self._accounts[i].key_of(self._hop, chunk), self._used,
-                )  # fmt: skip
+            try:
+                for table in self.message.tables(held):
+                    self._encoded.append((table, kind))
+                    x_at, gradients_at = (residuals_at, values_at) if table.has_feedback else (values_at, None)
+                    table.encode(
+                        x_at, gradients_at, self._made_at, kind,
+                        lambda i, chunk: self._accounts[i].key_of(self._hop, chunk), self._used,
+                    )  # fmt: skip
+            finally:
+                if self._rests:
+                    self._residuals.rest()
 
     def say(self, numbers: Collection[int], absent: bool = True) -> None:
         """Send payloads that say that there is no gradient, or a value that is not finite."""
@@ -157,4 +162,6 @@ class Outbox:
             if table.has_feedback:
                 residuals_at = self._residuals.of(set(table.tensors.tolist()), computed_in(kind))
                 table.take_back(residuals_at, values_at, lost, self._made_at, kind, self._used)
+                if self._rests:
+                    self._residuals.rest()
         self.end()

@@ -414,3 +414,33 @@ def residual_norm_is_what_is_owed(compressor: Compressor) -> None:
         np.testing.assert_allclose(stats["tensors"][name]["residual_norm"], norm, rtol=1e-9)
         squares += norm**2
     np.testing.assert_allclose(stats["total"]["residual_norm"], squares**0.5, rtol=1e-9)
+
+
+# -- residuals in 8 bits ---------------------------------------------------------------------------------------------
+
+
+NARROW = {
+    f"{name}, {e}": (compressor, e)
+    for name, compressor in {
+        "onebit": OneBit(error_feedback="int8"),
+        "topk": TopK(0.05, error_feedback="int8"),
+    }.items()
+    for e in EXCHANGES
+}
+
+
+@cases.each(NARROW, witnesses=["onebit, two_phase"])
+def residuals_in_8_bits_keep_ranks_equal_and_resume_to_the_bit(setting: tuple[Compressor, str]) -> None:
+    compressor, exchange = setting
+    model, other = Net(), Net()
+    optimizer = wrap_to_compress(model, compressor, exchange=exchange)
+    train(model, optimizer, range(4), lambda step: None)
+    other.load_state_dict(model.state_dict())
+    state = optimizer.compression_state_dict()
+    train(model, optimizer, range(4, 8), lambda step: None)
+    check_equal_on_all_ranks(model)
+    again = wrap_to_compress(other, compressor, exchange=exchange)
+    again.load_compression_state_dict(state)
+    train(other, again, range(4, 8), lambda step: None)
+    assert bytes_of(other.parameters()) == bytes_of(model.parameters())
+    assert again.compression_stats()["total"]["residual_norm"] > 0
