@@ -37,7 +37,7 @@ class Adaptive(TableCompressor):
         pi: one in `pi` values is sent, 2 or more.
         group: "row" (the paper's columns), "tensor", or elements per group.
         sample: the most entries drawn per group to guess the thresholds; None lets every entry be looked at.
-        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
 

@@ -59,7 +59,7 @@ class Compressor(ABC):
 
     A subclass of your own defines `id`, `codec`, `body_bytes`, `encode_body` and `decode_body`; whatever else it says
     of itself has a default. `hvd_compress.register` makes it known, and `hvd_compress.testing.check_compressor` tells
-    what it does wrong. A field `error_feedback` that is True switches the residual on, and "int8" keeps it in 8 bits
+    what it does wrong. A field `error_feedback` that is True switches the residual on, and "float8" keeps it in 8 bits
     between steps. A field `seed` seeds its keys.
 
     Example:

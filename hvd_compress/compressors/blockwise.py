@@ -38,7 +38,7 @@ class Blockwise(TableCompressor):
         bits: 8 or 4.
         block: elements that share a scale, a multiple of 8 up to 32768; with `hadamard` a power of 2.
         hadamard: rotate blocks.
-        error_feedback: keep the rounding error and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep the rounding error and add it to the next gradient; "float8": in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.

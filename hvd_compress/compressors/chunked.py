@@ -38,7 +38,7 @@ class ChunkedTopK(TableCompressor):
         ratio: share of each chunk to send, in (0, 1]; at least one element is sent.
         chunk: elements, 8 to 32768.
         value_bits: 1 to 8, of sign and level.
-        error_feedback: keep what was not sent, and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep what was not sent, and add it to the next gradient; "float8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
 

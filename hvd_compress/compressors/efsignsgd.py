@@ -31,7 +31,7 @@ class EFSignSGD(TableCompressor):
 
     Args:
         group: "row" (as `OneBit` groups), "tensor", or elements per group.
-        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.

@@ -28,7 +28,7 @@ class OneBit(TableCompressor):
     Args:
         group: "row" (the paper's columns), "tensor", or elements per group.
         sample: entries drawn per group to estimate the two means; None takes all, as Seide et al. do.
-        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.

@@ -44,7 +44,7 @@ class Percentile(TableCompressor):
     Args:
         percentile: of the magnitudes, below which values are dropped, from 3.125, where as many bytes are sent
             as without compression, to 100.
-        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of a bit for each element: fewer bytes, but messages
             whose size varies from step to step.
 

@@ -9,7 +9,7 @@ import numbers
 
 __all__ = ["NARROW", "check_choice", "check_feedback", "check_flag", "check_group", "check_int", "check_real"]
 
-NARROW = "int8"
+NARROW = "float8"
 """What `error_feedback` is where residuals are kept in 8 bits."""
 
 
@@ -43,7 +43,7 @@ def check_flag(owner: object, name: str, value: object) -> None:
 
 
 def check_feedback(owner: object, value: object) -> None:
-    """Raise ValueError unless `value`, the setting `error_feedback`, is True, False or "int8"."""
+    """Raise ValueError unless `value`, the setting `error_feedback`, is True, False or "float8"."""
     if not isinstance(value, bool) and not (isinstance(value, str) and value == NARROW):
         raise _refuse(owner, "error_feedback", value, f"True, False or {NARROW!r}")
     # NumPy's strings, too, become plain ones

@@ -35,7 +35,7 @@ class Threshold(TableCompressor):
 
     Args:
         tau: threshold and reconstruction value, in the units of the gradient.
-        error_feedback: keep what was not sent and add it to the next gradient; "int8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices.
 
     Raises:

@@ -1,7 +1,7 @@
 """Keep residuals in 8 bits from one step to the next: a quarter of the memory, for rounding them in each step.
 
-Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training (2024), section 3.2, where a
-residual is kept in 8 bits, too. Differences: each block has a step of its own, not all of a training one; rounding is
+Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training (arXiv 2407.04480, 2024), where
+errors are kept in 8 bits, too. Differences: they are floats, not integers, with an exponent for each block; rounding is
 random, so that what is small against its block is not lost for ever; there is no average over steps, and no reset.
 """
 
@@ -31,19 +31,19 @@ class _Narrow(NamedTuple):
     """A residual in 8 bits.
 
     Args:
-        exponents: of the step of each block.
-        codes: how many steps each element is.
+        exponents: of the largest value of each block.
+        codes: sign, exponent and mantissa of each element.
         dtype: of the values.
     """
 
     exponents: npt.NDArray[np.int16]
-    codes: npt.NDArray[np.int8]
+    codes: npt.NDArray[np.uint8]
     dtype: np.dtype[Any]
 
     @classmethod
     def empty(cls, numel: int, dtype: np.dtype[Any]) -> _Narrow:
         blocks = -(-numel // kernels.BLOCK)
-        return cls(np.empty(blocks, np.int16), aligned_empty(numel, np.int8), dtype)
+        return cls(np.empty(blocks, np.int16), aligned_empty(numel, np.uint8), dtype)
 
     def take(self, values: Array, key: Key) -> None:
         """Take over values, rounded."""

@@ -422,8 +422,8 @@ def residual_norm_is_what_is_owed(compressor: Compressor) -> None:
 NARROW = {
     f"{name}, {e}": (compressor, e)
     for name, compressor in {
-        "onebit": OneBit(error_feedback="int8"),
-        "topk": TopK(0.05, error_feedback="int8"),
+        "onebit": OneBit(error_feedback="float8"),
+        "topk": TopK(0.05, error_feedback="float8"),
     }.items()
     for e in EXCHANGES
 }
