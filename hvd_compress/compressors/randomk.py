@@ -34,7 +34,7 @@ class RandomK(Compressor):
     Args:
         ratio: share of the elements to send, in (0, 1]; at least one is sent.
         seed: of the draws.
-        error_feedback: keep what was not sent and add it to the next gradient ("float8": in 8 bits); without, it is lost.
+        error_feedback: keep what was not sent and add it to the next gradient ("float8": in 8 bits); else it is lost.
 
     Raises:
         ValueError: a setting out of its range.
