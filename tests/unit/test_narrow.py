@@ -300,3 +300,11 @@ def test_the_asynchronous_server_has_none() -> None:
         with pytest.raises(UnsupportedError, match="Use error_feedback=True"):
             AsyncServerSettings(compression=compression)
     AsyncServerSettings(compression=NoCompression())
+
+
+def test_dgc_has_none() -> None:
+    torch = pytest.importorskip("torch")
+    from hvd_compress.torch import DGC
+
+    with pytest.raises(UnsupportedError, match="in 8 bits what is small may become nothing"):
+        DGC([torch.nn.Parameter(torch.zeros(3))], lr=0.1, compression=TopK(0.1, error_feedback="float8"))

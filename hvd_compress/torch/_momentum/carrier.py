@@ -74,7 +74,7 @@ class Carrier:
         self._combiner.go_on_with(compression)
 
     def owed(self, name: str) -> torch.Tensor | None:
-        """What this rank owes of an array, flat and in place; None where nothing is kept of it."""
+        """What this rank owes of an array, flat, to be read; None where nothing is kept of it."""
         account = None if self.engine is None else self.engine.accounts.get(name)
         if account is None or account.residual is None:
             return None

@@ -193,4 +193,9 @@ def _checked(compression: Any) -> Compressor:
             f"DGC with {compressor!r}: which entries were sent is seen by what is not owed, so that it needs error "
             "feedback and entries that are sent as they are. Use TopK, Percentile or RandomK"
         )
+    if compressor.has_narrow_residuals:
+        raise UnsupportedError(
+            f"DGC with {compressor!r}: which entries were sent is seen by what is not owed, and in 8 bits what is small "
+            "may become nothing. Use error_feedback=True"
+        )
     return compressor
