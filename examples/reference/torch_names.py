@@ -177,6 +177,7 @@ def momentum() -> None:
         lambda net: hvd.CompressedAdam(net.named_parameters(), lr=1e-3, warmup_steps=2, compression=OneBit()),
         lambda net: hvd.DeMo(net.named_parameters(), lr=1e-3),
         lambda net: hvd.DGC(net.named_parameters(), lr=1e-2, compression=TopK(0.01), warmup_steps=4),
+        lambda net: hvd.Signum(net.named_parameters(), lr=1e-3),
     ):
         net = model()
         opt: Any = make(net)

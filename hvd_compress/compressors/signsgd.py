@@ -32,8 +32,8 @@ class SignSGD(TableCompressor):
     a gradient on any rank counts as zeros, and moves by `scale` at random in each step: freeze it.
 
     Source: Bernstein et al. 2018, algorithm 1 of "signSGD with majority vote". Differences: zeros and ties are random;
-    Signum's momentum is not here, since optimizers are given the combined gradient. `OneBit` and `EFSignSGD` also send
-    one bit, and keep magnitudes.
+    Signum's momentum is not here, since optimizers are given the combined gradient: see `hvd.Signum` for PyTorch.
+    `OneBit` and `EFSignSGD` also send one bit, and keep magnitudes.
 
     Args:
         scale: what a sign stands for, greater than 1e-30, at most 1e30. A GradScaler divides it by the loss scale.

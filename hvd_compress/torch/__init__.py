@@ -38,6 +38,7 @@ from hvd_compress.torch._gradients.optimizer import DistributedOptimizer
 from hvd_compress.torch._momentum.adam import CompressedAdam
 from hvd_compress.torch._momentum.demo import DeMo
 from hvd_compress.torch._momentum.dgc import DGC
+from hvd_compress.torch._momentum.signum import Signum
 from hvd_compress.torch._state import broadcast_optimizer_state, broadcast_parameters
 from hvd_compress.torch.compression import Compression
 
@@ -54,6 +55,7 @@ __all__ = [
     "DiLoCo",
     "DistributedOptimizer",
     "EventGraDOptimizer",
+    "Signum",
     "allreduce",
     "broadcast_optimizer_state",
     "broadcast_parameters",

@@ -163,6 +163,7 @@ def _momentum() -> Iterator[tuple[str, Target]]:
     makes: dict[str, Callable[[Any], Any]] = {
         "CompressedAdam": lambda named: hvd.CompressedAdam(named, warmup_steps=1, compression=OneBit(), min_numel=0),
         "DeMo": lambda named: hvd.DeMo(named, k=4, chunk=16),
+        "Signum": lambda named: hvd.Signum(named),
         "DGC": lambda named: hvd.DGC(named, compression=TopK(0.05), min_numel=0),
         "DistributedOptimizer, one rank": lambda named: hvd.DistributedOptimizer(
             torch.optim.SGD([p for _, p in named], lr=0.1), named, OneBit()

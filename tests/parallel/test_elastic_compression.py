@@ -163,6 +163,7 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
         ("adam", "three"),
         ("demo", "three"),
         ("dgc", "three"),
+        ("signum", "three"),
     ],
 )
 def test_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:

@@ -195,7 +195,7 @@ def _checked(compression: Any) -> Compressor:
         )
     if compressor.has_narrow_residuals:
         raise UnsupportedError(
-            f"DGC with {compressor!r}: which entries were sent is seen by what is not owed, and in 8 bits small values may "
-            "become nothing. Use error_feedback=True"
+            f"DGC with {compressor!r}: which entries were sent is seen by what is not owed, and in 8 bits small "
+            "values may become nothing. Use error_feedback=True"
         )
     return compressor

@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "calls": {},
     # optimizers that exchange momentum
     "adam": {"make": lambda model: hvd.CompressedAdam(model.named_parameters(), lr=0.002, warmup_steps=2)},
+    "signum": {"make": lambda model: hvd.Signum(model.named_parameters(), lr=0.0005)},
     "demo": {"make": lambda model: hvd.DeMo(model.named_parameters(), lr=0.0005, k=4, chunk=16)},
     "dgc": {
         "make": lambda model: hvd.DGC(

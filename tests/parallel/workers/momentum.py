@@ -1,4 +1,4 @@
-"""CompressedAdam, DeMo and DGC among real ranks."""
+"""CompressedAdam, DeMo, DGC and Signum among real ranks."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def demo(model: torch.nn.Module, **settings):
 
 def dgc(model: torch.nn.Module, **settings):
     return hvd.DGC(model.named_parameters(), **{"lr": 0.1, "compression": TopK(0.05), "min_numel": 0, **settings})
+
+
+def signum(model: torch.nn.Module, **settings):
+    return hvd.Signum(model.named_parameters(), **{"lr": 0.002, **settings})
 
 
 def train(optimizer, model, begin: int, end: int) -> float:
@@ -745,6 +749,101 @@ def what_dgc_refuses() -> None:
         dgc(model, compression=TopK(0.1 + 0.1 * hvd.rank()), warmup_steps=3)
 
 
+# -- Signum --------------------------------------------------------------------------------------------------------
+
+SIGNUMS = {"two phases": {}, "server": {"exchange": "parameter_server"}, "plain signs": {"momentum": 0.0}}
+
+
+@cases.each(SIGNUMS)
+def signum_steps_with_what_most_ranks_want(settings) -> None:
+    p = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = hvd.Signum([p], lr=0.01, weight_decay=0.1, **settings)
+    beta = settings.get("momentum", 0.9)
+    momenta = [np.zeros((40, 40)) for _ in range(hvd.size())]
+    ties = 0
+    for step in range(10):
+        before = p.detach().numpy().astype(np.float64)
+        p.grad = torch.from_numpy(gradients(step)[hvd.rank()])
+        optimizer.step()
+        for momentum, gradient in zip(momenta, gradients(step), strict=True):
+            momentum[...] = beta * momentum + (1 - beta) * gradient
+        moved = (p.detach().numpy() - (1 - 0.01 * 0.1) * before) / -0.01
+        votes = np.sum(np.sign(momenta), axis=0)
+        np.testing.assert_allclose(np.abs(moved), 1, atol=1e-4)
+        assert (np.sign(moved) == np.sign(votes))[votes != 0].mean() > 0.999
+        ties += (votes == 0).sum()
+        of_ties = np.sign(moved)[votes == 0]
+        # a tie is decided at random, in both directions alike
+        assert abs(of_ties.mean()) < 5 / of_ties.size**0.5
+    assert ties > 0
+    mine = optimizer.compression_state_dict()["residuals"]["momentum of parameter.0"]["values"]
+    np.testing.assert_allclose(mine.numpy(), momenta[hvd.rank()].ravel(), atol=1e-5)
+    assert optimizer.compression_stats()["total"]["ratio"] > 15
+
+
+@cases.each({"two phases": {}, "hierarchical": {"exchange": "hierarchical"}})
+def signum_learns_and_goes_on_from_a_state(settings) -> None:
+    model = network()
+    optimizer = signum(model, **settings)
+    first = train(optimizer, model, 0, 1)
+    assert train(optimizer, model, 1, 30) < first
+    assert_same_everywhere(model)
+    state, other = saved(optimizer), copy.deepcopy(model)
+    train(optimizer, model, 30, 34)
+    again = signum(other, **settings)
+    again.load_state_dict(state["optimizer"])
+    again.load_compression_state_dict(state["own"])
+    train(again, other, 30, 34)
+    assert values(model) == values(other)
+    (alone,) = redistribute(hvd.allgather_object(state["own"]), 1)
+    assert "momentum of 0.weight" in alone["residuals"]
+
+
+@cases.add
+def a_bad_number_takes_a_step_of_signum_back() -> None:
+    model = network()
+    optimizer = signum(model)
+    train(optimizer, model, 0, 4)
+    before, kept = values(model), optimizer.compression_state_dict()["residuals"]
+    optimizer.zero_grad()
+    model(batch(4, hvd.rank())).square().mean().backward()
+    if hvd.rank() == 0:
+        model[0].weight.grad[1, 1] = torch.inf
+    with pytest.warns(RuntimeWarning, match="Signum: a gradient is not finite"):
+        optimizer.step()
+    assert values(model) == before
+    for name, entry in optimizer.compression_state_dict()["residuals"].items():
+        assert torch.equal(entry["values"], kept[name]["values"])
+    train(optimizer, model, 5, 9)
+    assert_same_everywhere(model)
+
+
+@cases.add
+def signum_takes_parameters_of_any_shape() -> None:
+    ps = [torch.nn.Parameter(torch.ones(shape)) for shape in [(), (1,), (1, 5), (3, 1), (0,), (2, 0), (2, 3, 4)]]
+    optimizer = hvd.Signum(ps, lr=0.01)
+    for _ in range(5):
+        for p in ps:
+            p.grad = torch.full_like(p, 1.0 + hvd.rank())
+        optimizer.step()
+    for p in ps:
+        torch.testing.assert_close(p, torch.full_like(p, 0.95))
+
+
+@cases.add
+def settings_of_signum_that_cannot_work_are_refused() -> None:
+    model = network()
+    with pytest.raises(UnsupportedError, match="here no owner of the sum decides the vote"):
+        signum(model, exchange="allgather")
+    for wrong in ({"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match=rf"Signum\({next(iter(wrong))}="):
+            signum(model, **wrong)
+    with pytest.raises(MismatchError, match="seed"):
+        signum(model, seed=hvd.rank())
+    later = signum(model)
+    train(later, model, 0, 1)
+
+
 # -- habits --------------------------------------------------------------------------------------------------------
 
 
@@ -754,6 +853,7 @@ def what_dgc_refuses() -> None:
         "adam, bfloat16": (adam, torch.bfloat16),
         "demo": (demo, torch.float32),
         "dgc": (dgc, torch.float32),
+        "signum": (signum, torch.float32),
     }
 )
 def parameters_that_were_not_broadcast_are_told(setting) -> None:
@@ -783,7 +883,7 @@ def a_state_after_the_warm_up_tells_of_parameters_that_differ() -> None:
         train(again, other, 4, 5)
 
 
-@cases.each({"adam": adam, "demo": demo, "dgc": dgc})
+@cases.each({"adam": adam, "demo": demo, "dgc": dgc, "signum": signum})
 def a_model_may_be_converted(make) -> None:
     model = network()
     optimizer = make(model)
@@ -843,6 +943,7 @@ ELASTIC = {
     "adam, renewed": partial(adam, variance="renewed", renewals=2),
     "demo": demo,
     "dgc": partial(dgc, warmup_steps=8, warmup_shares=(0.2, 0.1)),
+    "signum": signum,
 }
 
 
@@ -877,6 +978,6 @@ def an_elastic_state_brings_back_what_each_rank_keeps(make) -> None:
 @cases.add
 def process_sets_are_refused_in_elastic_runs() -> None:
     with in_elastic_run():
-        for make in (adam, demo, dgc):
+        for make in (adam, demo, dgc, signum):
             with pytest.raises(UnsupportedError, match="in an elastic run: Horovod forgets process sets"):
                 make(network(), process_set=plain.ProcessSet([0]))

@@ -205,6 +205,7 @@ def what_is_owed_is_a_gradient_of_adagrad() -> None:
             model.parameters(), 0.1, compression=TopK(0.01), named_parameters=model.named_parameters()
         ),
         "DeMo": lambda model: hvd.DeMo(model.parameters(), 0.1, named_parameters=model.named_parameters()),
+        "Signum": lambda model: hvd.Signum(model.parameters(), 0.1, named_parameters=model.named_parameters()),
     }
 )
 def momentum_that_is_owed_goes_with_the_next(make: Any) -> None:

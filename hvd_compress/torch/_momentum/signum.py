@@ -1,0 +1,110 @@
+"""`Signum`: each rank keeps a momentum of its own, and ranks step with the signs that most of them have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_compress._torch.moments import gradient_of
+from hvd_compress.compressors import SignSGD
+from hvd_compress.engine import DEFAULT_BUCKET_BYTES
+from hvd_compress.exchange import Exchange
+from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.carrier import Carrier, wide
+
+__all__ = ["Signum"]
+
+
+class Signum(MomentumOptimizer):
+    """Steps with the sign that most ranks have in their momentum, 1 bit for each element.
+
+    Each rank has momentum = momentum · its own + (1 - momentum) · gradient. Ranks vote with its signs, and every
+    parameter moves by lr in the direction of the vote. A zero, and a tie, is decided at random. Source: Bernstein et
+    al., signSGD with Majority Vote is Communication Efficient And Fault Tolerant (arXiv 1810.05291, 2018), algorithm 1.
+    Differences: zeros and ties are random; weight decay multiplies parameters by 1 - lr · weight_decay, as AdamW's.
+
+    The learning rate is about that of Adam. A parameter without a gradient on any rank moves by lr at random in each
+    step: freeze it. With one rank it is Signum without a vote. A tensor whose payload would not be smaller than itself
+    steps with the sign of the mean momentum.
+
+    What ranks have in common is the model alone: a momentum is its rank's own, and is saved per rank
+    (`compression_state_dict`). Gradients stay those of their rank: clip and log them as such. All ranks of the process
+    set must create this and make the same steps.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
+        lr: learning rate.
+        momentum: factor on the momentum for each step, in [0, 1); 0 is signSGD.
+        weight_decay: AdamW's: each step multiplies parameters by 1 - lr · weight_decay.
+        named_parameters: such as `model.named_parameters()`; names key collectives, states and randomness.
+        seed: of the signs of zeros and ties.
+        exchange: see `DistributedOptimizer`; one with owners, who decide the vote. In "hierarchical" each host votes
+            with the signs of its sum.
+        bucket_bytes: see `DistributedOptimizer`.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: a setting out of its range; parameters with equal names.
+        TypeError: a parameter is complex or no floating type.
+        UnsupportedError: exchange="allgather", in which nobody decides a vote; in an elastic run a process set, and a
+            step before `hvd.elastic.TorchState` was synced.
+        MismatchError: the ranks disagree; raised on all of them.
+
+    Example::
+
+        opt = hvd.Signum(model.named_parameters(), lr=1e-3)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        ...  # train as always
+    """
+
+    _OWN = "momentum"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        seed: int = 0,
+        exchange: str | Exchange = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        process_set: hvd.ProcessSet = hvd.global_process_set,
+    ) -> None:
+        check_real("Signum", "lr", lr, 0.0)
+        check_real("Signum", "momentum", momentum, 0.0, 1.0)
+        check_real("Signum", "weight_decay", weight_decay, 0.0)
+        votes = SignSGD(seed=seed)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__("Signum", params, defaults, named_parameters, votes, process_set, {"seed": seed})
+        values = {name: p for p, name in self._names.items()}
+        self._carrier = Carrier(
+            {name: self._stand_in(p) for name, p in values.items()}, values, compression=votes, exchange=exchange,
+            min_numel=1, bucket_bytes=bucket_bytes, process_set=process_set,
+        )  # fmt: skip
+        self._complete()
+
+    def _update(self) -> bool:
+        given, momenta = {}, {}
+        for name, p, group in self._trained():
+            gradient = gradient_of(p, torch.empty(p.shape, dtype=wide(p), device=p.device))
+            own = gradient.mul_(1.0 - group["momentum"])
+            if p in self._own:
+                own.add_(self._own[p].to(own), alpha=group["momentum"])
+            given[name], momenta[p] = own.clone(), own
+        if not given:
+            return True
+        averages, finite = self._carrier.average(given)
+        if not finite:
+            return False
+        self._own.update(momenta)
+        for name, p, group in self._trained():
+            rate = float(group["lr"])
+            if group["weight_decay"]:
+                p.mul_(1.0 - rate * group["weight_decay"])
+            p.add_(averages[name].sign_().to(p.dtype), alpha=-rate)
+        return True
