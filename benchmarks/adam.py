@@ -23,7 +23,8 @@ GRADIENTS = {name: f"gradients, {name}" for name in COMPRESSORS}
 FROZEN = {name: f"momentum, variance frozen, {name}" for name in COMPRESSORS}
 RENEWED = {name: f"momentum, variance renewed, {name}" for name in COMPRESSORS}
 DEMO = "DeMo, signs, k = 32 of 64 x 64"
-NAMES = (DENSE, *GRADIENTS.values(), *FROZEN.values(), *RENEWED.values(), DEMO)
+SIGNUM = "Signum"
+NAMES = (DENSE, *GRADIENTS.values(), *FROZEN.values(), *RENEWED.values(), DEMO, SIGNUM)
 MOST_PERCENT = 10.0
 
 
@@ -68,7 +69,10 @@ def _optimizers(rate: float, warmup: int) -> dict[str, Callable[[Any], Any]]:
     made |= {GRADIENTS[name]: with_gradients(compression) for name, compression in found.items()}
     made |= {FROZEN[name]: with_momentum(compression, "frozen") for name, compression in found.items()}
     made |= {RENEWED[name]: with_momentum(compression, "renewed") for name, compression in found.items()}
-    return made | {DEMO: lambda network: hvd.DeMo(network.named_parameters(), lr=rate)}
+    return made | {
+        DEMO: lambda network: hvd.DeMo(network.named_parameters(), lr=rate),
+        SIGNUM: lambda network: hvd.Signum(network.named_parameters(), lr=rate),
+    }
 
 
 def _learned(make: Callable[[Any], Any], seed: int, steps: int) -> dict[str, Any]:
