@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1024, help="of the three hidden layers")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.05, help="at the start; falls linearly to 0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--data-dir", help="holds MNIST's four idx.gz files, or a folder mnist/ with them")
     parser.add_argument("--limit-train", type=int, help="use only so many training images")
@@ -41,6 +41,8 @@ def train(model: DistributedDataParallel, data: mnist_data.Digits, options: argp
     """Train, and tell rank 0 how it goes; returns the number of steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     x, y = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
+    in_all = options.epochs * (len(y) // (options.batch_size * dist.get_world_size()))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=in_all)
     steps = 0
     for epoch in range(options.epochs):
         begin = time.perf_counter()
@@ -51,6 +53,7 @@ def train(model: DistributedDataParallel, data: mnist_data.Digits, options: argp
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
+            schedule.step()
             if steps == 0 and dist.get_rank() == 0:
                 print(
                     f"first step after {time.perf_counter() - begin:.1f} s, most of it to compile kernels", flush=True
