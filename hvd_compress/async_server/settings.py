@@ -41,10 +41,11 @@ class AsyncServerSettings:
     def __post_init__(self) -> None:
         for argument in ("compression", "answer"):
             object.__setattr__(self, argument, given_compression(argument, getattr(self, argument)))
-        if narrow := [c for c in compressors_in(self.compression) if c.has_narrow_residuals]:
+        given = [*compressors_in(self.compression), *compressors_in(self.answer)]
+        if narrow := [c for c in given if c.has_narrow_residuals]:
             raise UnsupportedError(
                 f"an asynchronous server with {narrow[0]!r}: its workers keep residuals as floats, to take a gradient "
-                "back. Use error_feedback=True"
+                "back, and answers have none. Use error_feedback=True"
             )
         check_int(self, "staleness", self.staleness, 0, _MOST)
         check_real(self, "patience", self.patience, above=0.0, most=float(_MOST))

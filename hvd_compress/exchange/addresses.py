@@ -56,7 +56,7 @@ class Addresses:
         """Make floats of the residuals that rest; returns the numbers of the others."""
         numbers = list(numbers)
         resting = [i for i in numbers if i in self._resting]
-        accounts = [cast(NarrowAccount, self._accounts[i]) for i in resting]
+        accounts = [self._narrow(i) for i in resting]
         rooms = ROOM.cut([account.numel_of(self._of_owners) for account in accounts], np.dtype(kind))
         for i, account, room in zip(resting, accounts, rooms, strict=True):
             account.open(self._of_owners, room)
@@ -67,4 +67,18 @@ class Addresses:
         """Round the residuals that were made floats."""
         while self._open:
             i, room = self._open.popitem()
-            cast(NarrowAccount, self._accounts[i]).rest(self._of_owners, room)
+            self._narrow(i).rest(self._of_owners, room)
+        ROOM.rest()
+
+    def go_back(self, numbers: Iterable[int]) -> None:
+        """Make these tensors owe what they owed before this step, where `rest` has rounded since."""
+        for i in self._resting.intersection(numbers):
+            self._narrow(i).go_back(self._of_owners)
+
+    def end_step(self) -> None:
+        """Forget what was owed before this step."""
+        for i in self._resting:
+            self._narrow(i).end_step(self._of_owners)
+
+    def _narrow(self, number: int) -> NarrowAccount:
+        return cast(NarrowAccount, self._accounts[number])

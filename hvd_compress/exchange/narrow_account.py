@@ -24,6 +24,7 @@ __all__ = ["NarrowAccount", "account_of"]
 Array = npt.NDArray[Any]
 
 _ALIGNED = 64
+_MOST_KEPT = 2**26  # bytes that a thread keeps for the next table
 _SENDER, _OWNER = 2, 3  # hops of keys, beside those of payloads
 
 
@@ -41,13 +42,12 @@ class _Narrow(NamedTuple):
     dtype: np.dtype[Any]
 
     @classmethod
-    def empty(cls, numel: int, dtype: np.dtype[Any]) -> _Narrow:
-        blocks = -(-numel // kernels.BLOCK)
-        return cls(np.empty(blocks, np.int16), aligned_empty(numel, np.uint8), dtype)
-
-    def take(self, values: Array, key: Key) -> None:
-        """Take over values, rounded."""
-        kernels.pack(values, kernels.least_exponent(self.dtype), *key.words(), self.exponents, self.codes)
+    def of(cls, values: Array, key: Key) -> _Narrow:
+        """Round values."""
+        exponents = np.empty(-(-values.size // kernels.BLOCK), np.int16)
+        codes = aligned_empty(values.size, np.uint8)
+        kernels.pack(values, *kernels.exponents_of(values.dtype), *key.words(), exponents, codes)
+        return cls(exponents, codes, values.dtype)
 
     def write(self, out: Array) -> Array:
         """Write the values, and return them."""
@@ -71,6 +71,11 @@ class _Room(threading.local):
             self._bytes = aligned_empty(end, np.uint8)
         return [self._bytes[place].view(dtype) for place in places]
 
+    def rest(self) -> None:
+        """Give back what is more than a usual table needs."""
+        if self._bytes.size > _MOST_KEPT:
+            self._bytes = aligned_empty(0, np.uint8)
+
 
 ROOM = _Room()
 
@@ -80,11 +85,19 @@ class NarrowAccount(Account):
 
     While a payload is made, or taken back, they are floats in memory of the thread: from `open` to `rest`. At all other
     times `residual` and `owner_residual` are new arrays, and what is set is rounded.
+
+    A step that is taken back has to bring back what was there before: what has been rounded with a large gradient in it
+    is too coarse for that. So that is kept until the step ends.
     """
 
     rests = True
     _narrow: _Narrow | None = None
     _owner_narrow: _Narrow | None = None
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._before: dict[bool, _Narrow | None] = {}
+        """What was owed before this step, as a sender (False) and as an owner (True)."""
 
     @property
     def residual(self) -> Any:
@@ -93,7 +106,7 @@ class NarrowAccount(Account):
 
     @residual.setter
     def residual(self, values: Any) -> None:
-        self._narrow = None if values is None else self._rounded(self._narrow, values, _SENDER)
+        self._narrow = None if values is None else _Narrow.of(values, self.key_of(_SENDER, 0))
 
     @property
     def owner_residual(self) -> Any:
@@ -102,7 +115,7 @@ class NarrowAccount(Account):
 
     @owner_residual.setter
     def owner_residual(self, values: Any) -> None:
-        self._owner_narrow = None if values is None else self._rounded(self._owner_narrow, values, _OWNER)
+        self._owner_narrow = None if values is None else _Narrow.of(values, self.key_of(_OWNER, 0))
 
     def numel_of(self, of_owner: bool) -> int:
         """Return the number of elements that a residual has."""
@@ -118,17 +131,25 @@ class NarrowAccount(Account):
             narrow.write(out)
 
     def rest(self, of_owner: bool, values: Array) -> None:
-        """Keep what has become of an array that was opened."""
+        """Round what has become of an array that was opened."""
+        self._before.setdefault(of_owner, self._owner_narrow if of_owner else self._narrow)
         if of_owner:
             self.owner_residual = values
         else:
             self.residual = values
 
-    def _rounded(self, narrow: _Narrow | None, values: Array, hop: int) -> _Narrow:
-        if narrow is None or narrow.codes.size != values.size or narrow.dtype != values.dtype:
-            narrow = _Narrow.empty(values.size, values.dtype)
-        narrow.take(values, self.key_of(hop, 0))
-        return narrow
+    def go_back(self, of_owner: bool) -> None:
+        """Owe what was owed before this step."""
+        if of_owner not in self._before:
+            return
+        if of_owner:
+            self._owner_narrow = self._before[of_owner]
+        else:
+            self._narrow = self._before[of_owner]
+
+    def end_step(self, of_owner: bool) -> None:
+        """Note that what has been made is not to be taken back any more."""
+        self._before.pop(of_owner, None)
 
 
 def _floats(narrow: _Narrow) -> Array:

@@ -94,6 +94,8 @@ class Outbox:
         self._used[:] = 0
         self._encoded, self._said = [], []
         self._is_begun = False
+        if self._rests:
+            self._residuals.end_step()
 
     def encode(self, numbers: Collection[int], values_at: Numbers, kinds: Mapping[int, str]) -> None:
         """Encode tensors, by number, into their slots.
@@ -164,4 +166,6 @@ class Outbox:
                 table.take_back(residuals_at, values_at, lost, self._made_at, kind, self._used)
                 if self._rests:
                     self._residuals.rest()
+                    # what is added up of what was rounded is too coarse, and only what is lost needs it
+                    self._residuals.go_back(np.flatnonzero(~lost).tolist())
         self.end()

@@ -16,6 +16,8 @@ BLOCK = 256  # elements that share the largest exponent
 # a block's largest value is at most 1.875 * 2**exponent, its smallest step is 2**(exponent - 17): the least float32,
 # and for float64 a number whose inverse is a float64
 _LEAST = {4: -149 + 17, 8: -980}
+# the largest float is a little larger, and becomes that
+_LARGEST = {4: 127, 8: 1023}
 
 _NORMAL = np.float32(2.0**-14)  # the least value with a leading bit, where the exponent is 0
 _STEPS = np.float32(2.0**17)
@@ -26,7 +28,7 @@ _MOST = np.uint32(127)
 
 
 @kernel
-def _exponent(y, least):
+def _exponent(y, least, most):
     if y.itemsize == 4:
         largest = np.float64(largest_magnitude(y))
     else:
@@ -36,16 +38,17 @@ def _exponent(y, least):
     if largest == 0:
         return least
     fraction, exponent = math.frexp(largest)
-    return max(exponent - 1 if fraction <= 0.9375 else exponent, least)
+    return min(max(exponent - 1 if fraction <= 0.9375 else exponent, least), most)
 
 
 @kernel
-def pack(x, least, key_low, key_high, exponents, codes):
+def pack(x, least, most, key_low, key_high, exponents, codes):
     """Round finite values at random to such floats, up as often as they are nearer to the upper one.
 
     Args:
         x: float32 or float64.
         least: exponent of the smallest block.
+        most: of the largest block.
         key_low: of the random choices.
         key_high: likewise.
         exponents: int16, of each block; written.
@@ -56,7 +59,7 @@ def pack(x, least, key_low, key_high, exponents, codes):
     for b in range(exponents.size):
         start = b * BLOCK
         y = x[start : min(start + BLOCK, x.size)]
-        exponent = _exponent(y, least)
+        exponent = _exponent(y, least, most)
         exponents[b] = exponent
         factor = math.ldexp(1.0, -exponent)
         for i in range(y.size):
@@ -89,6 +92,6 @@ def unpack(exponents, codes, out):
             y[i] = np.float64(-magnitude if code > _MOST else magnitude) * size
 
 
-def least_exponent(dtype: np.dtype) -> int:
-    """Return the exponent of the smallest block for values of a type."""
-    return _LEAST[dtype.itemsize]
+def exponents_of(dtype: np.dtype) -> tuple[int, int]:
+    """Return the exponents of the smallest and the largest block for values of a type."""
+    return _LEAST[dtype.itemsize], _LARGEST[dtype.itemsize]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import torch
@@ -79,6 +79,7 @@ class CompressedAdam(MomentumOptimizer):
     _KEPT = ("step", "variance_steps", "exp_avg", "exp_avg_sq")
     # of elements without a variance: those that ranks have not averaged yet
     _OWN = "late gradients"
+    _RANGES: ClassVar = {"lr": (0.0, None), "eps": (0.0, None), "weight_decay": (0.0, None)}
 
     def __init__(
         self,
@@ -98,11 +99,6 @@ class CompressedAdam(MomentumOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         process_set: hvd.ProcessSet = hvd.global_process_set,
     ) -> None:
-        check_real("CompressedAdam", "lr", lr, 0.0)
-        for i, beta in enumerate(betas):
-            check_real("CompressedAdam", f"betas[{i}]", beta, 0.0, 1.0)
-        check_real("CompressedAdam", "eps", eps, 0.0)
-        check_real("CompressedAdam", "weight_decay", weight_decay, 0.0)
         if variance not in ("frozen", "renewed"):
             raise ValueError(f'CompressedAdam(variance={variance!r}): must be "frozen" or "renewed"')
         self._schedule = Renewals(warmup_steps, renewals)
@@ -124,6 +120,11 @@ class CompressedAdam(MomentumOptimizer):
         """Whether a state was loaded since the last step."""
         self._steps_by_way = dict.fromkeys((_WARM_UP, _RENEWAL, _COMPRESSED), 0)
         self._complete()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        for i, beta in enumerate(group["betas"]):
+            check_real(self._kind, f"betas[{i}]", beta, 0.0, 1.0)
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         super()._take_new(parameters)

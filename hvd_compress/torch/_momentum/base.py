@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
@@ -24,6 +24,10 @@ from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["MomentumOptimizer", "check_real"]
+
+
+_OF_OTHERS = ("dampening", "centered", "lr_decay", "etas", "rho", "lambd", "betas")
+"""Options by which groups of torch's optimizers are known."""
 
 
 def check_real(kind: str, name: str, value: Any, least: float, below: float | None = None) -> None:
@@ -67,6 +71,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
     """What torch keeps of each parameter in `state`."""
     _OWN: ClassVar[str]
     """What the values of `_own` are called in states."""
+    _RANGES: ClassVar[Mapping[str, tuple[float, float | None]]] = {}
+    """Options of groups that are numbers: the least, and what they have to be below."""
 
     def __init__(
         self,
@@ -135,10 +141,16 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, on all ranks before the same step; they are compared there."""
+        self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         if self._is_complete:
             self._take_new(self._name(self.param_groups[-1]))
             take_over(self, (p for p in self._names if p.requires_grad), self._kind, self)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for an option of a group that is out of its range."""
+        for name, (least, below) in self._RANGES.items():
+            check_real(self._kind, name, group[name], least, below)
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         """Make room in the carriers for parameters that were added."""
@@ -268,10 +280,14 @@ class MomentumOptimizer(torch.optim.Optimizer):
         groups = [(f"group {i}", group, list(self.defaults)) for i, group in enumerate(state_dict["param_groups"])]
         kept = [(f"parameter {i}", entry, list(self._KEPT)) for i, entry in state_dict["state"].items()]
         for what, entry, needed in (*groups, *kept):
-            if missing := [key for key in needed if key not in entry]:
+            missing = [f"no {key!r}" for key in needed if key not in entry]
+            foreign = [repr(key) for key in _OF_OTHERS if key in entry and key not in self.defaults]
+            if what.startswith("parameter") and not needed:
+                foreign = [repr(key) for key in entry]
+            if has := [*missing, *foreign]:
                 raise StateError(
-                    f"load_state_dict() of a {self._kind}: {what} of the state has no {missing[0]!r}, so it is of "
-                    "another kind of optimizer. Load model and residuals, and let the optimizer begin anew"
+                    f"load_state_dict() of a {self._kind}: {what} of the state has {has[0]}, so it is of another kind "
+                    "of optimizer. Load model and residuals, and let the optimizer begin anew"
                 )
 
     def compression_state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import torch
@@ -15,7 +15,7 @@ from hvd_compress.compressors import TopK
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 from hvd_compress.exchange import Exchange
 from hvd_compress.policy import Policy
-from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.base import MomentumOptimizer
 from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
 
 __all__ = ["DeMo"]
@@ -67,6 +67,7 @@ class DeMo(MomentumOptimizer):
     """
 
     _OWN = "momentum"
+    _RANGES: ClassVar = {"lr": (0.0, None), "decay": (0.0, 1.0), "weight_decay": (0.0, None)}
 
     def __init__(
         self,
@@ -85,9 +86,6 @@ class DeMo(MomentumOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         process_set: hvd.ProcessSet = hvd.global_process_set,
     ) -> None:
-        check_real("DeMo", "lr", lr, 0.0)
-        check_real("DeMo", "decay", decay, 0.0, 1.0)
-        check_real("DeMo", "weight_decay", weight_decay, 0.0)
         for name, value, most in (("chunk", chunk, 1024), ("k", k, chunk**2)):
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"DeMo({name}={value!r}): must be an integer from 1 to {most}")

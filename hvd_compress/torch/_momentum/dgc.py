@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import torch
@@ -15,7 +15,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Exchange, checked_exchange
 from hvd_compress.policy import meant
 from hvd_compress.schedules import Shares
-from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.base import MomentumOptimizer
 from hvd_compress.torch._momentum.carrier import Carrier, wide
 
 __all__ = ["DGC"]
@@ -69,6 +69,7 @@ class DGC(MomentumOptimizer):
 
     _KEPT = ("step",)
     _OWN = "velocity"
+    _RANGES: ClassVar = {"lr": (0.0, None), "momentum": (0.0, 1.0), "weight_decay": (0.0, None)}
 
     def __init__(
         self,
@@ -87,9 +88,6 @@ class DGC(MomentumOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         process_set: hvd.ProcessSet = hvd.global_process_set,
     ) -> None:
-        check_real("DGC", "lr", lr, 0.0)
-        check_real("DGC", "momentum", momentum, 0.0, 1.0)
-        check_real("DGC", "weight_decay", weight_decay, 0.0)
         self._compression = _checked(compression)
         self._shares = Shares(warmup_steps, tuple(warmup_shares))
         if warmup_steps and self._compression.keeping(0.999) == self._compression:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import horovod.torch as hvd
 import torch
@@ -12,7 +12,7 @@ from hvd_compress._torch.moments import gradient_of
 from hvd_compress.compressors import SignSGD
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.exchange import Exchange
-from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.base import MomentumOptimizer
 from hvd_compress.torch._momentum.carrier import Carrier, wide
 
 __all__ = ["Signum"]
@@ -61,6 +61,7 @@ class Signum(MomentumOptimizer):
     """
 
     _OWN = "momentum"
+    _RANGES: ClassVar = {"lr": (0.0, None), "momentum": (0.0, 1.0), "weight_decay": (0.0, None)}
 
     def __init__(
         self,
@@ -75,9 +76,6 @@ class Signum(MomentumOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         process_set: hvd.ProcessSet = hvd.global_process_set,
     ) -> None:
-        check_real("Signum", "lr", lr, 0.0)
-        check_real("Signum", "momentum", momentum, 0.0, 1.0)
-        check_real("Signum", "weight_decay", weight_decay, 0.0)
         votes = SignSGD(seed=seed)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__("Signum", params, defaults, named_parameters, votes, process_set, {"seed": seed})

@@ -658,8 +658,12 @@ def steps_of_an_elastic_run_are_refused_before_a_state_is_synced() -> None:
             with pytest.raises(UnsupportedError, match=r"no hvd\.elastic\.TorchState has synced this optimizer"):
                 call()
         sgd = torch.optim.SGD(network().parameters(), lr=0.05)
-        for settings in ({"ranks_per_node": 2}, {"ranks_per_node": None}, {"process_set": plain.ProcessSet([0])}):
-            with pytest.raises(UnsupportedError, match=r"in an elastic run: .*Horovod forgets process sets"):
+        for settings, told in (
+            ({"ranks_per_node": 2}, "Use ranks_per_node=1"),
+            ({"ranks_per_node": None}, "Use ranks_per_node=1"),
+            ({"process_set": plain.ProcessSet([0])}, "Horovod forgets process sets"),
+        ):
+            with pytest.raises(UnsupportedError, match=rf"in an elastic run: .*{told}"):
                 hvd.DiLoCo(sgd, **settings)
 
 

@@ -818,6 +818,20 @@ def a_bad_number_takes_a_step_of_signum_back() -> None:
     assert_same_everywhere(model)
 
 
+@cases.each(
+    {"without momentum": {}, "with momentum": {"momentum": 0.9}, "nesterov": {"momentum": 0.9, "nesterov": True}}
+)
+def a_state_of_sgd_is_refused(settings) -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+    for made in (sgd, torch.optim.RMSprop(model.parameters()), torch.optim.Adagrad(model.parameters())):
+        model(batch(0, 0)).square().mean().backward()
+        made.step()
+        for make in (signum, dgc, demo, adam):
+            with pytest.raises(StateError, match="it is of another kind of optimizer"):
+                make(network()).load_state_dict(made.state_dict())
+
+
 @cases.add
 def signum_takes_parameters_of_any_shape() -> None:
     ps = [torch.nn.Parameter(torch.ones(shape)) for shape in [(), (1,), (1, 5), (3, 1), (0,), (2, 0), (2, 3, 4)]]
@@ -840,6 +854,14 @@ def settings_of_signum_that_cannot_work_are_refused() -> None:
             signum(model, **wrong)
     with pytest.raises(MismatchError, match="seed"):
         signum(model, seed=hvd.rank())
+    for make, wrong in (
+        (signum, {"momentum": 1.5}),
+        (dgc, {"lr": -1.0}),
+        (demo, {"decay": 2.0}),
+        (adam, {"eps": -1.0}),
+    ):
+        with pytest.raises(ValueError, match=rf"\({next(iter(wrong))}="):
+            make(model).add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], **wrong})
     later = signum(model)
     train(later, model, 0, 1)
 
