@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Moments", "add_update", "direction", "gradient_of"]
+__all__ = ["Moments", "add_update", "direction", "gradient_of", "move"]
 
 
 class Moments(NamedTuple):
@@ -96,9 +96,19 @@ def direction(m: Moments, gradient: torch.Tensor, unseen: torch.Tensor | None) -
 def add_update(m: Moments, update: torch.Tensor) -> None:
     """Count a step, and move the parameter by momentum divided by its scale, with AdamW's decay before."""
     m.state["step"] += 1
-    rate = float(m.group["lr"])
-    correction = 1.0 - float(m.group["betas"][0]) ** m.steps
-    p = m.parameter
-    if m.group["weight_decay"]:
-        p.mul_(1.0 - rate * m.group["weight_decay"])
-    p.add_(update.to(p.dtype), alpha=-rate / correction)
+    move(m.parameter, m.group, update, 1.0 - float(m.group["betas"][0]) ** m.steps)
+
+
+def move(p: torch.Tensor, group: dict[str, Any], update: torch.Tensor, divisor: float = 1.0) -> None:
+    """Move a parameter against an update by the learning rate, with AdamW's decay before.
+
+    Args:
+        p: the parameter.
+        group: its options: lr and weight_decay.
+        update: of the parameter's shape.
+        divisor: of the update.
+    """
+    rate = float(group["lr"])
+    if group["weight_decay"]:
+        p.mul_(1.0 - rate * group["weight_decay"])
+    p.add_(update.to(p.dtype), alpha=-rate / divisor)

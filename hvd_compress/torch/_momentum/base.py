@@ -277,14 +277,17 @@ class MomentumOptimizer(torch.optim.Optimizer):
                     self.state[p][key] = value.detach().to(device=p.device, dtype=wide(p), copy=True)
 
     def _refuse_other_kinds(self, state_dict: dict[str, Any]) -> None:
-        groups = [(f"group {i}", group, list(self.defaults)) for i, group in enumerate(state_dict["param_groups"])]
-        kept = [(f"parameter {i}", entry, list(self._KEPT)) for i, entry in state_dict["state"].items()]
-        for what, entry, needed in (*groups, *kept):
+        of_others = [key for key in _OF_OTHERS if key not in self.defaults]
+        groups = [
+            (f"group {i}", group, list(self.defaults), of_others) for i, group in enumerate(state_dict["param_groups"])
+        ]
+        kept = [
+            (f"parameter {i}", entry, list(self._KEPT), of_others if self._KEPT else list(entry))
+            for i, entry in state_dict["state"].items()
+        ]
+        for what, entry, needed, foreign in (*groups, *kept):
             missing = [f"no {key!r}" for key in needed if key not in entry]
-            foreign = [repr(key) for key in _OF_OTHERS if key in entry and key not in self.defaults]
-            if what.startswith("parameter") and not needed:
-                foreign = [repr(key) for key in entry]
-            if has := [*missing, *foreign]:
+            if has := [*missing, *(repr(key) for key in foreign if key in entry)]:
                 raise StateError(
                     f"load_state_dict() of a {self._kind}: {what} of the state has {has[0]}, so it is of another kind "
                     "of optimizer. Load model and residuals, and let the optimizer begin anew"

@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_compress._torch.dct import Chunks
-from hvd_compress._torch.moments import gradient_of
+from hvd_compress._torch.moments import gradient_of, move
 from hvd_compress.compressors import TopK
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 from hvd_compress.exchange import Exchange
@@ -134,8 +134,5 @@ class DeMo(MomentumOptimizer):
         self._own.update(momenta)
         for name, p, group in self._trained():
             update = self._chunks(p).restored(averages[name])
-            rate = float(group["lr"])
-            if group["weight_decay"]:
-                p.mul_(1.0 - rate * group["weight_decay"])
-            p.add_((update.sign_() if self._sign else update).to(p.dtype), alpha=-rate)
+            move(p, group, update.sign_() if self._sign else update)
         return True

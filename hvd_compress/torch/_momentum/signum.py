@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import horovod.torch as hvd
 import torch
 
-from hvd_compress._torch.moments import gradient_of
+from hvd_compress._torch.moments import gradient_of, move
 from hvd_compress.compressors import SignSGD
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.exchange import Exchange
@@ -101,8 +101,5 @@ class Signum(MomentumOptimizer):
             return False
         self._own.update(momenta)
         for name, p, group in self._trained():
-            rate = float(group["lr"])
-            if group["weight_decay"]:
-                p.mul_(1.0 - rate * group["weight_decay"])
-            p.add_(averages[name].sign_().to(p.dtype), alpha=-rate)
+            move(p, group, averages[name].sign_())
         return True

@@ -494,22 +494,27 @@ def demo_follows_the_algorithm(sign) -> None:
     np.testing.assert_allclose(mine.numpy(), momenta[hvd.rank()].ravel(), atol=1e-4)
 
 
-@cases.each(DEMOS)
-def demo_goes_on_from_a_state(settings) -> None:
+def check_learns_and_goes_on_from_a_state(make, steps: int) -> None:
+    """Of an optimizer whose ranks keep a momentum of their own: training goes on to the bit from what it has saved."""
     model = network()
-    optimizer = demo(model, **settings)
+    optimizer = make(model)
     first = train(optimizer, model, 0, 1)
-    assert train(optimizer, model, 1, 16) < first
+    assert train(optimizer, model, 1, steps) < first
     assert_same_everywhere(model)
     state, other = saved(optimizer), copy.deepcopy(model)
-    train(optimizer, model, 16, 20)
-    again = demo(other, **settings)
+    train(optimizer, model, steps, steps + 4)
+    again = make(other)
     again.load_state_dict(state["optimizer"])
     again.load_compression_state_dict(state["own"])
-    train(again, other, 16, 20)
+    train(again, other, steps, steps + 4)
     assert values(model) == values(other)
     (alone,) = redistribute(hvd.allgather_object(state["own"]), 1)
     assert "momentum of 0.weight" in alone["residuals"]
+
+
+@cases.each(DEMOS)
+def demo_goes_on_from_a_state(settings) -> None:
+    check_learns_and_goes_on_from_a_state(partial(demo, **settings), 16)
 
 
 @cases.each(DEMOS)
@@ -783,20 +788,7 @@ def signum_steps_with_what_most_ranks_want(settings) -> None:
 
 @cases.each({"two phases": {}, "hierarchical": {"exchange": "hierarchical"}})
 def signum_learns_and_goes_on_from_a_state(settings) -> None:
-    model = network()
-    optimizer = signum(model, **settings)
-    first = train(optimizer, model, 0, 1)
-    assert train(optimizer, model, 1, 30) < first
-    assert_same_everywhere(model)
-    state, other = saved(optimizer), copy.deepcopy(model)
-    train(optimizer, model, 30, 34)
-    again = signum(other, **settings)
-    again.load_state_dict(state["optimizer"])
-    again.load_compression_state_dict(state["own"])
-    train(again, other, 30, 34)
-    assert values(model) == values(other)
-    (alone,) = redistribute(hvd.allgather_object(state["own"]), 1)
-    assert "momentum of 0.weight" in alone["residuals"]
+    check_learns_and_goes_on_from_a_state(partial(signum, **settings), 30)
 
 
 @cases.add
