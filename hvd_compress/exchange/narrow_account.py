@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 _ALIGNED = 64
 _MOST_KEPT = 2**26  # bytes that a thread keeps for the next table
-_SENDER, _OWNER = 2, 3  # hops of keys, beside those of payloads
+_HOPS = {False: 2, True: 3}  # of keys, beside those of payloads: of a sender, and of an owner
 
 
 class _Narrow(NamedTuple):
@@ -91,31 +91,44 @@ class NarrowAccount(Account):
     """
 
     rests = True
-    _narrow: _Narrow | None = None
-    _owner_narrow: _Narrow | None = None
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
-        super().__init__(*arguments, **others)
+        self._now: dict[bool, _Narrow] = {}
+        """What is owed, as a sender (False) and as an owner (True)."""
         self._before: dict[bool, _Narrow | None] = {}
-        """What was owed before this step, as a sender (False) and as an owner (True)."""
+        """The same before this step, of what has changed in it."""
+        super().__init__(*arguments, **others)
 
     @property
     def residual(self) -> Any:
         """What this rank owes of the elements in `shard`, or None."""
-        return None if self._narrow is None else _floats(self._narrow)
+        return self._floats(False)
 
     @residual.setter
     def residual(self, values: Any) -> None:
-        self._narrow = None if values is None else _Narrow.of(values, self.key_of(_SENDER, 0))
+        self._keep(False, values)
 
     @property
     def owner_residual(self) -> Any:
         """What it owes of the elements in `owned`, or None."""
-        return None if self._owner_narrow is None else _floats(self._owner_narrow)
+        return self._floats(True)
 
     @owner_residual.setter
     def owner_residual(self, values: Any) -> None:
-        self._owner_narrow = None if values is None else _Narrow.of(values, self.key_of(_OWNER, 0))
+        self._keep(True, values)
+
+    def _floats(self, of_owner: bool) -> Array | None:
+        narrow = self._now.get(of_owner)
+        return None if narrow is None else narrow.write(aligned_empty(narrow.codes.size, narrow.dtype))
+
+    def _keep(self, of_owner: bool, values: Array | None) -> None:
+        self._set(of_owner, None if values is None else _Narrow.of(values, self.key_of(_HOPS[of_owner], 0)))
+
+    def _set(self, of_owner: bool, narrow: _Narrow | None) -> None:
+        if narrow is None:
+            self._now.pop(of_owner, None)
+        else:
+            self._now[of_owner] = narrow
 
     def numel_of(self, of_owner: bool) -> int:
         """Return the number of elements that a residual has."""
@@ -124,36 +137,24 @@ class NarrowAccount(Account):
 
     def open(self, of_owner: bool, out: Array) -> None:
         """Write a residual to an array of its size, where it is to be renewed; zeros if there is none."""
-        narrow = self._owner_narrow if of_owner else self._narrow
-        if narrow is None:
-            out[...] = 0
+        if of_owner in self._now:
+            self._now[of_owner].write(out)
         else:
-            narrow.write(out)
+            out[...] = 0
 
     def rest(self, of_owner: bool, values: Array) -> None:
         """Round what has become of an array that was opened."""
-        self._before.setdefault(of_owner, self._owner_narrow if of_owner else self._narrow)
-        if of_owner:
-            self.owner_residual = values
-        else:
-            self.residual = values
+        self._before.setdefault(of_owner, self._now.get(of_owner))
+        self._keep(of_owner, values)
 
     def go_back(self, of_owner: bool) -> None:
         """Owe what was owed before this step."""
-        if of_owner not in self._before:
-            return
-        if of_owner:
-            self._owner_narrow = self._before[of_owner]
-        else:
-            self._narrow = self._before[of_owner]
+        if of_owner in self._before:
+            self._set(of_owner, self._before[of_owner])
 
     def end_step(self, of_owner: bool) -> None:
         """Note that what has been made is not to be taken back any more."""
         self._before.pop(of_owner, None)
-
-
-def _floats(narrow: _Narrow) -> Array:
-    return narrow.write(aligned_empty(narrow.codes.size, narrow.dtype))
 
 
 def account_of(name: str, plan: Plan, compressor: Compressor, position: int, *arguments: Any, **others: Any) -> Account:

@@ -182,7 +182,7 @@ def test_between_steps_a_residual_takes_a_byte_for_each_element() -> None:
     one_step(bucket, gradients_of(0))
     for account in bucket.accounts.values():
         assert isinstance(account, NarrowAccount)
-        for narrowed in (account._narrow, account._owner_narrow):
+        for narrowed in (account._now[False], account._now[True]):
             numel = account.plan.numel
             assert narrowed.codes.nbytes + narrowed.exponents.nbytes <= numel + 2 * (numel // 256 + 1)
         assert not any(isinstance(value, np.ndarray) for value in vars(account).values())
@@ -260,7 +260,7 @@ def test_a_state_brings_back_every_bit() -> None:
     second.load_state_dict(state)
     for name, account in first.accounts.items():
         other = second.accounts[name]
-        assert other._narrow.codes.tobytes() == account._narrow.codes.tobytes() or (
+        assert other._now[False].codes.tobytes() == account._now[False].codes.tobytes() or (
             other.residual.tobytes() == account.residual.tobytes()
         )
         assert np.array_equal(other.owner_residual, account.owner_residual)
