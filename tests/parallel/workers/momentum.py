@@ -783,7 +783,9 @@ def signum_steps_with_what_most_ranks_want(settings) -> None:
     assert ties > 0
     mine = optimizer.compression_state_dict()["residuals"]["momentum of parameter.0"]["values"]
     np.testing.assert_allclose(mine.numpy(), momenta[hvd.rank()].ravel(), atol=1e-5)
-    assert optimizer.compression_stats()["total"]["ratio"] > 15
+    # the server sends its answer to each of the others
+    answers = hvd.size() - 1 if "exchange" in settings and hvd.rank() == 0 else 1
+    assert optimizer.compression_stats()["total"]["ratio"] * answers > 15
 
 
 @cases.each({"two phases": {}, "hierarchical": {"exchange": "hierarchical"}})
