@@ -139,8 +139,10 @@ def measure_core(ranks: Ranks, link: LinkSpeed) -> dict[str, float]:
         ranks.maximum([0.0])
         alone = _elapsed(run)
         computed, loaded = _computed_during(run)
-        # both may give way: what computes, and the collective
-        shares.append(min(1.0, max(0.0, 1.0 - computed / idle) + max(0.0, 1.0 - alone / loaded)))
+        # both may give way: what computes, and the collective. On a machine that others keep busy nothing may have been
+        # computed at all while this rank slept: then nothing is lost by the collective, either
+        given_way = max(0.0, 1.0 - computed / idle) if idle else 0.0
+        shares.append(min(1.0, given_way + max(0.0, 1.0 - alone / loaded)))
     return dict(zip(COLLECTIVES, ranks.maximum(shares), strict=True))
 
 

@@ -131,20 +131,25 @@ def test_a_hierarchy_needs_two_hosts_with_two_ranks(
 
 
 @pytest.mark.parametrize(
-    ("computed", "slower", "expected"),
-    [(100, 1.0, 0.0), (75, 1.0, 0.25), (100, 2.0, 0.5), (50, 2.0, 1.0), (120, 0.9, 0.0), (10, 9.0, 1.0)],
+    ("idle", "computed", "slower", "expected"),
+    [
+        *((100, *case) for case in [(100, 1.0, 0.0), (75, 1.0, 0.25), (100, 2.0, 0.5), (50, 2.0, 1.0), (10, 9.0, 1.0)]),
+        (100, 120, 0.9, 0.0),
+        # others keep the machine so busy that this rank computes nothing
+        *((0, 0, 1.0, 0.0), (0, 0, 2.0, 0.5), (0, 20, 1.0, 0.0), (100, 0, 1.0, 1.0)),
+    ],
 )
 def test_what_collectives_and_computing_take_from_each_other(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, computed: float, slower: float, expected: float
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, idle: float, computed: float, slower: float, expected: float
 ) -> None:
-    """100 computations a second alone, fewer during a collective, which takes longer than alone."""
+    """So many computations a second alone, fewer during a collective, which takes longer than alone."""
     sleeps = []
     clock.sleep = sleeps.append  # type: ignore[attr-defined]
 
     def computed_during(wait: Callable[[], object]) -> tuple[float, float]:
         begin, before = clock.now, len(sleeps)
         wait()
-        return (100, sleeps[-1]) if len(sleeps) > before else (computed, slower * (clock.now - begin))
+        return (idle, sleeps[-1]) if len(sleeps) > before else (computed, slower * (clock.now - begin))
 
     class Alone(Fake):
         def pass_time(self, collective: str, nbytes: int, peers: Sequence[int] | None) -> None:
