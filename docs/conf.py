@@ -84,7 +84,7 @@ _UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|[kMG]B|[KMG]iB|[MG]bit/s|points?)(
 
 
 class Unbroken(SphinxPostTransform):
-    """Keep ranges and figures with their units on one line, and set minus signs, so that negative ranges can be read."""
+    """Keep ranges, and figures with their units, on one line, and set minus signs."""
 
     default_priority = 900
 
