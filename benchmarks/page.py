@@ -53,7 +53,7 @@ def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | No
     verdicts = sorted(_of_all(results, "verdicts"), key=lambda v: -v.faster.median)
     parts = ["# What compression is worth, measured", "", *_answer(verdicts)]
     if auto in results:
-        parts += ["", speed.section(results[auto])]
+        parts += ["", speed.section(results[auto], results.get(rivals))]
     parts += ["", _accuracy(), "", *_how(), "", *_cases(verdicts)]
     for module, result in results.items():
         parts += ["", module.section(result)]
