@@ -11,13 +11,18 @@ from tests.parallel.launch import TOGETHER
 
 # the first parameters of a test: a number of ranks or another word, and the launcher
 _START = re.compile(r"\[(?:(\w*)-)?(gloo|mpi|horovodrun-mpi|torchrun)[]-]")
+# where the parameters do not say which start a test asks for
 _EACH_STARTS_ITS_OWN = {
+    "test_async_server",
     "test_elastic",
     "test_elastic_averaging",
     "test_elastic_compression",
+    "test_ending",
     "test_examples",
     "test_guides",
+    "test_keras",
     "test_resize",
+    "test_tensorflow",
 }
 
 
@@ -39,11 +44,9 @@ def start_of(nodeid: str) -> str:
     file = Path(path).stem
     if "cluster" in nodeid:
         return "cluster"  # a machine has one virtual cluster at a time
-    if file in _EACH_STARTS_ITS_OWN:
-        return nodeid
     found = _START.search(test)
     if found is None:
-        return file
+        return nodeid if file in _EACH_STARTS_ITS_OWN else file
     framework = "tensorflow" if "tensorflow" in nodeid else "torch"
     ranks, launcher = found.groups()
     families = TOGETHER.get((int(ranks), launcher), ()) if ranks and ranks.isdigit() else ()
