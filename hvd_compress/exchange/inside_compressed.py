@@ -1,4 +1,4 @@
-"""Exchange gradients compressed inside of a host: payloads of the shards of others, made and read as all payloads are."""
+"""Exchange gradients compressed inside of a host: payloads of the shards of its other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hvd_compress.exchange.account import INSIDE, Account
 from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.inside import Inside, Parcel
 from hvd_compress.exchange.outbox import NARROW, Outbox, by_kind
-from hvd_compress.exchange.table import Damaged
 from hvd_compress.memory import aligned, aligned_empty
 
 __all__ = ["CompressedInside", "inside_of"]

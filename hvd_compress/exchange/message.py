@@ -252,7 +252,7 @@ def _message_inside(runs: Sequence[Sequence[Part]], accounts: Sequence[Account])
 
 
 def _inside(accounts: Sequence[Account], hosts: Hosts, rank: int) -> list[Part]:
-    """List the payloads for a rank of this host; what is compressed inside has its own groups, and parts of a tensor."""
+    """List the payloads for a rank of this host, which have the groups of what compresses them."""
     parts = []
     for i, account in enumerate(accounts):
         shard, plan = account.shard_of(rank), account.plan
