@@ -102,7 +102,8 @@ class Exchange:
             >>> Exchange.from_config(exchange.get_config()) == exchange
             True
         """
-        settings = dict(config) if isinstance(config, dict) else {}
+        given: Any = config
+        settings = dict(given) if isinstance(given, dict) else {}
         name = settings.pop("id", None)
         kinds = {kind.id: kind for kind in _with_heirs(cls) if "id" in vars(kind)}
         if name not in kinds:
