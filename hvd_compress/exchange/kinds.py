@@ -284,17 +284,16 @@ class AllGather(Exchange):
 class Hierarchical(Exchange):
     """Ranks of a host sum their gradients; what travels between hosts is compressed, in two phases.
 
-    All hosts need equally many ranks. Ranks are on one host if they report the same host name. Inside of a host,
-    gradients travel uncompressed, or compressed by `inside`, which may be wider than what the optimizer's
-    `compression=` makes for the links between hosts: 8 bits inside, 4 between. Each rank sends the others of its host
-    their shares, and keeps its own as it is. With error feedback of `inside`, what that leaves out is owed, as all
-    else, and goes with the next gradient: a float for each element. Sums stay as they are inside of a host: they are
-    passed on in the payloads that came from other hosts.
+    All hosts need equally many ranks. Ranks are on one host if they report the same host name.
 
-    Small tensors, which go uncompressed between hosts, do so inside of them.
+    The optimizer's `compression=` is for the links between hosts. Inside of a host gradients travel uncompressed, or
+    compressed by `inside`, which is usually wider: 8 bits inside, 4 between. A rank sends the others of its host their
+    shares, and adds its own as it is. What `inside` leaves out is owed, and goes with the next gradient; that takes 4
+    bytes for each element on each rank. The sums of all hosts are passed on inside of a host as they came. Small
+    tensors go uncompressed everywhere.
 
     Source: Wang et al. 2023 (ZeRO++), section 3.3, and Jia et al. 2024 (SDP4Bit), which has two widths. There gradients
-    of sharded parameters are scattered in two hops; here sums come back to all, and there is error feedback.
+    of sharded parameters are scattered; here sums come back to all ranks, and both levels have error feedback.
 
     Args:
         inside: a compressor, or its name, such as Blockwise(bits=8); None for uncompressed gradients.
@@ -313,7 +312,7 @@ class Hierarchical(Exchange):
         ...     ranks = Loopback(4, Blockwise(bits=4), exchange, ranks_per_host=2)
         ...     print(ranks.allreduce(ones, name="w")[0].sum(), ranks.bytes_sent[0] / ones[0].size)
         32768.0 2.5205078125
-        32768.0 1.0302734375
+        32768.0 1.029541015625
     """
 
     id = "hierarchical"
