@@ -176,11 +176,8 @@ class Pilot:
         speed = self._speeds.get(compressor, Speed())
         work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)
         inside = exchange.inside if isinstance(exchange, Hierarchical) else None
-        return (
-            ()
-            if work is None
-            else stages_of(work, speed, self._network, None if inside is None else self._speeds.get(inside))
-        )
+        of_inside = None if inside is None else self._speeds.get(inside)
+        return () if work is None else stages_of(work, speed, self._network, of_inside)
 
 
 def _seconds(stages: Sequence[Stage]) -> float:
