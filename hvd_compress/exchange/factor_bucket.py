@@ -125,7 +125,7 @@ class FactorBucket(Bucket):
         self._waiting: list[int] = []
         self._kinds: dict[int, str] = {}
         self._lost = np.zeros(count, bool)
-        self._values_at, self._outs_at = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self._gradients_at, self._outs_at = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._bad: set[int] = set()
         """The tensors of this rank with a value that is not finite: their residuals are as before the step."""
         self._corrected: set[int] = set()
@@ -159,7 +159,7 @@ class FactorBucket(Bucket):
     def _compute_left(self, number: int) -> None:
         matrix, kind = self._matrices[number], self._kinds.get(number, NARROW)
         residual = matrix.account.fit_residual(computed_in(kind))
-        gradient = array_at(self._values_at[number], residual.size, kind)
+        gradient = array_at(self._gradients_at[number], residual.size, kind)
         p = self._left[matrix.left].reshape(matrix.r, matrix.n)
         if common.correct(residual, gradient) != 0:
             common.take_back(residual, gradient)
@@ -317,7 +317,7 @@ class FactorBucket(Bucket):
             # a gradient that was overwritten stays owed
             if not self._lost[i]:
                 residual, kind = self._matrices[i].account.residual, self._kinds.get(i, NARROW)
-                common.take_back(residual, array_at(self._values_at[i], residual.size, kind))
+                common.take_back(residual, array_at(self._gradients_at[i], residual.size, kind))
         self._corrected = set()
 
     def settle_counts(self) -> None:
