@@ -344,6 +344,6 @@ def _no_loss_scale() -> UnsupportedError:
     return UnsupportedError(
         f"a LossScaleOptimizer around hvd.{_KIND} would let each rank decide on its own gradients whether to take part "
         "in a step, and the others would wait for ever. model.compile adds one where the dtype policy is "
-        "mixed_float16: use mixed_bfloat16, or hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer("
-        "keras.optimizers.Adam()), compression=...)"
+        "mixed_float16: use mixed_bfloat16, or hvd.DistributedOptimizer(optimizer, compression=...) of a "
+        "LossScaleOptimizer around Keras' Adam"
     )

@@ -136,7 +136,8 @@ class AdamSteps:
             return
         process_set = self._compressed.settings["process_set"]
         if self._edge.ranks_of(process_set) > 1:
-            schedule, steps = self._settings.schedule, int(self._edge.values(self._variables.steps))
+            # a variable that a function makes while TensorFlow traces it has no value yet: an empty array
+            schedule, steps = self._settings.schedule, int(self._edge.values(self._variables.steps).sum())
             told = {**vars(self._settings), "betas": vars(self._settings.betas), "schedule": vars(schedule)}
             self._edge.ranks(process_set).agree({"optimizer": "CompressedAdam", "steps made": steps, **told})
         self._plain.is_broadcast = self._compressed.is_broadcast

@@ -41,6 +41,7 @@ x, y = np.ones((64, 4), np.float32), np.zeros(64, np.int32)
 """
 # by page and beginning: who starts the ranks, what goes before, and what is written otherwise for two CPUs
 FRAGMENTS = {
+    ("guides/adam.md", "rate = keras."): ("gloo", f"{KERAS}\nfrom hvd_compress import OneBit\n", {}),
     ("guides/ddp.md", "ddp.register_comm_hook(\n"): ("torchrun", DDP, {}),
     ("guides/ddp.md", "torch.save("): ("torchrun", REGISTERED, {}),
     ("guides/ddp.md", "ddp.register_comm_hook(model, c"): ("torchrun", DDP, {}),

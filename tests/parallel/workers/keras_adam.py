@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_compress import Auto, OneBit, Policy, TopK
+from hvd_compress import Auto, OneBit, ParameterServer, Policy, PowerSGD, TopK
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.feedback import redistribute
 from tests import adam_oracle
@@ -267,6 +267,27 @@ def what_adam_refuses() -> None:
         raises(UnsupportedError, adam, "elastic")
 
 
+@cases.add
+def weights_that_were_not_broadcast_are_told_by_adam() -> None:
+    model = network()
+    # without a callback Keras builds the optimizer when it traces the first step
+    model.compile(adam(warmup_steps=1), "mse")
+    x = data()[0]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model.fit(x, x[:, :10], batch_size=32, verbose=0)
+    assert any("differs from that of rank 0" in str(w.message) for w in seen)
+    assert model.optimizer.compression_stats()["steps_by_way"] == {"warm-up": 1, "renewal": 0, "compressed": 2}
+
+
+if KERAS == 2:
+
+    @cases.add
+    def a_loss_scale_around_adam_is_refused() -> None:
+        scaled = keras.mixed_precision.LossScaleOptimizer(adam())
+        raises(UnsupportedError, lambda: trained(scaled, run_eagerly=True), "mixed_bfloat16")
+
+
 if KERAS == 3:
 
     @cases.add
@@ -274,6 +295,12 @@ if KERAS == 3:
         raises(UnsupportedError, lambda: keras.optimizers.LossScaleOptimizer(adam()), "mixed_bfloat16")
         half = keras.Variable(np.ones(4, np.float32), dtype="float16", name="half")
         raises(TypeError, lambda: adam().build([half]), "half", "float32 or float64")
+
+    @cases.each({"server": {"exchange": ParameterServer()}, "powersgd": {"compression": PowerSGD(rank=2)}})
+    def adam_takes_any_exchange_eagerly(settings: Any) -> None:
+        model = trained(adam(**settings), run_eagerly=True)
+        check_equal_on_all_ranks(model)
+        assert model.seen["loss"][-1] < model.seen["loss"][0]
 
     @cases.add
     def adam_accumulates_gradients() -> None:
