@@ -41,7 +41,6 @@ x, y = np.ones((64, 4), np.float32), np.zeros(64, np.int32)
 """
 # by page and beginning: who starts the ranks, what goes before, and what is written otherwise for two CPUs
 FRAGMENTS = {
-    ("guides/adam.md", "rate = keras."): ("gloo", f"{KERAS}\nfrom hvd_compress import OneBit\n", {}),
     ("guides/ddp.md", "ddp.register_comm_hook(\n"): ("torchrun", DDP, {}),
     ("guides/ddp.md", "torch.save("): ("torchrun", REGISTERED, {}),
     ("guides/ddp.md", "ddp.register_comm_hook(model, c"): ("torchrun", DDP, {}),
@@ -55,6 +54,8 @@ FRAGMENTS = {
     ("guides/diloco.md", "state = "): ("gloo", f"{HVD}\nopt = hvd.DiLoCo(opt, model.named_parameters())\n", {}),
     ("guides/diloco.md", "from hvd_compress import TopK"): ("gloo", HVD, {}),
     ("guides/diloco.md", "model.compile("): ("gloo", KERAS, {}),
+    # after those of PyTorch, which cannot be imported after TensorFlow
+    ("guides/adam.md", "rate = keras."): ("gloo", f"{KERAS}\nfrom hvd_compress import OneBit\n", {}),
     ("reference/errors.md", "from hvd_compress import errors"): (
         "gloo",
         f'{HVD}\nopt = hvd.DistributedOptimizer(opt, model.named_parameters(), compression="onebit")\nstate = {{}}\n',
