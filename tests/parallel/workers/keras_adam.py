@@ -296,7 +296,10 @@ if KERAS == 3:
         half = keras.Variable(np.ones(4, np.float32), dtype="float16", name="half")
         raises(TypeError, lambda: adam().build([half]), "half", "float32 or float64")
 
-    @cases.each({"server": {"exchange": ParameterServer()}, "powersgd": {"compression": PowerSGD(rank=2)}})
+    @cases.each(
+        {"server": {"exchange": ParameterServer()}, "powersgd": {"compression": PowerSGD(rank=2)}},
+        witnesses=["powersgd"],
+    )
     def adam_takes_any_exchange_eagerly(settings: Any) -> None:
         model = trained(adam(**settings), run_eagerly=True)
         check_equal_on_all_ranks(model)
@@ -308,7 +311,7 @@ if KERAS == 3:
         check_equal_on_all_ranks(model)
         assert model.optimizer.compression_stats()["steps_by_way"] == {"warm-up": 2, "renewal": 0, "compressed": 2}
 
-    @cases.add
+    @cases.add_thorough
     def a_model_in_bfloat16_trains_with_adam() -> None:
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy("mixed_bfloat16")
