@@ -53,7 +53,7 @@ def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | No
     verdicts = sorted(_of_all(results, "verdicts"), key=lambda v: -v.faster.median)
     parts = ["# What compression is worth, measured", "", *_answer(verdicts)]
     if auto in results:
-        parts += ["", speed.section(results[auto])]
+        parts += ["", speed.section(results[auto], results.get(rivals))]
     parts += ["", _accuracy(), "", *_how(), "", *_cases(verdicts)]
     for module, result in results.items():
         parts += ["", module.section(result)]
@@ -88,9 +88,10 @@ def _answer(verdicts: list[Verdict]) -> list[str]:
         )
     lines += [
         "**With plain SGD accuracy stays where error feedback is on**, on the small networks that were tried: "
-        "[the papers' experiments](../../docs/reproductions.md). With Adam the loss of one small network rose: "
-        "[Adam](#adam).",
-        "**Not tried**: large models, transformers, Adam on real data, real clusters.",
+        "[the papers' experiments](../../docs/reproductions.md). With momentum or Adam it may not: "
+        "[Accuracy](../../docs/results/accuracy.md), [Adam](#adam).",
+        "**Not tried**: large models, long trainings, recurrent networks, real clusters. "
+        "[Limits](../../docs/results/limits.md) has the list.",
     ]
     return [f"{number}. {line}" for number, line in enumerate(lines, 1)]
 

@@ -20,8 +20,17 @@ NAMES = {
 }
 
 
-def section(result: dict[str, Any]) -> str:
-    """Return the Markdown of the picture; saves it."""
+# the strongest rival that was measured, on one link, in a run of its own
+RIVAL, RIVAL_NAME, RIVAL_RATE = "PowerSGD hook, rank 1", "DDP's PowerSGD hook,\nrank 1 (another run)", "1gbit"
+
+
+def section(result: dict[str, Any], rivals: dict[str, Any] | None = None) -> str:
+    """Return the Markdown of the picture; saves it.
+
+    Args:
+        result: of benchmarks/auto.py.
+        rivals: of benchmarks/rivals.py, if it was run.
+    """
     cells = {cell["rate"]: cell for cell in result["cells"] if cell["hosts"] == 2 and cell["width"] == WIDTH}
     cells = {rate: cells[rate] for rate in RATES if rate in cells}
     least = min(len(cell["rows"][FP32]["seconds"]) for cell in cells.values())
@@ -33,10 +42,30 @@ def section(result: dict[str, Any]) -> str:
         "quartiles. Above the band of "
         "another line a difference is more than chance."
     )
-    return f"{said}\n\n{_plot(cells)}"
+    rival = _rival(rivals) if rivals else None
+    if rival is not None:
+        said += (
+            " The cross is the strongest rival that was measured, DDP's PowerSGD hook of rank 1, on one link and in "
+            "another run (all its rounds): [against the hooks of DDP](#against-the-hooks-of-ddp)."
+        )
+    return f"{said}\n\n{_plot(cells, rival)}"
 
 
-def _plot(cells: dict[str, Any]) -> str:
+def _rival(rivals: dict[str, Any]) -> Spread | None:
+    """Return the seconds of the rival's step on the same network and number of hosts."""
+    seconds = [
+        second
+        for run in rivals["runs"]
+        if (run["hosts"], run["rate"]) == (2, RIVAL_RATE)
+        for cell in run["cells"]
+        if (cell["network"], cell["width"]) == ("mlp", WIDTH)
+        for rows in cell["sets"]
+        for second in rows[RIVAL]["seconds"]
+    ]
+    return Spread.of(seconds) if seconds else None
+
+
+def _plot(cells: dict[str, Any], rival: Spread | None) -> str:
     import matplotlib.pyplot as plt
     from drawing import label_ends, line, thin
 
@@ -45,6 +74,12 @@ def _plot(cells: dict[str, Any]) -> str:
     for name, label in NAMES.items():
         spreads = [Spread.of(cell["rows"][name]["seconds"]) for cell in cells.values()]
         line(panel, x, spreads, name, label=label, linewidth=2 if "(" in label else 1.4)
+    if rival is not None and RIVAL_RATE in cells:
+        at, colour = list(cells).index(RIVAL_RATE), "tab:purple"
+        panel.vlines(at, rival.low, rival.high, color=colour, linewidth=1)
+        panel.plot(at, rival.median, "X", color=colour, markersize=7, label="_")
+        where = (at - 0.08, 1.35 * rival.median)
+        panel.annotate(RIVAL_NAME, where, color=colour, fontsize=7.5, ha="right", va="center")
     panel.set_yscale("log")
     ticks = [0.1, 0.3, 1, 3, 10]
     panel.set_yticks(ticks, [f"{tick:g} s" for tick in ticks])
@@ -61,7 +96,7 @@ def main() -> None:
     result = read("auto")
     if result is None:
         raise SystemExit("nothing is measured: python benchmarks/auto.py")
-    print(section(result))
+    print(section(result, read("rivals")))
 
 
 if __name__ == "__main__":

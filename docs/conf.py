@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,8 +18,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # after the paths and settings above
 from docutils import nodes  # noqa: E402
 from inside import inner_modules  # noqa: E402
-from links import page_text, source_of  # noqa: E402
+from links import ADDED, page_text, source_of  # noqa: E402
 from messages import messages  # noqa: E402
+from sphinx.transforms.post_transforms import SphinxPostTransform  # noqa: E402
 from sphinx.util.docutils import SphinxDirective  # noqa: E402
 
 from hvd_compress import __version__  # noqa: E402
@@ -76,6 +78,31 @@ def _read(app: Any, docname: str, content: list[str]) -> None:
     content[0] = page_text(docname, content[0])
 
 
+_RANGE = re.compile(r"(?<![\w.])([-+]?[\d.]+)–([-+]?[\d.]+)(?![\w.])")
+_MINUS = re.compile(r"(?<![^ (])-(?=\d)")
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|µs|ms|s|[kMG]B|[KMG]iB|[MG]bit/s|points?)(?!\w))")
+
+
+class Unbroken(SphinxPostTransform):
+    """Keep ranges, and figures with their units, on one line, and set minus signs."""
+
+    default_priority = 900
+
+    def run(self, **_: Any) -> None:
+        for text in list(self.document.findall(nodes.Text)):
+            if isinstance(text.parent, nodes.literal | nodes.literal_block | nodes.raw | nodes.comment):
+                continue
+            whole = _UNIT.sub("\u00a0", _MINUS.sub("\u2212", _RANGE.sub(_range, text.astext())))
+            if whole != text.astext():
+                text.parent.replace(text, nodes.Text(whole))
+
+
+def _range(found: re.Match[str]) -> str:
+    low, high = (end.replace("-", "\u2212") for end in found.groups())
+    has_sign = not (low[0] + high[0]).isdecimal()
+    return f"{low}\u00a0to\u00a0{high}" if has_sign else f"{low}\u2060–\u2060{high}"
+
+
 class Help(SphinxDirective):
     """Show what a subcommand prints for --help, as it is now."""
 
@@ -117,6 +144,9 @@ class InnerModules(SphinxDirective):
 def setup(app: Any) -> None:
     """Tell Sphinx of what is above."""
     app.connect("source-read", _read)
+    # pages that an earlier build has read are read again after a change of these
+    app.add_config_value("added_to_pages", repr(ADDED), "env")
+    app.add_post_transform(Unbroken)
     app.add_directive("cli-help", Help)
     app.add_directive("all-messages", Messages)
     app.add_directive("inner-modules", InnerModules)

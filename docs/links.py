@@ -20,6 +20,8 @@ PAGES = {
     "benchmarks/results/README.md": "results/measured",
 }
 INCLUDED = {page: file for file, page in PAGES.items() if page != "index"}
+# readers of the repository see these pages without what only the site needs
+ADDED = {"decisions/README": "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"}
 LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<place>[^)\s]+)\)")
 FENCE = re.compile(r"^(`{3,}|~{3,}|:{3,}).*?^\1$", re.M | re.S)
 
@@ -32,7 +34,7 @@ def source_of(page: str) -> Path:
 def page_text(page: str, stub: str) -> str:
     """Return the text of a page with links that lead somewhere on the site, or name the file of the repository."""
     source = source_of(page)
-    text = source.read_text(encoding="utf-8") if page in INCLUDED else stub
+    text = (source.read_text(encoding="utf-8") if page in INCLUDED else stub) + ADDED.get(page, "")
     parts, end = [], 0
     # programs are left as they are
     for fence in FENCE.finditer(text):

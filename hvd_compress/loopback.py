@@ -147,6 +147,11 @@ class Loopback:
         value = self._accounts[name][rank].owner_residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
+    def pending(self, name: str, rank: int) -> Array:
+        """Return a flat copy of what a rank owes to others of its host, of all elements; empty if there is nothing."""
+        value = self._accounts[name][rank].pending
+        return np.zeros(0, np.float32) if value is None else value.copy()
+
     def accumulator(self, name: str, rank: int) -> Array:
         """Return a flat copy of AdaGrad's sums of squares of the chunk that a rank owns."""
         of_rank = self._accounts[name][rank].accumulator

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.common.util.hosts import SlotInfo, get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 
@@ -25,19 +25,22 @@ def main(folder: str, address: str, interface: str, hosts: str, *command: str) -
     port = server.start()
     server.init(slots)
     shared = create_run_env_vars(address, [interface], port)
-    running = {}
+    running: dict[int, tuple[subprocess.Popen[bytes], SlotInfo]] = {}
     for slot in slots:
         environment = {**os.environ, **{k: str(v) for k, v in (shared | create_slot_env_vars(slot)).items()}}
         with Path(folder, f"{slot.rank}.out").open("wb") as out, Path(folder, f"{slot.rank}.err").open("wb") as err:
             process = subprocess.Popen(
                 [str(ENTER), slot.hostname, f"exec {shlex.join(command)}"], env=environment, stdout=out, stderr=err
             )
-        running[process.pid] = slot
+        # kept: a Popen that nothing holds is reaped by the next one that is made, and its exit status is lost
+        running[process.pid] = process, slot
     while running:
         pid, status = os.wait()
-        slot = running.pop(pid, None)
-        code = os.waitstatus_to_exitcode(status)
-        if slot and code:
+        if pid not in running:
+            continue
+        process, slot = running.pop(pid)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+        if code:
             # whoever started this ends the other ranks, which wait for the failed one
             how = f"returned {code}" if code > 0 else f"was ended by signal {-code}"
             print(f"rank {slot.rank} on {slot.hostname} {how}", flush=True)

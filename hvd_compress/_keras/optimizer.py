@@ -192,8 +192,8 @@ class DistributedMethods:
         Steps that were made before a state was loaded are not among them.
 
         Returns:
-            {"compressor": repr, "total": counters, "tensors": {path of the variable: counters}}; see
-            `DistributedOptimizer` of `hvd_compress.torch` for the counters.
+            A dict. "compressor" is a repr, "total" has counters, and "tensors" has `{path of the variable: counters}`.
+            `DistributedOptimizer` of `hvd_compress.torch` tells what the counters are.
         """
         label = repr(self._hvd.settings["compression"])
         latest = self._hvd.latest

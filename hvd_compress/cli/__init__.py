@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0, 1 where `check` found something missing or a build failed, 2 for arguments that do not fit,
         130 where the user has ended it.
     """
-    parser = _Parser(prog="hvd-compress", description="Gradient compression for Horovod.")
+    parser = _Parser(prog="hvd-compress", description="Compressed gradients for Horovod and PyTorch's DDP.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="subcommand")
     for name, module in _SUBCOMMANDS.items():

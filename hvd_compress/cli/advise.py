@@ -46,7 +46,7 @@ from hvd_compress.errors import MismatchError
 
 __all__ = ["HELP", "add_arguments", "run", "tried"]
 
-HELP = "does compression pay for a model, and which"
+HELP = "find out whether compression pays for a model, and which one"
 
 CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), TopK(), Adaptive())
 # a trial has at least four steps
@@ -62,35 +62,40 @@ Shape = tuple[int, ...]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--model", metavar="MODULE:FUNCTION", help="a function that returns a torch module "
-                       "or a built Keras model, or such a model")  # fmt: skip
-    model.add_argument("--shapes", metavar="LIST", help="such as 784x4096,4096x4096*2,4096x10")
-    model.add_argument("--shapes-file", metavar="FILE", help="the same in a file, one or more in a line")
+    model.add_argument("--model", metavar="MODULE:FUNCTION", help="a torch module or a built Keras model, "
+                       "or a function that returns one")  # fmt: skip
+    model.add_argument("--shapes", metavar="LIST", help="shapes of the tensors, such as 784x4096,4096x4096*2,4096x10")
+    model.add_argument("--shapes-file", metavar="FILE", help="the same in a file, one or more in each line")
     parser.add_argument(
         "--step-seconds",
         type=seconds_argument,
         default=0.0,
         metavar="SECONDS",
-        help="of a step without communication, most of which exchanges overlap with; without it they are alone",
+        help="how long a step takes without communication; exchanges overlap with most of it. If it is left out, "
+        "exchanges are timed alone",
     )
     parser.add_argument(
         "--trial-seconds",
         type=seconds_argument,
         default=_ALL_TRIALS_SECONDS,
         metavar="SECONDS",
-        help=f"after which no other way is tried with real ranks ({_ALL_TRIALS_SECONDS:.0f}); 0 only predicts",
+        help=f"for how long ways are tried with real ranks ({_ALL_TRIALS_SECONDS:.0f}); with 0 all are predicted",
     )
     paper = parser.add_argument_group("on paper")
     paper.add_argument(
-        "--bandwidth", metavar="RATE", help="of a host, in each direction, such as 1gbit, 10Gbps or 125MB/s"
+        "--bandwidth", metavar="RATE", help="bandwidth of a host in each direction, such as 1gbit, 10Gbps or 125MB/s"
     )
-    paper.add_argument("--latency", metavar="TIME", default="50us", help="between two hosts (50us)")
-    paper.add_argument("--ranks", type=whole_argument, metavar="NUMBER", help="in all")
+    paper.add_argument("--latency", metavar="TIME", default="50us", help="latency between two hosts (50us)")
+    paper.add_argument("--ranks", type=whole_argument, metavar="NUMBER", help="number of ranks in all")
     paper.add_argument(
-        "--ranks-per-host", type=whole_argument, default=1, metavar="NUMBER", help="that share a host's bandwidth (1)"
+        "--ranks-per-host",
+        type=whole_argument,
+        default=1,
+        metavar="NUMBER",
+        help="number of ranks that share a host's bandwidth (1)",
     )
-    parser.add_argument("--measure", action="store_true", help="the link between the ranks that run this command; this "
-                        "is what happens under horovodrun and mpirun")  # fmt: skip
+    parser.add_argument("--measure", action="store_true", help="measure the link between the ranks that run this "
+                        "command; under horovodrun and mpirun this is the default")  # fmt: skip
     add_json_argument(parser)
 
 

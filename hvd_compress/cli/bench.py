@@ -32,7 +32,7 @@ from hvd_compress.cost import Speed, copy_speed, speed_of
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "speed of the kernels on this machine"
+HELP = "time the kernels on this machine"
 
 _CASES: tuple[Compressor, ...] = (
     OneBit(),

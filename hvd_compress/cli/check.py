@@ -51,7 +51,7 @@ from hvd_compress.missing import BUILD
 
 __all__ = ["HELP", "Finding", "add_arguments", "run"]
 
-HELP = "is this Horovod able to do it, and what is missing"
+HELP = "find out whether this Horovod can do it, and what is missing"
 
 # the oldest versions that are known to work
 _LEAST = {"torch": (2, 1), "tensorflow": (2, 15), "keras": (2, 15), "horovod": (0, 28), "numpy": (1, 26)}

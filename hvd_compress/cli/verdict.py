@@ -13,9 +13,13 @@ from hvd_compress.cli.units import show_bandwidth, show_bytes, show_seconds
 from hvd_compress.cost import Network
 from hvd_compress.engine import DEFAULT_MIN_NUMEL
 
-__all__ = ["ONE_RANK", "advice", "as_fields", "report"]
+__all__ = ["ONE_RANK", "TIME_ALONE", "advice", "as_fields", "report"]
 
 ONE_RANK = "Don't compress: one rank exchanges nothing."
+TIME_ALONE = "This is about time alone. Compression may cost accuracy: train a short stretch both ways, and compare."
+
+_USE = "Use "
+_FP16 = "hvd.Compression.fp16"
 
 # predictions and trials are not exact enough to tell smaller differences
 _LEAST_GAIN = 1.05
@@ -32,7 +36,7 @@ def advice(rows: Sequence[Prediction]) -> str:
     free = _best([row for row in rows if row.is_free])
     if free is not dense and dense.seconds < _LEAST_GAIN * free.seconds:
         free = dense
-    leave = "Don't compress" if free is dense else "Use compression=hvd.Compression.fp16, which Horovod has itself"
+    leave = "Don't compress" if free is dense else f"{_USE}compression={_FP16}, which Horovod has itself"
     against = f"{_name(free)} {show_seconds(free.seconds)}"
     if free is not dense:
         against += f" and {_name(dense)} {show_seconds(dense.seconds)}"
@@ -46,7 +50,8 @@ def advice(rows: Sequence[Prediction]) -> str:
         return f"{leave}: it is a tie, a step takes {seconds} with {_how(best)}, with {against}."
     if gain < 1:
         return f"{leave}: a step would take {seconds} with {_how(best)} at best, with {against}."
-    sentence = f"Use {_how(best)}: a step takes {seconds}, {gain:.1f} times faster than {_name(free)}; with {against}."
+    faster = f"{gain:.1f} times faster than {_name(free)}"
+    sentence = f"{_USE}{_how(best)}: a step takes {seconds}, {faster}; with {against}."
     even = [row for row in compressing if row is not best and row.seconds < _LEAST_GAIN * best.seconds]
     if even:
         sentence += f" As fast, to 5 %: {'; '.join(map(_how, even))}."
@@ -72,7 +77,9 @@ def report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction]
         return "\n".join([*lines, ONE_RANK])
     if any(row.compresses and not row.is_free for row in rows):
         lines += [f"link: {link}; kernels: measured on this machine", _table(rows, step)]
-    return "\n".join([*lines, advice(rows)])
+    said = advice(rows)
+    compresses = said.startswith(_USE) and not said.startswith(f"{_USE}compression={_FP16}")
+    return "\n".join([*lines, f"{said} {TIME_ALONE}" if compresses else said])
 
 
 def as_fields(

@@ -19,7 +19,7 @@ class Key:
         name: of the tensor.
         step: number of the optimizer step.
         rank: of the process.
-        hop: 0 for gradients, 1 for the sums that an owner encodes again.
+        hop: 0 for gradients, 1 for the sums that an owner encodes again, 4 for gradients inside of a host.
         chunk: part of the tensor.
 
     Example:

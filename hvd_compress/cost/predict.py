@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress.cost.link import LinkSpeed, Network
 from hvd_compress.cost.speeds import Speed
-from hvd_compress.exchange import Dense, Exchange, Plan, ring_bytes
+from hvd_compress.exchange import Dense, Exchange, Hierarchical, Plan, ring_bytes
 
 __all__ = ["Stage", "Work", "break_even_bandwidth", "dense_work", "exchange_seconds", "stages_of", "work_of"]
 
@@ -95,14 +95,21 @@ def work_of(plans: Sequence[Plan], bytes_per_element: float = math.inf, ranks_pe
         hosts = first.ranks // ranks_per_host
         inside, between = (ranks_per_host - 1) / ranks_per_host, (hosts - 1) / hosts
         # all ranks of a host share its link to the others
-        hops = (inside * 4 * numel, between * nbytes, between * nbytes, inside * nbytes)
+        cut_up = sum(map(_bytes_inside, plans))
+        hops = (inside * cut_up, between * nbytes, between * nbytes, inside * nbytes)
     # what travels uncompressed beside compressed ones has no groups
     groups = sum(-(-plan.numel // plan.group) for plan in plans if plan.group > 1)
     return Work(first.exchange, numel, hops, sum(len(plan.chunks) for plan in plans), groups, ranks_per_host)
 
 
-def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
+def stages_of(work: Work, speed: Speed, network: Network, inside: Speed | None = None) -> tuple[Stage, ...]:
     """List the stages of an exchange, one after the other.
+
+    Args:
+        work: of the exchange.
+        speed: of the compressor.
+        network: of the ranks.
+        inside: speed of what compresses inside of hosts; that of the compressor by default.
 
     Raises:
         ValueError: a hierarchical exchange in a network whose links inside and between hosts are not known.
@@ -150,8 +157,12 @@ def stages_of(work: Work, speed: Speed, network: Network) -> tuple[Stage, ...]:
         raise ValueError("a hierarchical exchange needs Network(between=, inside=): the links between and inside hosts")
     cut_up, to_owner, to_all, passed_on = work.hop_bytes
     shard, per_host = numel / network.ranks_per_host, network.ranks_per_host
-    summed = (per_host - 1) * 4 * shard * network.copying
+    cutting, summed = 0.0, (per_host - 1) * 4 * shard * network.copying
+    if isinstance(work.exchange, Hierarchical) and work.exchange.inside is not None:
+        kernels = (one if inside is None else inside).of_calls(work.pieces / per_host)
+        cutting, summed = ((per_host - 1) * seconds(shard) for seconds in (kernels.encode, kernels.add))
     return (
+        *([Stage(cutting)] if cutting else []),
         sent("alltoall", cut_up, network.inside),
         Stage(summed + one.of_calls(work.pieces / per_host).encoding(shard, work.groups / per_host)),
         sent("alltoall", to_owner, network.between),
@@ -195,6 +206,12 @@ def break_even_bandwidth(compressed: Callable[[float], float], dense: Callable[[
         middle = math.sqrt(low * high)
         low, high = (middle, high) if pays(middle) else (low, middle)
     return math.sqrt(low * high)
+
+
+def _bytes_inside(plan: Plan) -> float:
+    """Predict the bytes of a gradient that is cut up inside of a host."""
+    compressor = plan.exchange.inside_of(plan.chunk_compressors[0])
+    return 4 * plan.numel if compressor is None else compressor.body_bytes(plan.numel, compressor.group_of(plan.shape))
 
 
 def _expected(plan: Plan, bytes_per_element: float) -> float:

@@ -66,10 +66,11 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
         model: that has a hook.
 
     Returns:
-        {"compressor": repr, "total": counters, "tensors": {name: counters}} as `compression_stats()` of the optimizers
-        of `hvd_compress.torch`: steps, bytes_sent, bytes_received, dense_bytes (what an uncompressed ring allreduce
-        would have sent), ratio, encode_seconds, exchange_seconds (in collectives, beside the backward pass),
-        decode_seconds, residual_norm (Euclidean, in units of the sum over ranks); and the exchange of each tensor.
+        A dict as that of `compression_stats()` of the optimizers of `hvd_compress.torch`. "compressor" is a repr,
+        "total" has counters, and "tensors" has `{name: counters}`. Counters are: steps, bytes_sent, bytes_received,
+        dense_bytes (what an uncompressed ring allreduce would have sent), ratio, encode_seconds, exchange_seconds (in
+        collectives, beside the backward pass), decode_seconds, residual_norm (Euclidean, in units of the sum over
+        ranks); and the exchange of each tensor.
 
     Raises:
         StateError: the model has no hook.

@@ -224,7 +224,7 @@ class Ledger(Generic[AnyBucket]):
                 debts are paid.
         """
         for name, account in other.accounts.items():
-            if name in self.accounts and self.accounts[name].keeps_residual:
+            if name in self.accounts and self.accounts[name].may_owe:
                 continue
             is_kept = self._pays_debts or name in self._resting
             if account.is_owing() and not is_kept:
@@ -233,7 +233,7 @@ class Ledger(Generic[AnyBucket]):
                 owed = account.all_owed()
                 self._owe(name, owed.dtype)[:] = owed
         for name, debt in other.debts.items():
-            if name in self.accounts and not self.accounts[name].keeps_residual:
+            if name in self.accounts and not self.accounts[name].may_owe:
                 raise self._unpaid(name, float(np.linalg.norm(debt)))
             if name in self.accounts:
                 self.accounts[name].take_owed(0, debt)
@@ -486,7 +486,7 @@ class Ledger(Generic[AnyBucket]):
             raise StateError(
                 f"residual of {name!r} has shape {tuple(entry['shape'])}, and the tensor has {self._shapes[name]}"
             )
-        if account is not None and not account.keeps_residual:
+        if account is not None and not account.may_owe:
             raise StateError(
                 f"compressor state has a residual of {name!r}, and {self.routing.compressor_of(name)!r} keeps none. "
                 "Load it with the compression that it was saved with"

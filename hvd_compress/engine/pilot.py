@@ -11,7 +11,7 @@ from hvd_compress.compressors import FP16, Compressor, NoCompression
 from hvd_compress.cost import Explorer, Network, Speed, Stage, configurations, stages_of
 from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
-from hvd_compress.exchange import Dense, Exchange, FewestBytes, TwoPhase
+from hvd_compress.exchange import Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
 from hvd_compress.policy import Assigned, Auto
 
 __all__ = ["Pilot"]
@@ -39,7 +39,7 @@ class Pilot:
         tensors: all that may come, in the order of the forward pass.
         routing: exchange and sizes; its compressor is not looked at.
         network: as measured, equal on all ranks.
-        speeds: of FP16 and the candidates, equal on all ranks.
+        speeds: of the compressors that `timed` returns, equal on all ranks.
     """
 
     def __init__(
@@ -70,6 +70,12 @@ class Pilot:
             seconds=_TRIAL_SECONDS,
             share=_RIVALS_SHARE,
         )
+
+    @staticmethod
+    def timed(auto: Auto, exchange: Exchange) -> list[Compressor]:
+        """Return the compressors whose speeds matter: FP16, the candidates, and what works inside of hosts."""
+        inside = exchange.inside if isinstance(exchange, Hierarchical) else None
+        return list(dict.fromkeys([FP16(), *auto.candidates, *([] if inside is None else [inside])]))
 
     def routing(self) -> Routing:
         """The way that tensors go from now on."""
@@ -169,7 +175,9 @@ class Pilot:
         """List the stages of an exchange; none if all tensors are too small for the compressor."""
         speed = self._speeds.get(compressor, Speed())
         work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)
-        return () if work is None else stages_of(work, speed, self._network)
+        inside = exchange.inside if isinstance(exchange, Hierarchical) else None
+        of_inside = None if inside is None else self._speeds.get(inside)
+        return () if work is None else stages_of(work, speed, self._network, of_inside)
 
 
 def _seconds(stages: Sequence[Stage]) -> float:

@@ -16,9 +16,13 @@ from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.plan import Plan, ring_bytes
 from hvd_compress.memory import HOST, Memory, aligned_empty
 
-__all__ = ["Account"]
+__all__ = ["GRADIENTS", "INSIDE", "SUMS", "Account"]
 
 Array = npt.NDArray[Any]
+
+# hops, by which keys differ: of payloads of gradients, of sums, and of those that stay inside of a host. 2 and 3 are
+# those of residuals that are rounded
+GRADIENTS, SUMS, INSIDE = 0, 1, 4
 
 
 class Account:
@@ -56,8 +60,12 @@ class Account:
         self.hosts = hosts
         self.chunk = position if hosts is None else hosts.chunk_of(position)
         """The chunk that this rank owns."""
+        self.inside = plan.exchange.inside_of(compressor)
+        """What compresses inside of this host; None if nothing does."""
         self.keeps_residual = compressor.feedback
-        """Whether error feedback is on."""
+        """Whether error feedback is on for the elements in `shard`."""
+        self.keeps_pending = self.inside is not None and self.inside.feedback
+        """Whether it is on for what is sent to other ranks of this host."""
         self.owner_keeps_residual = any(answer.feedback for answer in plan.answer_compressors)
         """Whether it is on for sums."""
         self.residual: Any = None
@@ -68,7 +76,7 @@ class Account:
         """What the next step begins with, where factors are summed: float32, of shape (r, m), the same on all ranks."""
         self.pending: Array | None = None
         """What is owed of all elements, and goes with the next gradient: a hierarchical rank keeps residuals of its
-        shard only."""
+        shard only. Where gradients are compressed inside of a host, it is the residual of the other shards."""
         self.accumulator = accumulator
         self.step = 0
         self.counters = Counters()
@@ -104,8 +112,9 @@ class Account:
         return [(chunk, part) for chunk, part in self.plan.chunks if chunk in wanted]
 
     def key_of(self, hop: int, chunk: int) -> Key:
-        """Return what random choices depend on in this step: in hop 0 for gradients, in hop 1 for sums."""
-        return Key(self._seed, self.name, self.step, self.position, hop, chunk)
+        """Return what random choices depend on in this step and hop, such as `GRADIENTS`."""
+        seed = self.inside.seed if hop == INSIDE and self.inside is not None else self._seed
+        return Key(seed, self.name, self.step, self.position, hop, chunk)
 
     # -- residuals -----------------------------------------------------------------------------------------------
 
@@ -119,6 +128,11 @@ class Account:
         self.owner_residual = self._fitted(self.owner_residual, self.owned or slice(0, 0), kind)
         return self.owner_residual
 
+    def fit_pending(self, kind: str) -> Any:
+        """Return what is pending, of all elements, in a type; zeros if there is nothing yet."""
+        self.pending = self._fitted(self.pending, slice(0, self.plan.numel), kind)
+        return self.pending
+
     def _fitted(self, residual: Any, part: slice, kind: str) -> Any:
         if residual is None:
             # complete before anybody sees it: statistics may be asked for on another thread
@@ -127,6 +141,11 @@ class Account:
             return residual
         # the model has been converted to another type since
         return self.memory.from_host(self.memory.to_host(residual).astype(kind))
+
+    @property
+    def may_owe(self) -> bool:
+        """Whether this rank keeps, as a sender, what it owes of this tensor."""
+        return self.keeps_residual or self.keeps_pending
 
     def is_owing(self) -> bool:
         """Tell whether this rank still owes anything of this tensor."""
@@ -140,7 +159,7 @@ class Account:
         self.step = other.step
         if self.plan.chunk_compressors == other.plan.chunk_compressors:
             self.factor = other.factor
-        if not self.keeps_residual:
+        if not self.may_owe:
             return
         if other.residual is not None or other.pending is not None:
             self.take_residual(other.whole_residual())
@@ -150,15 +169,22 @@ class Account:
     def take_residual(self, values: Array) -> None:
         """Take over a residual of all elements, given on the host, and its memory."""
         self.residual, self.pending = None, None
-        if self.shard == slice(0, values.size):
+        if self.keeps_residual and self.shard == slice(0, values.size):
             self.residual = self.memory.from_host(values)
-        elif values.any():
+            return
+        if self.keeps_residual:
+            # where it was when it was saved: a sum in another order would be rounded in another way
+            self.residual = self.memory.from_host(values[self.shard].copy())
+            values[self.shard] = 0
+        if values.any():
             self.pending = values
 
     def take_owed(self, start: int, values: Array) -> None:
         """Take over an owner's residual of the elements from `start`, in units of the sum, whoever owns them now."""
-        # with AdaGrad owners owe updates: what is owed in units of the sum has to go with the next gradients
-        if self.accumulator is None and self.owned == slice(start, start + values.size):
+        # with AdaGrad owners owe updates: what is owed in units of the sum has to go with the next gradients. So it has
+        # to where answers leave nothing out: an owner would never send it
+        is_kept = self.accumulator is None and self.owner_keeps_residual
+        if is_kept and self.owned == slice(start, start + values.size):
             self.owner_residual = self.memory.from_host(values)
             return
         # both kinds of residual are in units of the sum
@@ -169,7 +195,7 @@ class Account:
     def whole_residual(self, dtype: npt.DTypeLike = np.float32) -> Array:
         """Return, on the host, what this rank owes as a sender of all elements: the residual itself, or a new array."""
         residual, pending = None if self.residual is None else self.memory.to_host(self.residual), self.pending
-        if residual is not None and residual.size == self.plan.numel:
+        if residual is not None and pending is None and residual.size == self.plan.numel:
             return residual
         known = pending if residual is None else residual
         whole = aligned_empty(self.plan.numel, dtype if known is None else known.dtype)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.account import GRADIENTS, INSIDE, SUMS, Account
 from hvd_compress.exchange.narrow_account import ROOM, NarrowAccount
 
 __all__ = ["Addresses"]
@@ -19,14 +19,14 @@ class Addresses:
 
     Args:
         accounts: of the tensors.
-        of_owners: look at what ranks owe as owners of sums, and not as senders.
+        hop: `GRADIENTS` for what ranks owe as senders, `SUMS` as owners, `INSIDE` to other ranks of their host.
     """
 
-    def __init__(self, accounts: Sequence[Account], of_owners: bool) -> None:
+    def __init__(self, accounts: Sequence[Account], hop: int) -> None:
         self._accounts = accounts
-        self._of_owners = of_owners
-        self._keeps = [a.owner_keeps_residual if of_owners else a.keeps_residual for a in accounts]
-        self._resting = {i for i, a in enumerate(accounts) if a.rests and self._keeps[i]}
+        self._of_owners, self._is_inside = hop == SUMS, hop == INSIDE
+        self._keeps = [_keeps(account, hop) for account in accounts]
+        self._resting = {i for i, a in enumerate(accounts) if a.rests and self._keeps[i] and not self._is_inside}
         """Those whose residuals are floats only while payloads are made."""
         self._open: dict[int, Any] = {}
         """Those of them that are so now."""
@@ -45,12 +45,20 @@ class Addresses:
             if not self._keeps[i]:
                 continue
             account = self._accounts[i]
-            array = account.owner_residual if self._of_owners else account.residual
+            if self._is_inside:
+                array = account.pending
+            else:
+                array = account.owner_residual if self._of_owners else account.residual
             if array is None or array is not self._arrays[i] or kind != self._kinds[i]:
-                fitted = account.fit_owner_residual(kind) if self._of_owners else account.fit_residual(kind)
+                fitted = self._fitted(account, kind)
                 self._arrays[i], self._kinds[i] = fitted, kind
                 self._at[i] = account.memory.address(fitted)
         return self._at
+
+    def _fitted(self, account: Account, kind: str) -> Any:
+        if self._is_inside:
+            return account.fit_pending(kind)
+        return account.fit_owner_residual(kind) if self._of_owners else account.fit_residual(kind)
 
     def _opened(self, numbers: Iterable[int], kind: str) -> list[int]:
         """Make floats of the residuals that rest; returns the numbers of the others."""
@@ -82,3 +90,9 @@ class Addresses:
 
     def _narrow(self, number: int) -> NarrowAccount:
         return cast(NarrowAccount, self._accounts[number])
+
+
+def _keeps(account: Account, hop: int) -> bool:
+    return {
+        GRADIENTS: account.keeps_residual, SUMS: account.owner_keeps_residual, INSIDE: account.keeps_pending
+    }[hop]  # fmt: skip

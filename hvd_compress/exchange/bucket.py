@@ -17,8 +17,9 @@ import numpy.typing as npt
 from hvd_compress.compressors.tables import array_at
 from hvd_compress.errors import WireError
 from hvd_compress.exchange import message
-from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.account import GRADIENTS, SUMS, Account
 from hvd_compress.exchange.inside import Inside, Parcel
+from hvd_compress.exchange.inside_compressed import inside_of
 from hvd_compress.exchange.outbox import NARROW, Outbox, by_kind, computed_in
 from hvd_compress.exchange.pack import Pack
 from hvd_compress.exchange.table import Damaged, Table
@@ -97,11 +98,11 @@ class Bucket:
             # a broadcast has a shape that all ranks must know
             self.collectives = (*self.collectives[:-1], "allgather")
         self._is_broadcast = self.collectives[-1] == "broadcast"
-        self._gradients = Outbox(message.sent(self._all), self._all, hop=0)
+        self._gradients = Outbox(message.sent(self._all), self._all, GRADIENTS)
         # a rank that is not the root needs memory for what it receives
         answer_bytes = self._last.nbytes if self._is_broadcast else None
-        self._answers = Outbox(made, self._all, hop=1, nbytes=answer_bytes)
-        self._inside = None if first.hosts is None else Inside(self._all, first.hosts)
+        self._answers = Outbox(made, self._all, SUMS, nbytes=answer_bytes)
+        self._inside = inside_of(self._all)
         # on a device, a launch for each would take longer than what it encodes
         alone = self._inside is None and self.memory.is_host
         self._large = {i for i, a in enumerate(self._all) if a.plan.numel >= _LARGE and alone}
@@ -117,6 +118,8 @@ class Bucket:
         """Forget the step, and be ready for the next one."""
         self._gradients.end()
         self._answers.end()
+        if self._inside is not None:
+            self._inside.end(keep=False)
         count = len(self._all)
         self._given: dict[int, Any] = {}
         """The gradients of this step, by the number of their tensors; None for those that the caller keeps."""
@@ -128,8 +131,10 @@ class Bucket:
         """The types of the gradients that are not float32."""
         self._lost = np.zeros(count, bool)
         """Whose gradients are not what they were when they were encoded."""
-        self._values_at, self._outs_at = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        """Where lies what is encoded; and where results go."""
+        self._gradients_at, self._outs_at = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        """Where gradients lie; and where results go."""
+        self._values_at = self._gradients_at
+        """Where lies what is encoded: gradients, or the sums of those of this host."""
         self._host_sums: dict[int, Array] = {}
         self._arrived: _Arrived | None = None
         self._arriving: list[tuple[str, Table]] = []
@@ -194,7 +199,7 @@ class Bucket:
             if gradient.dtype != np.float32 and (kind := self.memory.kind_of(gradient)) != NARROW:
                 self._kinds[number] = kind
             self._given[number] = gradient
-            self._values_at[number] = self._outs_at[number] = self.memory.address(gradient)
+            self._gradients_at[number] = self._outs_at[number] = self.memory.address(gradient)
             self._encode_or_wait([number])
         return self._is_complete()
 
@@ -209,7 +214,7 @@ class Bucket:
         self._given.update(dict.fromkeys(numbers))
         if kinds:
             self._kinds.update({self._numbers[name]: kind for name, kind in kinds.items()})
-        self._values_at[numbers] = self._outs_at[numbers] = list(addresses.values())
+        self._gradients_at[numbers] = self._outs_at[numbers] = list(addresses.values())
         self._encode_or_wait(numbers)
         return self._is_complete()
 
@@ -226,8 +231,7 @@ class Bucket:
 
     def lose_gradient(self, name: str) -> None:
         """Note that a gradient was overwritten: a step taken back cannot subtract it, so it stays owed."""
-        # inside a host, the sum of its gradients is encoded, which is ours
-        self._lost[self._numbers[name]] = self._inside is None
+        self._lost[self._numbers[name]] = True
 
     def _encode_or_wait(self, numbers: list[int]) -> None:
         large = [i for i in numbers if i in self._large] if self._large else []
@@ -245,8 +249,17 @@ class Bucket:
             self._encode_rest()
             self._cargo = self._payloads
         else:
+            self._take_inside(self._inside)
             self._cargo = self._cut
         return True
+
+    def _take_inside(self, inside: Inside) -> None:
+        begin = time.perf_counter()
+        gradients = {
+            i: array_at(self._gradients_at[i], self._all[i].plan.numel, self._kinds.get(i, NARROW)) for i in self._given
+        }
+        inside.take(gradients, self._skipped)
+        self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
 
     def _encode_rest(self) -> None:
         if self._waiting:
@@ -286,10 +299,7 @@ class Bucket:
     def _cut(self) -> Parcel:
         """Cut gradients up inside of this host."""
         assert self._inside is not None
-        gradients = {
-            i: array_at(self._values_at[i], self._all[i].plan.numel, self._kinds.get(i, NARROW)) for i in self._given
-        }
-        parcel = self._inside.cut(gradients)
+        parcel = self._inside.cut()
         sent = self._inside.sent_bytes()
         self.tally.add_bytes("bytes_sent_inside", np.array([*sent], np.int64), np.array([*sent.values()]))
         return parcel
@@ -348,7 +358,13 @@ class Bucket:
             passed_on = self._inside.passed_on(received)
             self._cargo = lambda: passed_on
             return
-        self._host_sums = self._inside.sums(received)
+        begin = time.perf_counter()
+        try:
+            self._host_sums = self._inside.sums(received)
+        except Damaged as error:
+            raise self._named(error) from error
+        self.tally.seconds["encode_seconds"] += time.perf_counter() - begin
+        self._values_at = self._values_at.copy()
         for i, total in self._host_sums.items():
             self._values_at[i] = self.memory.address(total)
         self._encode_rest()
@@ -475,17 +491,17 @@ class Bucket:
             self._decode(self._arriving, self._outs_at, scale_of_all)
         except WireError:
             # some of them are results by now
-            self._lost |= self._outs_at == self._values_at
+            self._lost |= self._outs_at == self._gradients_at
             raise
         if self.pack is not None:
             self.pack.finish(keep, scale)
         self.tally.seconds["decode_seconds"] += time.perf_counter() - begin
-        for i, account in enumerate(self._all):
+        for account in self._all:
             if account.accumulator is not None:
                 account.accumulator.settle(keep)
             account.step += 1
-            if keep and i in self._given:
-                account.pending = None
+        if self._inside is not None:
+            self._inside.end(keep)
         self.tally.end_step(self._given)
         memory = {**self._given, **self._moved}
         results = {name: memory.get(self._numbers[name]) for name in self.accounts}
@@ -519,7 +535,12 @@ class Bucket:
 
     def _take_back(self) -> None:
         """Make residuals what they were before the step."""
-        self._gradients.take_back(self._values_at, self._lost)
+        if self._inside is None:
+            self._gradients.take_back(self._gradients_at, self._lost)
+        else:
+            self._inside.take_back(self._lost)
+            # the sums of this host's gradients are ours, so nobody has overwritten them
+            self._gradients.take_back(self._values_at)
         self._answers.take_back(self._sums_at)
 
     def settle_counts(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,8 @@ class Parcel:
 class Inside:
     """Exchanges the tensors of a bucket, uncompressed, among the ranks of one host.
 
+    The order is: `take` the gradients, `cut`, collective, `sums`, and `end` or `take_back`.
+
     Args:
         accounts: of the tensors.
         hosts: of all ranks.
@@ -46,14 +48,19 @@ class Inside:
         self.hosts = hosts
         self._position, self._ranks = accounts[0].position, accounts[0].plan.ranks
         self._gradients: dict[int, Array] = {}
+        self._taken: list[int] = []
+        """The tensors of this step."""
         self._buffer: Bytes = np.empty(0, np.uint8)
 
-    def cut(self, gradients: Mapping[int, Array]) -> Parcel:
-        """Cut gradients, by number, into the shards of this host's ranks; what is pending goes with them."""
-        self._gradients = {}
-        for i in sorted(gradients):
+    def take(self, gradients: Mapping[int, Array], skipped: Collection[int]) -> None:
+        """Take gradients, by number, and what is pending with them; `skipped` tensors have none in this step."""
+        self._taken = sorted(gradients)
+        for i in self._taken:
             pending = self._accounts[i].pending
             self._gradients[i] = gradients[i] if pending is None else gradients[i] + pending
+
+    def cut(self) -> Parcel:
+        """Cut gradients into the shards of this host's ranks."""
         parts = {
             peer: [x[self._accounts[i].shard_of(peer)] for i, x in self._gradients.items()]
             for peer in sorted(self.hosts.inside(self._position))
@@ -65,7 +72,7 @@ class Inside:
         np.concatenate(pieces, out=self._buffer)
         return Parcel(self._buffer, tuple(nbytes.get(rank, 0) for rank in range(self._ranks)))
 
-    def sent_bytes(self) -> dict[int, int]:
+    def sent_bytes(self) -> dict[int, float]:
         """Return the bytes of each tensor that `cut` has sent to other ranks."""
         return {i: x.nbytes - x[self._accounts[i].shard].nbytes for i, x in self._gradients.items()}
 
@@ -95,6 +102,15 @@ class Inside:
                 at[peer] += shard.nbytes
         self._gradients = {}
         return totals
+
+    def take_back(self, lost: npt.NDArray[np.bool_]) -> None:
+        """Make what is pending what it was before `take`; gradients that are lost stay owed."""
+
+    def end(self, keep: bool) -> None:
+        """End the step; with `keep`, what was pending has been sent."""
+        for i in self._taken if keep else ():
+            self._accounts[i].pending = None
+        self._taken, self._gradients = [], {}
 
     def copies(self, payloads: Bytes, receivers: Sequence[int]) -> Parcel:
         """Address the same payloads to several ranks."""

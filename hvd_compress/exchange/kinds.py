@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import ContractError, UnsupportedError
+from hvd_compress.exchange.inside_settings import checked_inside
 from hvd_compress.exchange.plan import Plan, chunk_bounds, cuts_within, ring_bytes, saves_bytes, sent_bytes
+from hvd_compress.exchange.raw import checked
 
 __all__ = ["COLLECTIVE_BYTES", "AllGather", "Dense", "Exchange", "FewestBytes", "Hierarchical", "TwoPhase"]
 
@@ -87,6 +89,33 @@ class Exchange:
         """Return the settings as a JSON-able dict, which ranks compare."""
         return {"id": self.id, **asdict(self)}
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Exchange:
+        """Make the exchange of a configuration that `get_config` returned.
+
+        Raises:
+            ValueError: no configuration of this class, or of one that derives from it; a wrong setting.
+
+        Example:
+            >>> from hvd_compress import Blockwise, Exchange, Hierarchical
+            >>> exchange = Hierarchical(inside=Blockwise(bits=8))
+            >>> Exchange.from_config(exchange.get_config()) == exchange
+            True
+        """
+        given: Any = config
+        settings = dict(given) if isinstance(given, dict) else {}
+        name = settings.pop("id", None)
+        kinds = {kind.id: kind for kind in _with_heirs(cls) if "id" in vars(kind)}
+        if name not in kinds:
+            raise ValueError(
+                f"configuration {config!r}: must be a dict, as get_config() returns, with one of these as id: "
+                f"{', '.join(map(repr, sorted(kinds)))}. A class of your own must be imported first"
+            )
+        try:
+            return kinds[name](**settings)
+        except TypeError as error:
+            raise ValueError(f"configuration {config!r}: {error}") from None
+
     def told_among(self, ranks: int) -> dict[str, Any]:
         """Return what ranks compare: the settings, and which of them sum, where these are not all."""
         try:
@@ -107,6 +136,10 @@ class Exchange:
     def answers_of(self, compressor: Compressor) -> Compressor:
         """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
         return compressor
+
+    def inside_of(self, compressor: Compressor) -> Compressor | None:
+        """Return what compresses inside of hosts where `compressor` does between them; None if nothing does."""
+        return None
 
     def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
         """Raise UnsupportedError if a compressor wants a vote, and nobody here decides it."""
@@ -201,6 +234,10 @@ class Exchange:
         return Plan(self, shape, ranks, group, bounds, parts, slots(parts), answers, slots(answers), root)
 
 
+def _with_heirs(kind: type[Exchange]) -> list[type[Exchange]]:
+    return [kind, *(heir for below in kind.__subclasses__() for heir in _with_heirs(below))]
+
+
 @dataclass(frozen=True)
 class TwoPhase(Exchange):
     """Each rank owns an equal share of the elements, of which it sums and encodes again what all have sent.
@@ -245,22 +282,56 @@ class AllGather(Exchange):
 
 @dataclass(frozen=True)
 class Hierarchical(Exchange):
-    """Ranks of a host sum their gradients uncompressed; what travels between hosts is compressed, in two phases.
+    """Ranks of a host sum their gradients; what travels between hosts is compressed, in two phases.
 
     All hosts need equally many ranks. Ranks are on one host if they report the same host name.
 
+    The optimizer's `compression=` is for the links between hosts. Inside of a host gradients travel uncompressed, or
+    compressed by `inside`, which is usually wider: 8 bits inside, 4 between. A rank sends the others of its host their
+    shares, and adds its own as it is. What `inside` leaves out is owed, and goes with the next gradient; that takes 4
+    bytes for each element on each rank. The sums of all hosts are passed on inside of a host as they came. Small
+    tensors go uncompressed everywhere.
+
+    Source: Wang et al. 2023 (ZeRO++), section 3.3, and Jia et al. 2024 (SDP4Bit), which has two widths. There gradients
+    of sharded parameters are scattered; here sums come back to all ranks, and both levels have error feedback.
+
+    Args:
+        inside: a compressor, or its name, such as Blockwise(bits=8); None for uncompressed gradients.
+
+    Raises:
+        TypeError: `inside` is no compressor.
+        ValueError: `inside` is a name or a configuration of none.
+        UnsupportedError: a compressor that cannot work inside of a host.
+
     Example:
         >>> import numpy as np
-        >>> from hvd_compress import Hierarchical, OneBit
+        >>> from hvd_compress import Blockwise, Hierarchical
         >>> from hvd_compress.loopback import Loopback
-        >>> ranks = Loopback(4, OneBit(), exchange=Hierarchical(), ranks_per_host=2)
-        >>> ranks.allreduce([np.full(64, rank, np.float32) for rank in range(4)], name="w")[0][0]
-        np.float32(1.5)
+        >>> ones = [np.ones(64 * 512, np.float32)] * 4
+        >>> for exchange in (Hierarchical(), Hierarchical(inside=Blockwise(bits=8))):
+        ...     ranks = Loopback(4, Blockwise(bits=4), exchange, ranks_per_host=2)
+        ...     print(ranks.allreduce(ones, name="w")[0].sum(), ranks.bytes_sent[0] / ones[0].size)
+        32768.0 2.5205078125
+        32768.0 1.029541015625
     """
 
     id = "hierarchical"
     collectives = ("scatter_inside", "alltoall", "gather_between", "gather_inside")
     uses_hosts = True
+
+    inside: Compressor | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inside", checked_inside(self.inside))
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "inside": None if self.inside is None else self.inside.get_config()}
+
+    def inside_of(self, compressor: Compressor) -> Compressor | None:
+        if self.inside is None:
+            return None
+        # what is not rounded between hosts is not rounded inside of them
+        return compressor if compressor.reducible else checked(self.inside)
 
 
 @dataclass(frozen=True)

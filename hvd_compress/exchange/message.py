@@ -18,11 +18,12 @@ from hvd_compress import wire
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import WireError
 from hvd_compress.exchange.account import Account
+from hvd_compress.exchange.hosts import Hosts
 from hvd_compress.exchange.table import Table
 from hvd_compress.kernels import table as kernels
 from hvd_compress.memory import HOST, Memory
 
-__all__ = ["Message", "Part", "arriving", "made", "owned", "sent"]
+__all__ = ["Message", "Part", "arriving", "made", "owned", "received_inside", "sent", "sent_inside"]
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -228,6 +229,39 @@ def arriving(accounts: Sequence[Account]) -> Message:
         return parts
 
     return Message(map(run, _chunks_of_last(first)), fixed_size, len(accounts), first.memory)
+
+
+def sent_inside(accounts: Sequence[Account], hosts: Hosts) -> Message:
+    """Describe what this rank sends compressed to others of its host: a run for each rank, with its shard."""
+    first = accounts[0]
+    others = set(hosts.inside(first.position)) - {first.position}
+    runs = [_inside(accounts, hosts, rank) if rank in others else [] for rank in range(first.plan.ranks)]
+    return _message_inside(runs, accounts)
+
+
+def received_inside(accounts: Sequence[Account], hosts: Hosts) -> Message:
+    """Describe what others of this host send of this rank's shard: a run of each of them, to be added to its own."""
+    position = accounts[0].position
+    mine = [part._replace(start=0, adds=True) for part in _inside(accounts, hosts, position)]
+    return _message_inside([mine for rank in sorted(hosts.inside(position)) if rank != position], accounts)
+
+
+def _message_inside(runs: Sequence[Sequence[Part]], accounts: Sequence[Account]) -> Message:
+    fixed_size = all(part.compressor.fixed_size for run in runs for part in run)
+    return Message(runs, fixed_size, len(accounts), accounts[0].memory)
+
+
+def _inside(accounts: Sequence[Account], hosts: Hosts, rank: int) -> list[Part]:
+    """List the payloads for a rank of this host, which have the groups of what compresses them."""
+    parts = []
+    for i, account in enumerate(accounts):
+        shard, plan = account.shard_of(rank), account.plan
+        numel = shard.stop - shard.start
+        if account.inside is not None and numel:
+            compressor, group = account.inside.for_part(numel, plan.numel), account.inside.group_of(plan.shape)
+            slot = compressor.capacity(numel, group)
+            parts.append(Part(i, compressor, hosts.places[rank][1], shard.start, numel, group, slot, False, 1))
+    return parts
 
 
 def _part(

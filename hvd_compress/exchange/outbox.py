@@ -51,14 +51,14 @@ class Outbox:
     Args:
         message: which payloads lie where.
         accounts: of all tensors of the bucket.
-        hop: 0 for gradients, which have the senders' residuals; 1 for sums, which have those of the owners.
+        hop: `GRADIENTS`, which have the senders' residuals; `SUMS`, which have those of the owners; or `INSIDE`.
         nbytes: of the buffer, if other ranks' messages are longer.
     """
 
     def __init__(self, message: Message, accounts: Sequence[Account], hop: int, nbytes: int | None = None) -> None:
         self.message = message
         self._accounts = accounts
-        self._residuals = Addresses(accounts, of_owners=hop == 1)
+        self._residuals = Addresses(accounts, hop)
         self._rests = any(account.rests for account in accounts)
         self._hop = hop
         self._nbytes = message.nbytes if nbytes is None else nbytes

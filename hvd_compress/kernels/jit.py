@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,10 +12,14 @@ from typing import TypeVar
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-_LOCK = "hvd_compress.lock"  # beside the compiled code
+# beside the compiled code: who writes it, and who compiles
+_LOCK = "hvd_compress.lock"
+_TURN = "hvd_compress.turn"
+_SECONDS_TO_WAIT = 60.0
 
 unkept: list[str] = []
 """Why compiled code is not kept on disk; empty where it is."""
@@ -41,9 +46,12 @@ def _compiled(function: _F, fastmath: set[str] | bool) -> _F:
     compiled: _F = numba.njit(nogil=True, fastmath=fastmath, error_model="numpy")(function)
     if not numba.config.DISABLE_JIT:
         try:
-            compiled._cache = _SharedCache(function)  # type: ignore[attr-defined]  # what `cache=True` sets, too
+            cache = _SharedCache(function)
         except RuntimeError:  # Numba raises it where it finds no folder
             _tell_unkept("neither the folder of the package nor the home can be written")
+        else:
+            compiled._cache = cache  # type: ignore[attr-defined]  # what `cache=True` sets, too
+            compiled.compile = _in_turn(compiled.compile, cache.cache_path)  # type: ignore[attr-defined]
     return compiled
 
 
@@ -75,18 +83,80 @@ class _SharedCache(FunctionCache):
             _tell_unkept(str(error))
 
 
+class _Turns:
+    """Whose turn it is to compile, among processes that share a folder.
+
+    Ranks of a host begin at once, and each would compile all kernels: with fewer cores than ranks that takes as many
+    times longer. One that has waited finds the code of the other.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0  # a kernel compiles those that it calls
+        self._waits = True
+
+    @contextmanager
+    def taken(self, folder: str) -> Iterator[None]:
+        """Keep others from compiling. Numba's lock is held meanwhile, so one thread at a time is in here."""
+        self._depth += 1
+        try:
+            if self._depth > 1 or not self._waits:
+                yield
+            else:
+                with _opened(folder, _TURN) as descriptor:
+                    # a process that is stopped may hold it
+                    self._waits = descriptor is None or _locks(descriptor, _SECONDS_TO_WAIT)
+                    yield
+        finally:
+            self._depth -= 1
+
+
+_turns = _Turns()
+
+
+def _in_turn(compile_one: Callable[..., object], folder: str) -> Callable[..., object]:
+    def compile_in_turn(signature: object) -> object:
+        with global_compiler_lock, _turns.taken(folder):
+            return compile_one(signature)
+
+    return compile_in_turn
+
+
 @contextmanager
 def _alone(folder: str) -> Iterator[None]:
     """Keep other processes out while this one works in the folder, as far as its file system knows locks."""
+    with _opened(folder, _LOCK) as descriptor:
+        if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def _locks(descriptor: int, seconds: float) -> bool:
+    """Lock a file within so many seconds; returns whether nobody else has kept it longer."""
+    deadline = time.monotonic() + seconds
+    with suppress(OSError):  # a file system without locks
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.02)
+    return True
+
+
+@contextmanager
+def _opened(folder: str, name: str) -> Iterator[int | None]:
+    """Open a file to be locked, which closing it ends; None where the folder has none and takes none."""
     # errors of the work inside are the caller's
     descriptor = None
     with suppress(OSError):
         # a link that somebody has planted in a shared folder is not followed
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(os.path.join(folder, _LOCK), flags, 0o666)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = os.open(os.path.join(folder, name), flags, 0o666)
     try:
-        yield
+        yield descriptor
     finally:
         if descriptor is not None:
             os.close(descriptor)

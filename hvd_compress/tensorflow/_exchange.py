@@ -10,7 +10,6 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvd_compress.compressors import FP16
 from hvd_compress.cost import network_of, slowest_speeds
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
@@ -418,7 +417,7 @@ class GradientExchange(Ledger[GraphStages]):
             with tf.init_scope(), tf.device("CPU:0"):
                 ranks = TensorFlowRanks(settings.process_set)
                 network = network_of(ranks, with_hosts=settings.exchange.uses_hosts)
-                speeds = slowest_speeds((FP16(), *ours.candidates), ranks)
+                speeds = slowest_speeds(Pilot.timed(ours, settings.exchange), ranks)
                 self._pilot = Pilot(ours, tensors, routing, network, speeds)
             routing = self._pilot.routing()
         return routing

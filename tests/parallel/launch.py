@@ -242,7 +242,7 @@ def _environment() -> dict[str, str]:
         "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
         # a rank that waits for a collective which another never starts is an error after this, not a hang
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.parallel.launch import Outcome, run, thorough
 
 # what launcher and ranks may take to notice: Horovod's stall check ends a rank that waits for one which is gone after
-# 30 seconds (see launch.py), but the launcher or the closed connection should tell it long before
+# 60 seconds (see launch.py), but the launcher or the closed connection should tell it long before
 SECONDS = 25.0
 LIMIT_SECONDS = 120.0
 

@@ -11,8 +11,9 @@ THREAD = {"HVD_COMPRESS_KERNEL_THREAD": "1"}
 
 
 @pytest.mark.parametrize("case", values.cases)
-def test_values(case: str) -> None:
-    launched("values", 2, "mpi", **THREAD).check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi")])
+def test_values(case: str, ranks: int, launcher: str) -> None:
+    launched("values", ranks, launcher, **THREAD).check(case)
 
 
 @pytest.mark.thorough
@@ -22,7 +23,7 @@ def test_buckets(case: str, ranks: int, launcher: str) -> None:
     launched("buckets", ranks, launcher, **THREAD).check(case)
 
 
-@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), thorough("buckets", 3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher", "topic"), [(2, "mpi", "values"), thorough(3, "mpi", "buckets")])
 def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
     outcome = launched(topic, ranks, launcher, **THREAD)
     outcome.check_ended_well()

@@ -7,5 +7,6 @@ from tests.parallel.workers import python_calls
 
 
 @pytest.mark.parametrize("case", python_calls.cases)
-def test_python_calls(case: str) -> None:
-    launched("python_calls", 2, "gloo").check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo")])
+def test_python_calls(case: str, ranks: int, launcher: str) -> None:
+    launched("python_calls", ranks, launcher).check(case)

@@ -20,7 +20,7 @@ from hvd_compress.cli import advise, bench, check, main, ranks
 from hvd_compress.cli.models import parse_shapes, read_shapes, shapes_of_model
 from hvd_compress.cli.predict import Prediction, predict
 from hvd_compress.cli.units import parse_bandwidth, parse_seconds, show_bandwidth, show_bytes, show_seconds
-from hvd_compress.cli.verdict import advice
+from hvd_compress.cli.verdict import TIME_ALONE, advice, report
 from hvd_compress.cost import Line, LinkSpeed, Network, Speed
 from hvd_compress.errors import MissingError
 from hvd_compress.loopback import Loopback
@@ -358,6 +358,15 @@ def test_the_sentence_names_what_is_as_fast_as_the_best() -> None:
 def test_the_sentence_for_links_that_always_gain() -> None:
     rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(OneBit(), "allgather", 1.0, 0.5, math.inf)]
     assert advice(rows).endswith("It beats float32 at any bandwidth.")
+
+
+@pytest.mark.parametrize(("half", "seconds", "is_told"), [(0.6, 0.3, True), (0.6, 0.7, False), (None, 2.0, False)])
+def test_who_is_told_to_compress_is_told_of_accuracy(half: float | None, seconds: float, is_told: bool) -> None:
+    rows = [Prediction(NoCompression(), "dense", 8.0, 1.0), Prediction(OneBit(), "allgather", 1.0, seconds, 2e9)]
+    if half is not None:
+        rows.insert(1, Prediction(FP16(), "dense", 4.0, half))
+    text = report([(4096, 4096)], Network(4, LinkSpeed(*[Line(1, 1e-6)] * 4)), rows, "on paper", 0.0)
+    assert text.endswith(f"{advice(rows)} {TIME_ALONE}" if is_told else advice(rows))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import cluster.launch
@@ -10,6 +11,22 @@ import pytest
 from cluster.errors import ClusterError
 from cluster.launch import environment_of, launch, launcher_command
 
+ROOT = Path(__file__).parents[2]
+# each rank has ended before the next one is started
+SHORT_RANKS = """
+import os, subprocess, sys
+sys.path.insert(0, "benchmarks")
+from cluster import gloo
+
+class Ended(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+subprocess.Popen = Ended
+gloo.ENTER = sys.argv[1]
+sys.exit(gloo.main(*sys.argv[2:]))
+"""
 SLOTS = [("hvdc-1", 2), ("hvdc-2", 1)]
 
 
@@ -37,6 +54,18 @@ def test_what_open_mpi_calls_in_place_of_ssh_can_be_executed() -> None:
 def test_gloo_is_told_where_ranks_and_the_rendezvous_are() -> None:
     command = launcher_command("gloo", SLOTS, Path("/folder"), ["python", "x.py"])
     assert command[2:] == ["/folder", "10.78.0.254", "eth0", "hvdc-1:2,hvdc-2:1", "python", "x.py"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ranks_of_gloo_that_end_at_once_are_waited_for(tmp_path: Path, code: int) -> None:
+    enter = tmp_path / "enter.sh"
+    enter.write_text('#!/bin/sh\nexec sh -c "$2"\n')
+    enter.chmod(0o755)
+    of_rank = ["sh", "-c", f"echo rank $HOROVOD_RANK; test $HOROVOD_RANK = 0 || exit {code}"]
+    arguments = [str(enter), str(tmp_path), "127.0.0.1", "lo", "hvdc-1:2,hvdc-2:1", *of_rank]
+    done = subprocess.run([sys.executable, "-c", SHORT_RANKS, *arguments], cwd=ROOT, timeout=100, check=False)
+    assert done.returncode == code
+    assert [(tmp_path / f"{rank}.out").read_text() for rank in range(3)] == ["rank 0\n", "rank 1\n", "rank 2\n"]
 
 
 def test_each_rank_of_mpi_writes_to_files_of_its_own(tmp_path: Path) -> None:

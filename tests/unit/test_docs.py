@@ -141,6 +141,19 @@ def test_all_messages_are_collected() -> None:
     assert {"GradientError", "MismatchError", "StateError", "UnsupportedError", "WireError"} <= found.keys()
     assert sum(map(len, found.values())) > 300
     assert any(text.startswith("min_numel={…}: must be a number of elements") for text in found["ValueError"])
+    # put together by a function, and by way of a name
+    assert "Horovod is not installed in this Python. Build and install it for your {…}: {…}" in found["MissingError"]
+    assert any("are not at the same point of their programs" in text for text in found["MismatchError"])
+    assert any("compressed in host memory" in text for text in found["UserWarning"])
+
+
+def test_every_warning_is_explained_on_the_troubleshooting_page() -> None:
+    text = (DOCS / "troubleshooting.md").read_text().partition("### Warnings")[2]
+    explained = [" ".join(m.split()) for m in re.findall(r":class: message\n\n?(.*?)\n```", text, re.S)]
+    found = of_the_site("messages").messages()
+    warned = [text for kind, texts in found.items() if kind.endswith("Warning") for text in texts]
+    assert len(warned) > 9
+    assert not [text for text in warned if not any(part in text for part in explained)]
 
 
 def test_every_kind_of_error_is_on_the_troubleshooting_page() -> None:

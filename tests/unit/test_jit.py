@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba.core.errors import TypingError
 
 from hvd_compress.kernels import jit
 
@@ -79,9 +80,32 @@ def test_one_process_saves_at_a_time(spied):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back
 
 
+def test_what_cannot_be_compiled_leaves_the_turn_to_others(spied):
+    with pytest.raises(TypingError):
+        spied(None)
+    with spied._cache._cache_file.lock.with_name("hvd_compress.turn").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_process_that_is_stopped_in_its_turn_is_waited_for_once(spied, monkeypatch):
+    monkeypatch.setattr(jit, "_turns", jit._Turns())
+    monkeypatch.setattr(jit, "_SECONDS_TO_WAIT", 0.1)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("time.monotonic", lambda: sum(slept))
+    with spied._cache._cache_file.lock.with_name("hvd_compress.turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert spied(np.float32(2)) == 4
+        waited = len(slept)
+        assert waited > 1
+        assert spied(2) == 4
+        assert len(slept) == waited
+
+
 def test_without_locks_kernels_compile_all_the_same(spied):
     # a folder has this name: as if the file system refused
     spied._cache._cache_file.lock.mkdir()
+    spied._cache._cache_file.lock.with_name("hvd_compress.turn").mkdir()
     spied._cache._cache_file.save = lambda key, data: None
     assert spied(np.float32(2)) == 4
 
@@ -132,7 +156,10 @@ def test_processes_that_compile_other_types_do_not_mix_up_their_code(tmp_path):
         return [json.loads(process.communicate(timeout=100)[0]) for process in processes]
 
     share = len(TYPES) // PROCESSES
-    for told in read([started(number * share) for number in range(PROCESSES)]):
+    at_once = read([started(number * share) for number in range(PROCESSES)])
+    for told in at_once:
         assert all(told["right"])
+    # each type is compiled by one process, and found by the others
+    assert sum(told["found"] for told in at_once) == (PROCESSES - 1) * len(TYPES)
     (later,) = read([started(0)])
     assert later == {"right": [True] * len(TYPES), "found": len(TYPES)}

@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Policy, TopK, wire
+from hvd_compress import (
+    QSGD,
+    Adaptive,
+    Blockwise,
+    Exchange,
+    Hierarchical,
+    NoCompression,
+    OneBit,
+    ParameterServer,
+    Policy,
+    TopK,
+    wire,
+)
 from hvd_compress.engine import Ledger, Routing, Tensor
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import AllGather, Bucket, Hosts, Parcel, TwoPhase, checked_exchange
@@ -24,7 +36,7 @@ HOSTS = Hosts.of_names("abba")
 DENSE = Routing(None, min_numel=100)
 
 
-def routing(compressor: Any, exchange: str = "two_phase", bucket_bytes: int = 4 * 4100) -> Routing:
+def routing(compressor: Any, exchange: str | Exchange = "two_phase", bucket_bytes: int = 4 * 4100) -> Routing:
     return Routing(compressor, checked_exchange(exchange), min_numel=100, bucket_bytes=bucket_bytes)
 
 
@@ -53,12 +65,17 @@ def alltoall(parcels: Sequence[Parcel]) -> list[np.ndarray]:
 def run(collective: str, parcels: Sequence[Parcel]) -> list[np.ndarray]:
     if collective == "allgather":
         return [np.concatenate([parcel.buffer for parcel in parcels])] * RANKS
+    if collective == "broadcast":
+        # the only root here is rank 0
+        return [parcels[0].buffer.copy() for _ in parcels]
     return alltoall(parcels)
 
 
-def step(of_all: list[Ledger[Bucket]], number: int, keep: bool = True, without: str = "") -> dict[str, np.ndarray]:
+def step(
+    of_all: list[Ledger[Bucket]], number: int, keep: bool = True, without: str = "", scale: float = 1.0
+) -> dict[str, np.ndarray]:
     """One step of all ranks: the sums. What goes dense is summed as it is, with what is owed of it."""
-    grads = gradients(number)
+    grads = [{name: np.float32(scale) * value for name, value in of_rank.items()} for of_rank in gradients(number)]
     sums = {}
     for name in SHAPES:
         if not of_all[0].exchanges(name):
@@ -121,6 +138,10 @@ ROUTINGS = {
     "hierarchical": routing(OneBit(group="tensor"), "hierarchical"),
     "hierarchical-alone": routing(TopK(0.1), "hierarchical", bucket_bytes=0),
     "mixed": routing(Policy([("a", OneBit()), ("b", TopK(0.05))]), "hierarchical"),
+    "inside": routing(Blockwise(bits=4), Hierarchical(inside=OneBit())),
+    "inside, alone": routing(TopK(0.1), Hierarchical(inside=TopK(0.2, coding="golomb")), bucket_bytes=0),
+    "server": routing(TopK(0.1), ParameterServer()),
+    "server, dense answers": routing(TopK(0.1), ParameterServer(answer="dense")),
     "at once": Routing(
         Assigned(dict.fromkeys("abc", OneBit()), dict.fromkeys("abc", AllGather())),
         min_numel=100,
@@ -172,6 +193,35 @@ def test_a_saved_state_may_be_loaded_another_way(before: str, after: str) -> Non
     for name in SHAPES:
         total = np.sum([g[name] for g in gradients(2)], axis=0, dtype=np.float64)
         np.testing.assert_allclose(sums[name] + left[name], total + debt[name], atol=2e-3)
+
+
+@pytest.mark.parametrize("way", ["inherit", "load"])
+def test_what_a_root_owed_of_sums_is_sent_where_answers_are_dense(way: str) -> None:
+    old, new = ledgers(ROUTINGS["server"]), ledgers(ROUTINGS["server, dense answers"])
+    for number in range(3):
+        step(old, number)
+    debt = owed(old)
+    for one, other in zip(new, old, strict=True):
+        one.inherit(other) if way == "inherit" else one.load_state_dict(other.state_dict())
+    check_same(owed(new), debt)
+    # an owner whose answers leave nothing out has no use for a residual
+    assert all(account.owner_residual is None for ledger in new for account in ledger.accounts.values())
+    # each step sends a tenth of what is owed by a rank
+    for number in range(3, 20):
+        step(new, number, scale=0.0)
+    assert not any(value.any() for value in owed(new).values())
+
+
+@pytest.mark.parametrize("before", ["inside", "inside, alone", "hierarchical", "mixed"])
+def test_a_hierarchy_goes_on_from_its_state_to_the_bit(before: str) -> None:
+    straight, resumed = ledgers(ROUTINGS[before]), ledgers(ROUTINGS[before])
+    for number in range(3):
+        step(straight, number)
+    for one, other in zip(resumed, straight, strict=True):
+        one.load_state_dict(other.state_dict())
+    for number in range(3, 6):
+        check_same(step(resumed, number), step(straight, number), atol=0)
+    check_same(owed(resumed), owed(straight), atol=0)
 
 
 def test_back_and_forth_is_as_if_nothing_had_been() -> None:

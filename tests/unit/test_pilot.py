@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hvd_compress import FP16, Adaptive, Auto, NoCompression, OneBit
+from hvd_compress import FP16, Adaptive, Auto, Blockwise, Hierarchical, NoCompression, OneBit, TwoPhase
 from hvd_compress.cost import Line, LinkSpeed, Network, Speed, speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.exchange import checked_exchange, make_plan
@@ -249,3 +249,23 @@ def test_no_more_steps_are_timed_than_a_turn_needs() -> None:
         if counted and not it.explorer.trying:
             break
     assert counted == 12  # a fifth of a second, and two that do not count
+
+
+def test_the_speed_of_what_compresses_inside_of_hosts_is_measured_once() -> None:
+    auto = Auto([OneBit(), Blockwise()])
+    assert Pilot.timed(auto, TwoPhase()) == Pilot.timed(auto, Hierarchical()) == [FP16(), OneBit(), Blockwise()]
+    assert Pilot.timed(auto, Hierarchical(inside=Blockwise())) == [FP16(), OneBit(), Blockwise()]
+    assert Pilot.timed(auto, Hierarchical(inside=Adaptive())) == [FP16(), OneBit(), Blockwise(), Adaptive()]
+
+
+def test_what_compresses_inside_of_hosts_counts() -> None:
+    seconds = []
+    for inside in (None, Blockwise()):
+        line = Line(0, 1e-8)
+        link = LinkSpeed(line, line, line, line)
+        network = Network(4, link, 2, inside=link, between=link)
+        routing = Routing(None, Hierarchical(inside), 1000)
+        speeds = dict.fromkeys(Pilot.timed(Auto([OneBit()]), routing.exchange), Speed())
+        report = Pilot(Auto([OneBit()]), TENSORS, routing, network, speeds).report()
+        seconds.append(report["buckets"][0]["predicted_seconds"]["onebit"])
+    assert seconds[1] < 0.6 * seconds[0]

@@ -98,11 +98,12 @@ class _Overrides:
         """Messages and bytes that this rank has sent so far.
 
         Returns:
-            {"total": counters, "tensors": {name: counters}}. A message is one tensor to one neighbour. Counters are
-            messages, messages_always (had everything been sent in every pass), messages_percent, and so for bytes;
-            "total" has passes (steps, one more with `overlap`), and its bytes include what a message takes beside its
-            payloads; tensors have the present threshold. With `traced` also "trace": norms, thresholds and sent,
-            arrays of (passes, tensors). In elastic runs "lost_ranks" is how many ranks were lost.
+            A dict. "total" has counters, and "tensors" has `{name: counters}`. A message is one tensor to one
+            neighbour. Counters are messages, messages_always (had everything been sent in every pass),
+            messages_percent, and so for bytes. "total" has passes (steps, one more with `overlap`), and its bytes
+            include what a message takes beside its payloads; tensors have the present threshold. With `traced` also
+            "trace": norms, thresholds and sent, arrays of (passes, tensors). In elastic runs "lost_ranks" is how many
+            ranks were lost.
         """
         lost = {} if self._averaging is None else self._averaging.stats()
         return {**self._gossip.member.stats(), **lost}

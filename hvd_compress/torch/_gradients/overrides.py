@@ -133,13 +133,15 @@ class Overrides:
         """Bytes, seconds and residual norms of all steps so far on this rank.
 
         Returns:
-            {"compressor": repr, "total": counters, "tensors": {name: counters}}, where counters are: steps,
-            bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would have
-            sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds (handing over), exchange_seconds
-            (waited), decode_seconds, and residual_norm (Euclidean, in units of the sum over ranks). With `Auto` also
-            "auto": what was chosen for each bucket, from which predicted and measured seconds, and why; "rival" is what
-            it is compared with in the next step, or None. In elastic runs also "lost_ranks", how many ranks were lost
-            with what they owed, and "lost_norm", the Euclidean norm of what all of these owed at their last commits.
+            A dict. "compressor" is a repr, "total" has counters, and "tensors" has `{name: counters}`. Counters are:
+            steps, bytes_sent, bytes_received (over the network), dense_bytes (what an uncompressed ring allreduce would
+            have sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds (handing over), exchange_seconds
+            (waited), decode_seconds, and residual_norm (Euclidean, in units of the sum over ranks).
+
+            With `Auto`, "auto" has what was chosen for each bucket, from which predicted and measured seconds, and why;
+            "rival" is what it is compared with in the next step, or None. In elastic runs "lost_ranks" says how many
+            ranks were lost with what they owed, and "lost_norm" is the Euclidean norm of what all of these owed at
+            their last commits.
         """
         sender, compressor = self._combiner.sender, self._combiner.wrapping.name
         lost = self._combiner.lost

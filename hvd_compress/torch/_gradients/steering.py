@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import horovod.torch as hvd
 import numpy as np
 
-from hvd_compress.compressors import FP16
 from hvd_compress.cost import network_of, slowest_speeds
 from hvd_compress.engine import Pilot, Routing, Tensor
 from hvd_compress.policy import Auto
@@ -46,7 +45,7 @@ class Steering:
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
         self._ranks = TorchRanks(process_set)
         network = network_of(self._ranks, with_hosts=routing.exchange.uses_hosts)
-        speeds = slowest_speeds((FP16(), *auto.candidates), self._ranks)
+        speeds = slowest_speeds(Pilot.timed(auto, routing.exchange), self._ranks)
         self._name = f"hvd_compress.seconds.{_agreed_number(self._ranks)}"
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
         self._wanted = self._pilot.seconds_wanted

@@ -261,9 +261,9 @@ class CompressedAdam(MomentumOptimizer):
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
 
         Returns:
-            What that returns; "uncompressed": the counters of steps with uncompressed gradients, in all;
-            "steps_by_way": how many steps were "warm-up", "renewal" and "compressed"; "steps_taken_back": how many no
-            rank has made, since something was not finite.
+            What that returns, and three entries more. "uncompressed" has the counters of steps with uncompressed
+            gradients, in all. "steps_by_way" says how many steps were "warm-up", "renewal" and "compressed".
+            "steps_taken_back" says how many no rank has made, since something was not finite.
         """
         plain = self._plain.optimizer.compression_stats()["total"]
         return {**super().compression_stats(), "uncompressed": plain, "steps_by_way": dict(self._steps_by_way)}

@@ -312,7 +312,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
 
         Returns:
-            What that returns, and "steps_taken_back": how many steps no rank has made, since something was not finite.
+            What that returns. "steps_taken_back" says how many steps no rank has made, since something was not finite.
         """
         return {**self._carrier.optimizer.compression_stats(), "steps_taken_back": self._taken_back}
 

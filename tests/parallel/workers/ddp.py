@@ -25,6 +25,8 @@ from hvd_compress import (
     FP16,
     QSGD,
     Adaptive,
+    Blockwise,
+    Hierarchical,
     NoCompression,
     OneBit,
     Percentile,
@@ -264,7 +266,7 @@ def what_takes_how_long_changes_no_bit() -> None:
 
 @cases.add
 def hosts_and_a_root_too() -> None:
-    for exchange in ("parameter_server", "hierarchical"):
+    for exchange in ("parameter_server", "hierarchical", Hierarchical(inside=Blockwise(bits=8))):
         model = wrapped(Known(), OneBit(), exchange=exchange, _find_unused_parameters=True)
         account = Account(model)
         for step in range(4):

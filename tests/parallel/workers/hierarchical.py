@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 import hvd_compress.torch as hvd
-from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Policy, Threshold, TopK
+from hvd_compress import QSGD, Adaptive, Blockwise, Hierarchical, NoCompression, OneBit, Policy, Threshold, TopK
 from hvd_compress.compressors import Compressor
-from hvd_compress.errors import UnsupportedError
+from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import (
@@ -46,6 +46,7 @@ if list(PRETENDED) == sorted(PRETENDED):
     # else a rank has another number in the loopback, and by that another randomness
     COMPRESSORS["qsgd"] = QSGD(bits=4)
 STEPS = 3
+WIDTHS = Hierarchical(inside=Blockwise(bits=8))
 # of SHAPES in one bucket: the reverse of the parameters' order
 TOGETHER = ("second.weight", "first.weight")
 
@@ -69,12 +70,18 @@ class Oracle:
     next host's.
     """
 
-    def __init__(self, compressor: Compressor, op: str = "average", ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        compressor: Compressor,
+        op: str = "average",
+        ranks: Sequence[int] | None = None,
+        exchange: str | Hierarchical = "hierarchical",
+    ) -> None:
         letters = hosts()
         ranks = range(horovod.size()) if ranks is None else ranks
         self.order = sorted(ranks, key=lambda rank: letters.index(letters[rank]))
         per_host = len(self.order) // len({letters[rank] for rank in self.order})
-        self.loopback = Loopback(len(self.order), compressor, "hierarchical", op, ranks_per_host=per_host)
+        self.loopback = Loopback(len(self.order), compressor, exchange, op, ranks_per_host=per_host)
 
     def combine(self, step: int, names: Sequence[str] = TOGETHER) -> dict[str, np.ndarray]:
         of_ranks = [{name: numbers(name, rank, step, SHAPES[name]) for name in names} for rank in self.order]
@@ -224,6 +231,56 @@ def bytes_inside_and_between_are_counted_apart() -> None:
         )
         between = 2 * compressed * (count - 1) / count
         assert abs(counters["bytes_sent"] - between) < 0.25 * between + 2000, counters
+
+
+@cases.add
+def two_widths_are_the_loopback_and_go_on_from_a_state() -> None:
+    compressor = Blockwise(bits=4)
+    model, oracle = Net(), Oracle(compressor, exchange=WIDTHS)
+    optimizer = wrap(model, compressor, exchange=WIDTHS)
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            state = optimizer.compression_state_dict()
+            assert state["residuals"]["first.weight"]["values"].abs().max() > 0
+            optimizer = wrap(model, compressor, exchange=WIDTHS)
+            optimizer.load_compression_state_dict(state)
+        loss_of(model, step).backward()
+        optimizer.step()
+        check_step(model, oracle.combine(step), step)
+        optimizer.zero_grad()
+    check_equal_on_all_ranks(model)
+    per_host = horovod.size() // len(set(hosts()))
+    tensors = optimizer.compression_stats()["tensors"]
+    sent = sum(tensors[name]["bytes_sent_inside"] for name in TOGETHER)
+    # 8 bits of other ranks' shards, and 4 of what is passed on; scales of blocks, and headers, are small
+    inside = STEPS * sum(int(np.prod(SHAPES[name])) for name in TOGETHER) * (per_host - 1) / per_host * (1 + 0.5)
+    assert 0.95 * inside <= sent < 1.1 * inside + 3000, tensors
+
+
+@cases.add
+def a_bad_number_changes_nothing_that_is_owed_inside() -> None:
+    model = Net()
+    optimizer = wrap(model, OneBit(), exchange=WIDTHS)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.compression_state_dict()
+    hook = model.second.weight.register_hook(lambda grad: grad * (float("nan") if horovod.rank() == 1 else 1.0))
+    loss_of(model, 1).backward()
+    optimizer.synchronize()
+    assert not torch.isfinite(model.second.weight.grad).all()
+    check_taken_back(optimizer, before)
+    hook.remove()
+    optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def ranks_with_other_widths_are_told() -> None:
+    inside = Blockwise(bits=8 if horovod.rank() else 4)
+    raises(MismatchError, lambda: wrap(Net(), OneBit(), exchange=Hierarchical(inside)), "inside")
 
 
 @cases.add

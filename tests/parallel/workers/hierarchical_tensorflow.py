@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress import QSGD, NoCompression, OneBit, Policy, Threshold, TopK
+from hvd_compress import QSGD, Blockwise, Hierarchical, NoCompression, OneBit, Policy, Threshold, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.loopback import Loopback
@@ -64,12 +64,21 @@ def gradients(of: list[tf.Variable], wanted: list[tf.Tensor], compression: Any, 
 
 @cases.each(COMPRESSORS)
 def the_tape_is_the_loopback(compressor: Compressor) -> None:
+    check_tape(compressor, "hierarchical")
+
+
+@cases.add
+def the_tape_is_the_loopback_with_two_widths() -> None:
+    check_tape(Blockwise(bits=4), Hierarchical(inside=Blockwise(bits=8)))
+
+
+def check_tape(compressor: Compressor, exchange: str | Hierarchical) -> None:
     of = variables()
     per_host = len(hosts()) // len(set(hosts()))
-    loopback = Loopback(horovod.size(), compressor, "hierarchical", ranks_per_host=per_host)
+    loopback = Loopback(horovod.size(), compressor, exchange, ranks_per_host=per_host)
 
     def eager(wanted: list[tf.Tensor]) -> list[tf.Tensor]:
-        return gradients(of, wanted, compressor)
+        return gradients(of, wanted, compressor, exchange=exchange)
 
     in_graph = tf.function(eager)
     ranks = range(horovod.size())
