@@ -87,6 +87,12 @@ def an_optimizer() -> None:
     print(fit(model, callbacks).history["compression_ratio"])
 
 
+def momentum() -> None:
+    model = net(hvd.CompressedAdam(1e-3, warmup_steps=2, compression=hvd.Compression.onebit))
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    print(model.optimizer.compression_stats()["steps_by_way"])
+
+
 def in_sessions() -> None:
     """What programs of TensorFlow 1 call."""
     try:
@@ -172,7 +178,7 @@ def elastic_state() -> None:
 def main() -> None:
     os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # so that timelines can begin later
     hvd.init(process_sets="dynamic")
-    for part in (processes, what_was_built, collectives, process_sets, timelines, an_optimizer, in_sessions):
+    for part in (processes, what_was_built, collectives, process_sets, timelines, an_optimizer, momentum, in_sessions):
         part()
     for part in (schedules, checkpoints, local_layers, neighbours, nodes, alone, elastic_state):
         part()

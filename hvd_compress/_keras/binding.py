@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from hvd_compress._keras import callbacks, compression_callbacks, daso, diloco, elastic, eventgrad
+from hvd_compress._keras.adam import compressed_adam
 from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.interface import Interface
 
@@ -27,13 +28,13 @@ _OF_ELASTIC_RUNS = [elastic.CommitStateCallback, elastic.UpdateBatchStateCallbac
 
 
 def bound(keras: Any, edge: Edge, module: str) -> dict[str, Any]:
-    """What an edge's module named `module` has of its own: functions; `callbacks` and `elastic`, importable too."""
+    """What an edge's module named `module` has of its own: functions; an optimizer; two modules, importable too."""
     interface = Interface(edge, keras)
     functions = {name: getattr(interface, name) for name in dir(interface) if not name.startswith("_")}
     submodules = {"callbacks": _bound_callbacks, "elastic": _bound_elastic}
     made = {name: bind(keras, edge, f"{module}.{name}") for name, bind in submodules.items()}
     sys.modules.update({f"{module}.{name}": submodule for name, submodule in made.items()})
-    return {**functions, **made}
+    return {**functions, "CompressedAdam": compressed_adam(keras, edge, module), **made}
 
 
 def _joined(mixins: Sequence[type], base: type, edge: Edge, module: str) -> dict[str, type]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_compress._keras.arithmetic import Arithmetic
 from hvd_compress.engine import CarriedExchanges, check_settings, is_carried, refuse_other_ops, refuse_what_stays
 from hvd_compress.exchange import Exchange
 from hvd_compress.gossip import OneSided
@@ -55,6 +56,7 @@ class Edge(ABC):
         functions: of the edge, with its `allgather`, `broadcast` and `reducescatter`.
         book: of the exchanges that elastic runs carry over.
         hosts_updated: Horovod's HostsUpdatedInterrupt.
+        arithmetic: of the framework.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class Edge(ABC):
         functions: Any,
         book: CarriedExchanges,
         hosts_updated: type[Exception],
+        arithmetic: Arithmetic,
     ) -> None:
+        self.arithmetic = arithmetic
         self.book, self.hosts_updated = book, hosts_updated
         self._functions = functions
         self.ranks, self.one_sided = ranks, one_sided

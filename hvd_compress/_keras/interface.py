@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_compress._keras.edge import Edge
-from hvd_compress._keras.optimizer import local_variables, wrap
+from hvd_compress._keras.optimizer import distributed, local_variables, wrap
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL, exchange_of, resolved
 from hvd_compress.exchange import AdaGrad, Exchange
 
@@ -195,11 +195,15 @@ class Interface:
         """
         objects = {**{cls.__name__: cls for cls in custom_optimizers or ()}, **(custom_objects or {})}
         model = self._keras.models.load_model(filepath, custom_objects=objects)
-        if getattr(model, "optimizer", None) is not None:
+        optimizer = getattr(model, "optimizer", None)
+        if distributed(optimizer) is not None and compression is None and not settings:
+            # a CompressedAdam, which has saved what it was told
+            return model
+        if optimizer is not None:
             # what was saved names the plain optimizer; compile anew, with its state
             # `utils`, since tf.keras of Keras 3 has no `saving`
             config = self._keras.utils.deserialize_keras_object(model.get_compile_config(), custom_objects=objects)
-            wrapped = self.DistributedOptimizer(model.optimizer, compression=compression, **settings)
+            wrapped = self.DistributedOptimizer(optimizer, compression=compression, **settings)
             model.compile(**{**config, "optimizer": wrapped})
         return model
 

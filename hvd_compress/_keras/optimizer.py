@@ -11,7 +11,7 @@ from hvd_compress.engine import empty_state, is_carried, refuse_loading_apart, r
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
 
-__all__ = ["distributed", "keras_of", "local_variables", "wrap"]
+__all__ = ["DistributedMethods", "Distribution", "distributed", "keras_of", "local_variables", "wrap"]
 
 
 class Distribution:
@@ -76,6 +76,10 @@ class Distribution:
             ranks = edge.divisor_of(self.settings["process_set"])
             by_key.update({key(v): edge.divided(by_key[key(v)], ranks) for v in self.local if key(v) in by_key})
         return [by_key[key(v)] for v in variables]
+
+    def prepare(self, known: Sequence[Any]) -> None:
+        """Make the exchange now, for these variables; a collective call."""
+        self._exchange_for(known)
 
     def replace_compression(self, compression: Any) -> None:
         """Use another compressor from the next step on; what is owed is kept. All ranks must do so at the same step.
@@ -150,7 +154,7 @@ class Distribution:
         return self.exchange
 
 
-class _Distributed:
+class DistributedMethods:
     """Methods that every wrapped optimizer has."""
 
     # of the optimizer's class, in the Keras that has them
@@ -224,7 +228,7 @@ class _Distributed:
         self._hvd.asked_for = self._hvd.settings["compression"]
 
 
-class _Keras3(_Distributed):
+class _Keras3(DistributedMethods):
     """Combines where Keras 3 clips: after local accumulation and unscaling, before clipping and the update."""
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
@@ -254,7 +258,7 @@ class _Keras3(_Distributed):
         super().__setattr__(name, value)
 
 
-class _Keras3Apply(_Distributed):
+class _Keras3Apply(DistributedMethods):
     """Combines before anything else is done, for optimizers with an `apply` of their own.
 
     A LossScaleOptimizer decides by the gradients whether a step counts, which all ranks must do alike; a MultiOptimizer
@@ -272,7 +276,7 @@ class _Keras3Apply(_Distributed):
         super().apply(combined, trainable_variables)  # type: ignore[misc]
 
 
-class _Keras2(_Distributed):
+class _Keras2(DistributedMethods):
     """Combines where Keras 2 aggregates: before clipping, and before a LossScaleOptimizer checks what is finite."""
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -429,7 +433,7 @@ def distributed(optimizer: Any) -> Any:
     """The wrapped optimizer in `optimizer`: itself, or what a LossScaleOptimizer of Keras 2 holds; None if neither."""
     for candidate in (optimizer, getattr(optimizer, "inner_optimizer", None)):
         # not isinstance: a wrapped optimizer says that it is of its base's class
-        if issubclass(type(candidate), _Distributed):
+        if issubclass(type(candidate), DistributedMethods):
             return candidate
     return None
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvd_compress.engine.momentum import most_counted
+
 __all__ = ["Moments", "add_update", "direction", "gradient_of", "move"]
 
 
@@ -83,7 +85,7 @@ def direction(m: Moments, gradient: torch.Tensor, unseen: torch.Tensor | None) -
         Values that are not finite throughout if the gradient has one that is not.
     """
     beta1, beta2 = m.group["betas"]
-    bound = (1.0 - beta2) ** -0.5
+    bound = most_counted(beta2)
     # neither the bound nor the mask may hide what is not finite; 0 · inf is NaN
     spoiled = gradient.abs().amax() * 0.0 if gradient.numel() else 0.0
     scale = m.scale()

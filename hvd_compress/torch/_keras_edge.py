@@ -17,6 +17,7 @@ from hvd_compress.mpi import start_one_sided
 from hvd_compress.torch import _differentiable
 from hvd_compress.torch._collectives import broadcast_async, synchronize
 from hvd_compress.torch._functions import allreduce
+from hvd_compress.torch._keras_arithmetic import TorchArithmetic
 from hvd_compress.torch._keras_exchange import CarriedTorchExchange, TorchExchange
 from hvd_compress.torch._ranks import NODES, TorchRanks
 from hvd_compress.torch.compression import horovod_compressor
@@ -67,5 +68,5 @@ class TorchEdge(Edge):
 
 EDGE = TorchEdge(
     hvd, allreduce, horovod_compressor, TorchRanks, partial(start_one_sided, hvd), NODES, ObjectState, _differentiable,
-    BOOK, HostsUpdatedInterrupt,
+    BOOK, HostsUpdatedInterrupt, TorchArithmetic(),
 )  # fmt: skip

@@ -54,6 +54,8 @@ FRAGMENTS = {
     ("guides/diloco.md", "state = "): ("gloo", f"{HVD}\nopt = hvd.DiLoCo(opt, model.named_parameters())\n", {}),
     ("guides/diloco.md", "from hvd_compress import TopK"): ("gloo", HVD, {}),
     ("guides/diloco.md", "model.compile("): ("gloo", KERAS, {}),
+    # after those of PyTorch, which cannot be imported after TensorFlow
+    ("guides/adam.md", "rate = keras."): ("gloo", f"{KERAS}\nfrom hvd_compress import OneBit\n", {}),
     ("reference/errors.md", "from hvd_compress import errors"): (
         "gloo",
         f'{HVD}\nopt = hvd.DistributedOptimizer(opt, model.named_parameters(), compression="onebit")\nstate = {{}}\n',

@@ -24,6 +24,7 @@ from hvd_compress.tensorflow._seams import key_of, raw
 from hvd_compress.tensorflow._settings import Settings, ranks_of
 from hvd_compress.tensorflow._tape import describe_sources, divided, positions_of, variables_of
 from hvd_compress.tensorflow.compression import horovod_compressor
+from hvd_compress.tensorflow.keras._arithmetic import TensorFlowArithmetic
 
 __all__ = ["EDGE"]
 
@@ -57,7 +58,9 @@ class TensorFlowEdge(Edge):
         return tf.convert_to_tensor(value)
 
     def values(self, variable: Any) -> Any:
-        return raw(variable).numpy()
+        # in a function that is traced, too
+        with tf.init_scope():
+            return raw(variable).numpy()
 
 
 class GradientSums:
@@ -106,5 +109,5 @@ class GradientSums:
 
 EDGE = TensorFlowEdge(
     hvd, allreduce, horovod_compressor, TensorFlowRanks, partial(start_one_sided, hvd), NODES, ObjectState, _carried,
-    BOOK, HostsUpdatedInterrupt,
+    BOOK, HostsUpdatedInterrupt, TensorFlowArithmetic(),
 )  # fmt: skip

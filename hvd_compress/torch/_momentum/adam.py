@@ -11,16 +11,15 @@ import torch
 from hvd_compress._torch.moments import Moments, add_update, direction, gradient_of
 from hvd_compress.compressors import OneBit
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
+from hvd_compress.engine.momentum import COMPRESSED, LATE, RENEWAL, WARM_UP, check_betas, is_renewed
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import Exchange
 from hvd_compress.schedules import Renewals
-from hvd_compress.torch._momentum.base import MomentumOptimizer, check_real
+from hvd_compress.torch._momentum.base import MomentumOptimizer
 from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
 from hvd_compress.torch._ranks import TorchRanks
 
 __all__ = ["CompressedAdam"]
-
-_WARM_UP, _RENEWAL, _COMPRESSED = "warm-up", "renewal", "compressed"
 
 
 class CompressedAdam(MomentumOptimizer):
@@ -78,7 +77,7 @@ class CompressedAdam(MomentumOptimizer):
 
     _KEPT = ("step", "variance_steps", "exp_avg", "exp_avg_sq")
     # of elements without a variance: those that ranks have not averaged yet
-    _OWN = "late gradients"
+    _OWN = LATE
     _RANGES: ClassVar = {"lr": (0.0, None), "eps": (0.0, None), "weight_decay": (0.0, None)}
 
     def __init__(
@@ -99,10 +98,8 @@ class CompressedAdam(MomentumOptimizer):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         process_set: hvd.ProcessSet = hvd.global_process_set,
     ) -> None:
-        if variance not in ("frozen", "renewed"):
-            raise ValueError(f'CompressedAdam(variance={variance!r}): must be "frozen" or "renewed"')
+        self._is_renewed = is_renewed("CompressedAdam", variance)
         self._schedule = Renewals(warmup_steps, renewals)
-        self._is_renewed = variance == "renewed"
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         told = {"warmup_steps": warmup_steps, "variance": variance, "renewals": renewals}
         super().__init__("CompressedAdam", params, defaults, named_parameters, compression, process_set, told)
@@ -118,13 +115,12 @@ class CompressedAdam(MomentumOptimizer):
         self._way: str | None = None
         self._has_loaded = False
         """Whether a state was loaded since the last step."""
-        self._steps_by_way = dict.fromkeys((_WARM_UP, _RENEWAL, _COMPRESSED), 0)
+        self._steps_by_way = dict.fromkeys((WARM_UP, RENEWAL, COMPRESSED), 0)
         self._complete()
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        for i, beta in enumerate(group["betas"]):
-            check_real(self._kind, f"betas[{i}]", beta, 0.0, 1.0)
+        check_betas(self._kind, **{f"betas[{i}]": beta for i, beta in enumerate(group["betas"])})
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         super()._take_new(parameters)
@@ -150,9 +146,9 @@ class CompressedAdam(MomentumOptimizer):
             return True
         steps = min(m.steps for m in moments.values())
         warms = self._schedule.is_warming(steps)
-        self._agree(steps, _WARM_UP if warms else _COMPRESSED)
-        way = _WARM_UP if warms else _RENEWAL if self._renews(steps, moments) else _COMPRESSED
-        finite = self._with_momentum(moments) if way == _COMPRESSED else self._with_gradients(moments)
+        self._agree(steps, WARM_UP if warms else COMPRESSED)
+        way = WARM_UP if warms else RENEWAL if self._renews(steps, moments) else COMPRESSED
+        finite = self._with_momentum(moments) if way == COMPRESSED else self._with_gradients(moments)
         self._steps_by_way[way] += finite
         return finite
 
@@ -161,7 +157,7 @@ class CompressedAdam(MomentumOptimizer):
         if self._way == way and not self._has_loaded:
             return
         # ranks that go on as before are about to begin there
-        before = self._carrier if self._way == _COMPRESSED else self._plain
+        before = self._carrier if self._way == COMPRESSED else self._plain
         self._way, self._has_loaded = way, False
         before.agree({"call": "CompressedAdam.step()", "way": way, "steps": steps})
 

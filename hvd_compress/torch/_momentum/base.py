@@ -10,32 +10,22 @@ from typing import Any, ClassVar, NoReturn
 import horovod.torch as hvd
 import torch
 
-from hvd_compress import saved
 from hvd_compress._torch.parameters import by_name
 from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.elastic import is_elastic
-from hvd_compress.engine import exchanged, resolved
+from hvd_compress.engine.momentum import TAKEN_BACK, check_option, refuse_auto, take_own
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.feedback import check_state
-from hvd_compress.policy import Auto
 from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.owners import refuse_retired, take_over
 from hvd_compress.torch._momentum.carrier import Carrier, stand_in, wide
 from hvd_compress.torch._ranks import TorchRanks
 
-__all__ = ["MomentumOptimizer", "check_real"]
+__all__ = ["MomentumOptimizer"]
 
 
 _OF_OTHERS = ("dampening", "centered", "lr_decay", "etas", "rho", "lambd", "betas")
 """Options by which groups of torch's optimizers are known."""
-
-
-def check_real(kind: str, name: str, value: Any, least: float, below: float | None = None) -> None:
-    """Raise ValueError unless a number is at least `least` and less than `below`; a tensor of one number is taken."""
-    number = float(value)
-    if not least <= number < (float("inf") if below is None else below):
-        bound = "a finite number" if below is None else f"less than {below:g}"
-        raise ValueError(f"{kind}({name}={value!r}): must be {bound} and at least {least:g}")
 
 
 def refuse_elastic_sets(kind: str, process_set: hvd.ProcessSet) -> None:
@@ -90,8 +80,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self._told_settings = told
         self.has_met = not is_elastic()
         """Whether its exchanges are made for the ranks that there are."""
-        if isinstance(exchanged(resolved(compression, "auto")), Auto):
-            raise UnsupportedError(f"{kind} with {compression!r}: Auto chooses for gradients. Give a compressor")
+        refuse_auto(kind, compression)
         self._retired = False
         self._taken_back = 0
         self._is_complete = False
@@ -150,7 +139,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for an option of a group that is out of its range."""
         for name, (least, below) in self._RANGES.items():
-            check_real(self._kind, name, group[name], least, below)
+            check_option(self._kind, name, group[name], least, below)
 
     def _take_new(self, parameters: list[torch.Tensor]) -> None:
         """Make room in the carriers for parameters that were added."""
@@ -251,12 +240,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         self._taken_back += 1
         if not is_expected:
             # a GradScaler expects such steps, and lowers its scale
-            warnings.warn(
-                f"{self._kind}: a gradient is not finite on some rank. No rank has made this step; parameters, "
-                "momentum and residuals are as before",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warnings.warn(TAKEN_BACK.format(kind=self._kind), RuntimeWarning, stacklevel=4)
 
     # -- states ----------------------------------------------------------------------------------------------------
 
@@ -314,13 +298,10 @@ class MomentumOptimizer(torch.optim.Optimizer):
         checked = check_state(state)
         own = {}
         for p, label in ((p, self._label(p)) for p in self._names):
-            entry = checked["residuals"].pop(label, None)
-            if entry is None:
-                continue
-            if tuple(entry["shape"]) != tuple(p.shape):
-                raise StateError(f"{label!r} of the state has shape {tuple(entry['shape'])}: must be {tuple(p.shape)}")
-            values = saved.floats(label, entry["values"], dtype="float64" if wide(p) == torch.float64 else "float32")
-            own[p] = torch.from_numpy(values.copy()).view(p.shape).to(p.device)
+            dtype = "float64" if wide(p) == torch.float64 else "float32"
+            values = take_own(checked["residuals"], label, tuple(p.shape), dtype)
+            if values is not None:
+                own[p] = torch.from_numpy(values).view(p.shape).to(p.device)
         self._carrier.optimizer.load_compression_state_dict(checked)
         self._own = own
 

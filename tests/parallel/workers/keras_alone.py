@@ -13,6 +13,7 @@ from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, write_state
 from tests.parallel.cases import Cases
 from tests.parallel.workers.keras_adagrad import SHAPES, Run, tensor
+from tests.parallel.workers.keras_adam import SHAPE, adam, stepper, value, variable
 from tests.parallel.workers.keras_fit import FRAMEWORK, KERAS, hvd, keras, network, trained, wrapped
 from tests.parallel.workers.neutral import numbers, raises
 
@@ -127,3 +128,24 @@ if FRAMEWORK == "tensorflow" and KERAS == 3:
         state = owing({"weight": np.ones((40, 30), np.float32)})
         raises(StateError, lambda: tape.load_compression_state_dict(state, [weight]), "before the first step")
         tape.load_compression_state_dict(owing({}), [weight])
+
+
+@cases.add
+def what_is_owed_of_momentum_goes_with_the_next_one() -> None:
+    v, optimizer = variable(), adam(warmup_steps=1)
+    # in a graph nothing could be added that was not known when it was traced
+    step = stepper(optimizer, [v])
+    owed = numbers("owed", 0, 0, SHAPE).astype(np.float32)
+    optimizer.load_compression_state_dict(owing({"w": owed, "late gradients of w": owed}))
+    g = numbers("w", 0, 1, SHAPE).astype(np.float32)
+    step(g)
+    # what was late comes with the uncompressed gradient
+    first, late = 1 - 0.01 * np.sign(g + owed), 0.1 * (g + owed)
+    np.testing.assert_allclose(value(v), first, rtol=1e-4, atol=1e-5)
+    step(g)
+    scale = np.abs(g + owed) + 1e-8
+    update = 0.9 * late / scale + 0.1 * np.clip(g / scale, -(0.001**-0.5), 0.001**-0.5) + owed
+    np.testing.assert_allclose(value(v), first - 0.01 / (1 - 0.81) * update, rtol=1e-4, atol=1e-4)
+    assert optimizer.compression_state_dict()["residuals"] == {}
+    step(g)
+    assert optimizer.compression_stats()["steps_by_way"] == {"warm-up": 1, "renewal": 0, "compressed": 2}

@@ -16,7 +16,8 @@ import hvd_compress.torch as hvd
 from hvd_compress import Adaptive, Auto, OneBit, Percentile, Policy, RandomK, TopK
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.feedback import redistribute
-from hvd_compress.loopback import Loopback
+from tests import adam_oracle
+from tests.adam_oracle import SHAPE, STEPS, Oracle
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import in_elastic_run
 
@@ -117,52 +118,28 @@ def the_warm_up_is_adamw_with_averaged_gradients() -> None:
 
 
 def gradients(step: int) -> list[np.ndarray]:
-    return [np.random.default_rng([step, rank]).normal(size=(40, 40)).astype(np.float32) for rank in range(hvd.size())]
+    return adam_oracle.gradients(step, hvd.size())
 
 
-class Oracle:
-    """Adam with compressed momentum for one parameter, on all ranks, typed from algorithm 1 of 1-bit Adam."""
-
-    def __init__(self, compressor, x: np.ndarray, warmup: int) -> None:
-        self.loop, self.warmup = Loopback(hvd.size(), compressor, exchange="two_phase"), warmup
-        self.x, self.m, self.v, self.t, self.seen = x.copy(), np.zeros_like(x), np.zeros_like(x), 0, 0
-
-    def step(self, grads: list[np.ndarray], lr: float, decay: float, renews: bool) -> None:
-        self.t += 1
-        if self.t <= self.warmup or renews:
-            g = np.mean(grads, axis=0)
-            self.m = 0.9 * self.m + 0.1 * g
-            self.v, self.seen = 0.999 * self.v + 0.001 * g * g, self.seen + 1
-            update = self.m / self.scale()
-        else:
-            d = self.scale()
-            mine = [0.9 * self.m / d + 0.1 * np.clip(g / d, -(0.001**-0.5), 0.001**-0.5) for g in grads]
-            update = self.loop.allreduce([u.astype(np.float32) for u in mine], name="w")[0]
-            self.m = update * d
-        self.x = self.x * (1 - lr * decay) - lr / (1 - 0.9**self.t) * update
-
-    def scale(self) -> np.ndarray:
-        return np.sqrt(self.v / (1 - 0.999**self.seen)) + 1e-8
-
-
-@cases.each({"frozen": "frozen", "renewed": "renewed"})
-def it_follows_the_algorithm(variance) -> None:
-    p = torch.nn.Parameter(torch.ones(40, 40))
+@cases.each({"frozen": ("frozen", False), "renewed": ("renewed", False), "late": ("frozen", True)})
+def it_follows_the_algorithm(setting) -> None:
+    variance, late = setting
+    p = torch.nn.Parameter(torch.ones(SHAPE))
     optimizer = hvd.CompressedAdam(
         [("w", p)], lr=0.01, weight_decay=0.1, warmup_steps=4, variance=variance, renewals=2, exchange="two_phase",
         min_numel=0,
     )  # fmt: skip
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    oracle = Oracle(OneBit(), np.ones((40, 40), np.float64), 4)
-    for step in range(16):
-        p.grad = torch.from_numpy(gradients(step)[hvd.rank()])
-        # after 4 steps every second one, two times, and then every fourth
-        renews = variance == "renewed" and step in (5, 7, 11, 15)
-        oracle.step(gradients(step), optimizer.param_groups[0]["lr"], 0.1, renews)
+    oracle = Oracle(OneBit(), hvd.size(), variance == "renewed")
+    for step in range(STEPS):
+        of_all = adam_oracle.gradients(step, hvd.size(), late)
+        p.grad = torch.from_numpy(of_all[hvd.rank()].copy())
+        oracle.step(of_all, optimizer.param_groups[0]["lr"], 0.1)
         optimizer.step()
         scheduler.step()
     np.testing.assert_allclose(p.detach().numpy(), oracle.x, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(optimizer.state[p]["exp_avg"].numpy(), oracle.m, rtol=1e-3, atol=1e-4)
+    assert optimizer.compression_stats()["steps_by_way"]["renewal"] == {"frozen": int(late), "renewed": 4}[variance]
 
 
 @cases.each(ADAMS)
