@@ -403,7 +403,7 @@ def test_what_cannot_work_inside_is_refused(wrong: Any, error: type[Exception], 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"id": "nowhere"}, "'allgather', 'auto'"),
+        ({"id": "nowhere"}, "'allgather', .*'two_phase'"),
         ({}, "with one of these as id"),
         (None, "must be a dict"),
         ({"id": "hierarchical", "outside": None}, "outside"),
