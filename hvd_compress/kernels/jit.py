@@ -16,9 +16,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-# beside the compiled code: who writes it, and who compiles
-_LOCK = "hvd_compress.lock"
-_TURN = "hvd_compress.turn"
+_LOCK = "hvd_compress.lock"  # beside the compiled code
 _SECONDS_TO_WAIT = 60.0
 
 unkept: list[str] = []
@@ -51,7 +49,8 @@ def _compiled(function: _F, fastmath: set[str] | bool) -> _F:
             _tell_unkept("neither the folder of the package nor the home can be written")
         else:
             compiled._cache = cache  # type: ignore[attr-defined]  # what `cache=True` sets, too
-            compiled.compile = _in_turn(compiled.compile, cache.cache_path)  # type: ignore[attr-defined]
+            name = f"{function.__module__}.{function.__qualname__}"
+            compiled.compile = _in_turn(compiled.compile, cache.cache_path, name)  # type: ignore[attr-defined]
     return compiled
 
 
@@ -84,38 +83,39 @@ class _SharedCache(FunctionCache):
 
 
 class _Turns:
-    """Whose turn it is to compile, among processes that share a folder.
+    """Whose turn it is to compile a kernel, among processes that share a folder.
 
     Ranks of a host begin at once, and each would compile all kernels: with fewer cores than ranks that takes as many
     times longer. One that has waited finds the code of the other.
     """
 
     def __init__(self) -> None:
-        self._depth = 0  # a kernel compiles those that it calls
+        self._held: set[str] = set()
         self._waits = True
 
     @contextmanager
-    def taken(self, folder: str) -> Iterator[None]:
-        """Keep others from compiling. Numba's lock is held meanwhile, so one thread at a time is in here."""
-        self._depth += 1
+    def taken(self, folder: str, kernel: str) -> Iterator[None]:
+        """Keep others from compiling this kernel. Numba's lock is held meanwhile: one thread at a time is in here."""
+        # a kernel compiles those that it calls, and never one that calls it: so no two processes wait for each other
+        if kernel in self._held or not self._waits:
+            yield
+            return
+        self._held.add(kernel)
         try:
-            if self._depth > 1 or not self._waits:
+            with _opened(folder, f"{kernel}.turn") as descriptor:
+                # a process that is stopped may hold it
+                self._waits = descriptor is None or _locks(descriptor, _SECONDS_TO_WAIT)
                 yield
-            else:
-                with _opened(folder, _TURN) as descriptor:
-                    # a process that is stopped may hold it
-                    self._waits = descriptor is None or _locks(descriptor, _SECONDS_TO_WAIT)
-                    yield
         finally:
-            self._depth -= 1
+            self._held.remove(kernel)
 
 
 _turns = _Turns()
 
 
-def _in_turn(compile_one: Callable[..., object], folder: str) -> Callable[..., object]:
+def _in_turn(compile_one: Callable[..., object], folder: str, kernel: str) -> Callable[..., object]:
     def compile_in_turn(signature: object) -> object:
-        with global_compiler_lock, _turns.taken(folder):
+        with global_compiler_lock, _turns.taken(folder, kernel):
             return compile_one(signature)
 
     return compile_in_turn

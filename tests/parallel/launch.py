@@ -239,7 +239,7 @@ def _environment() -> dict[str, str]:
         # a rank has two threads that want a core, and one that waits for a message would spin on it
         "OMPI_MCA_mpi_yield_when_idle": "1",
         # a rank that joins others on a busy machine imports frameworks for longer than 30 seconds, Horovod's limit
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "40",
         # a rank that waits for a collective which another never starts is an error after this, not a hang
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "10",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",

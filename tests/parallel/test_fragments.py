@@ -53,6 +53,7 @@ FRAGMENTS = {
     ("guides/diloco.md", "layers = "): ("gloo", HVD, {}),
     ("guides/diloco.md", "state = "): ("gloo", f"{HVD}\nopt = hvd.DiLoCo(opt, model.named_parameters())\n", {}),
     ("guides/diloco.md", "from hvd_compress import TopK"): ("gloo", HVD, {}),
+    ("guides/slow-links.md", "from hvd_compress import Blockwise"): ("gloo", f"{HVD}\noptimizer = opt\n", {}),
     ("guides/diloco.md", "model.compile("): ("gloo", KERAS, {}),
     # after those of PyTorch, which cannot be imported after TensorFlow
     ("guides/adam.md", "rate = keras."): ("gloo", f"{KERAS}\nfrom hvd_compress import OneBit\n", {}),

@@ -15,6 +15,7 @@ from numba.core.errors import TypingError
 from hvd_compress.kernels import jit
 
 PROCESSES = 4
+TURN = f"{__name__}.doubled.turn"
 TYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "float32", "float64"]
 MODULE = """
     from hvd_compress.kernels.jit import kernel
@@ -83,7 +84,7 @@ def test_one_process_saves_at_a_time(spied):
 def test_what_cannot_be_compiled_leaves_the_turn_to_others(spied):
     with pytest.raises(TypingError):
         spied(None)
-    with spied._cache._cache_file.lock.with_name("hvd_compress.turn").open() as file:
+    with spied._cache._cache_file.lock.with_name(TURN).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -93,7 +94,7 @@ def test_a_process_that_is_stopped_in_its_turn_is_waited_for_once(spied, monkeyp
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     monkeypatch.setattr("time.monotonic", lambda: sum(slept))
-    with spied._cache._cache_file.lock.with_name("hvd_compress.turn").open("w") as file:
+    with spied._cache._cache_file.lock.with_name(TURN).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert spied(np.float32(2)) == 4
         waited = len(slept)
@@ -102,10 +103,19 @@ def test_a_process_that_is_stopped_in_its_turn_is_waited_for_once(spied, monkeyp
         assert len(slept) == waited
 
 
+def test_another_kernel_is_not_waited_for(spied, monkeypatch):
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    with spied._cache._cache_file.lock.with_name(f"{__name__}.tripled.turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert spied(np.float32(2)) == 4
+    assert slept == []
+
+
 def test_without_locks_kernels_compile_all_the_same(spied):
     # a folder has this name: as if the file system refused
     spied._cache._cache_file.lock.mkdir()
-    spied._cache._cache_file.lock.with_name("hvd_compress.turn").mkdir()
+    spied._cache._cache_file.lock.with_name(TURN).mkdir()
     spied._cache._cache_file.save = lambda key, data: None
     assert spied(np.float32(2)) == 4
 

@@ -66,13 +66,17 @@ def calls_of_a_step(setting: Setting, shapes: Iterable[tuple[int, ...]]) -> Coun
         optimizer: Any = hvd.DistributedOptimizer(
             sgd, model.named_parameters(), setting.compressor, exchange=setting.exchange, min_numel=MIN_NUMEL
         )
-    calls: Counter[str] = Counter()
-    for _ in range(WARM_UP + 1):
-        optimizer.zero_grad()
-        loss = torch.stack([p.square().sum() for p in model.parameters()]).sum()
-        calls = count_calls(loss.backward)
+    for _ in range(WARM_UP):
+        _loss_of(model, optimizer).backward()
         optimizer.step()
+    calls = count_calls(_loss_of(model, optimizer).backward)
+    optimizer.step()
     return calls
+
+
+def _loss_of(model: torch.nn.ParameterList, optimizer: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    return torch.stack([p.square().sum() for p in model.parameters()]).sum()
 
 
 def check(calls: Counter[str], most: float) -> None:
