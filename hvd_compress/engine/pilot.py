@@ -14,7 +14,7 @@ from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.exchange import Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
 from hvd_compress.policy import Assigned, Auto
 
-__all__ = ["Pilot"]
+__all__ = ["Pilot", "timed_compressors"]
 
 _DENSE, _HALF = "none", "fp16"
 # how many steps' seconds the ranks compare at once, while they try and when they have chosen
@@ -29,6 +29,12 @@ _RIVALS_SHARE = 0.005
 _EXCHANGE_GAIN = 1.1
 
 
+def timed_compressors(auto: Auto, exchange: Exchange) -> list[Compressor]:
+    """Return the compressors whose speeds matter: FP16, the candidates, and what works inside of hosts."""
+    inside = exchange.inside if isinstance(exchange, Hierarchical) else None
+    return list(dict.fromkeys([FP16(), *auto.candidates, *([] if inside is None else [inside])]))
+
+
 class Pilot:
     """Decides which way tensors go in the next step.
 
@@ -39,7 +45,7 @@ class Pilot:
         tensors: all that may come, in the order of the forward pass.
         routing: exchange and sizes; its compressor is not looked at.
         network: as measured, equal on all ranks.
-        speeds: of the compressors that `timed` returns, equal on all ranks.
+        speeds: of the compressors that `timed_compressors` returns, equal on all ranks.
     """
 
     def __init__(
@@ -70,12 +76,6 @@ class Pilot:
             seconds=_TRIAL_SECONDS,
             share=_RIVALS_SHARE,
         )
-
-    @staticmethod
-    def timed(auto: Auto, exchange: Exchange) -> list[Compressor]:
-        """Return the compressors whose speeds matter: FP16, the candidates, and what works inside of hosts."""
-        inside = exchange.inside if isinstance(exchange, Hierarchical) else None
-        return list(dict.fromkeys([FP16(), *auto.candidates, *([] if inside is None else [inside])]))
 
     def routing(self) -> Routing:
         """The way that tensors go from now on."""

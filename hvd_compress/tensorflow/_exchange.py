@@ -25,6 +25,7 @@ from hvd_compress.engine import (
     exchanged,
     has_residuals,
     is_carried,
+    timed_compressors,
 )
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Account, Hosts, Pack, bucket_of
@@ -417,7 +418,7 @@ class GradientExchange(Ledger[GraphStages]):
             with tf.init_scope(), tf.device("CPU:0"):
                 ranks = TensorFlowRanks(settings.process_set)
                 network = network_of(ranks, with_hosts=settings.exchange.uses_hosts)
-                speeds = slowest_speeds(Pilot.timed(ours, settings.exchange), ranks)
+                speeds = slowest_speeds(timed_compressors(ours, settings.exchange), ranks)
                 self._pilot = Pilot(ours, tensors, routing, network, speeds)
             routing = self._pilot.routing()
         return routing

@@ -9,7 +9,7 @@ import pytest
 
 from hvd_compress import FP16, Adaptive, Auto, Blockwise, Hierarchical, NoCompression, OneBit, TwoPhase
 from hvd_compress.cost import Line, LinkSpeed, Network, Speed, speeds
-from hvd_compress.engine import Pilot, Routing, Tensor
+from hvd_compress.engine import Pilot, Routing, Tensor, timed_compressors
 from hvd_compress.exchange import checked_exchange, make_plan
 from hvd_compress.policy import Assigned
 
@@ -253,9 +253,13 @@ def test_no_more_steps_are_timed_than_a_turn_needs() -> None:
 
 def test_the_speed_of_what_compresses_inside_of_hosts_is_measured_once() -> None:
     auto = Auto([OneBit(), Blockwise()])
-    assert Pilot.timed(auto, TwoPhase()) == Pilot.timed(auto, Hierarchical()) == [FP16(), OneBit(), Blockwise()]
-    assert Pilot.timed(auto, Hierarchical(inside=Blockwise())) == [FP16(), OneBit(), Blockwise()]
-    assert Pilot.timed(auto, Hierarchical(inside=Adaptive())) == [FP16(), OneBit(), Blockwise(), Adaptive()]
+    assert (
+        timed_compressors(auto, TwoPhase())
+        == timed_compressors(auto, Hierarchical())
+        == [FP16(), OneBit(), Blockwise()]
+    )
+    assert timed_compressors(auto, Hierarchical(inside=Blockwise())) == [FP16(), OneBit(), Blockwise()]
+    assert timed_compressors(auto, Hierarchical(inside=Adaptive())) == [FP16(), OneBit(), Blockwise(), Adaptive()]
 
 
 def test_what_compresses_inside_of_hosts_counts() -> None:
@@ -265,7 +269,7 @@ def test_what_compresses_inside_of_hosts_counts() -> None:
         link = LinkSpeed(line, line, line, line)
         network = Network(4, link, 2, inside=link, between=link)
         routing = Routing(None, Hierarchical(inside), 1000)
-        speeds = dict.fromkeys(Pilot.timed(Auto([OneBit()]), routing.exchange), Speed())
+        speeds = dict.fromkeys(timed_compressors(Auto([OneBit()]), routing.exchange), Speed())
         report = Pilot(Auto([OneBit()]), TENSORS, routing, network, speeds).report()
         seconds.append(report["buckets"][0]["predicted_seconds"]["onebit"])
     assert seconds[1] < 0.6 * seconds[0]

@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import numpy as np
 
 from hvd_compress.cost import network_of, slowest_speeds
-from hvd_compress.engine import Pilot, Routing, Tensor
+from hvd_compress.engine import Pilot, Routing, Tensor, timed_compressors
 from hvd_compress.policy import Auto
 from hvd_compress.ranks import Ranks
 from hvd_compress.torch._ranks import TorchRanks
@@ -45,7 +45,7 @@ class Steering:
     def __init__(self, auto: Auto, tensors: Sequence[Tensor], routing: Routing, process_set: hvd.ProcessSet) -> None:
         self._ranks = TorchRanks(process_set)
         network = network_of(self._ranks, with_hosts=routing.exchange.uses_hosts)
-        speeds = slowest_speeds(Pilot.timed(auto, routing.exchange), self._ranks)
+        speeds = slowest_speeds(timed_compressors(auto, routing.exchange), self._ranks)
         self._name = f"hvd_compress.seconds.{_agreed_number(self._ranks)}"
         self._pilot = Pilot(auto, tensors, routing, network, speeds)
         self._wanted = self._pilot.seconds_wanted
