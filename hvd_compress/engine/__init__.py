@@ -46,7 +46,7 @@ from hvd_compress.engine.kinds import (
     only_there,
 )
 from hvd_compress.engine.ledger import Ledger
-from hvd_compress.engine.pilot import Pilot, timed_compressors
+from hvd_compress.engine.pilot import Pilot
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
 from hvd_compress.engine.states import empty_state, has_residuals, refuse_residuals
 from hvd_compress.engine.survival import (
@@ -112,6 +112,5 @@ __all__ = [
     "resolved",
     "survivor_state",
     "taken_up",
-    "timed_compressors",
     "united_accumulators",
 ]

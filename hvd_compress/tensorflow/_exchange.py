@@ -25,8 +25,8 @@ from hvd_compress.engine import (
     exchanged,
     has_residuals,
     is_carried,
-    timed_compressors,
 )
+from hvd_compress.engine.pilot import timed_compressors
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import Account, Hosts, Pack, bucket_of
 from hvd_compress.fingerprint import Place

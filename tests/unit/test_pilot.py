@@ -9,7 +9,8 @@ import pytest
 
 from hvd_compress import FP16, Adaptive, Auto, Blockwise, Hierarchical, NoCompression, OneBit, TwoPhase
 from hvd_compress.cost import Line, LinkSpeed, Network, Speed, speeds
-from hvd_compress.engine import Pilot, Routing, Tensor, timed_compressors
+from hvd_compress.engine import Pilot, Routing, Tensor
+from hvd_compress.engine.pilot import timed_compressors
 from hvd_compress.exchange import checked_exchange, make_plan
 from hvd_compress.policy import Assigned
 

@@ -12,7 +12,8 @@ import horovod.torch as hvd
 import numpy as np
 
 from hvd_compress.cost import network_of, slowest_speeds
-from hvd_compress.engine import Pilot, Routing, Tensor, timed_compressors
+from hvd_compress.engine import Pilot, Routing, Tensor
+from hvd_compress.engine.pilot import timed_compressors
 from hvd_compress.policy import Auto
 from hvd_compress.ranks import Ranks
 from hvd_compress.torch._ranks import TorchRanks
