@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.parallel import launch
-from tests.parallel.schedule import ByStart
 
 HERE = Path(__file__).parent
 
@@ -29,7 +27,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     launch.selected.update(item.path.stem for item in session.items if item.path.parent == HERE)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByStart:
-    return ByStart(config, log)

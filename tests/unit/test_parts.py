@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.schedule import start_of
-
 ROOT = Path(__file__).parents[2]
 # stands in for Python, and notes what it is to run
 NOTE = """#!{python}
@@ -57,8 +55,14 @@ def sessions_of(folder: Path, *part: str) -> list[list[str]]:
     subprocess.run(["bash", "ci/test.sh", *part], cwd=ROOT, check=True, timeout=60, env=environment)
     commands = [json.loads(line) for line in noted.read_text().splitlines()]
     assert all(command[:2] == ["-m", "pytest"] for command in commands)
-    # the two run at once, in any order; here tests of one process come first
-    return sorted((command[2:] for command in commands), key=lambda arguments: "--ignore" not in arguments)
+    # two of them run at once, in any order; here tests of one process come first, then elastic runs, then other ranks
+    return sorted((command[2:] for command in commands), key=_place)
+
+
+def _place(arguments: list[str]) -> int:
+    if "--ignore" in arguments:
+        return 0
+    return 1 if "tests/parallel" not in arguments else 2
 
 
 @pytest.mark.thorough
@@ -75,7 +79,7 @@ def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found").read_text())
     done_once = sum((Counter(ids) for ids, _ in found), Counter())
     # a session of each kind looks at all tests of its kind
-    everything = sum((Counter(found[i][0] + found[i][1]) for i in (0, -1)), Counter())
+    everything = sum((Counter(found[i][0] + found[i][1]) for i in (0, 2, -1)), Counter())
     # `Thorough` cases are no tests of one start, which another start of the same cases makes up for
     elsewhere = {_without_start(name) for name in done_once}
     left_out = [name for name in everything - done_once if _without_start(name) not in elsewhere]
@@ -88,43 +92,3 @@ def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
 def _without_start(name: str) -> str:
     """The id of a test without the number of ranks and the launcher."""
     return re.sub(r"\[(?:\d+-)?(?:gloo|mpi|torchrun)-", "[", name)
-
-
-def ids(file: str, *tests: str) -> list[str]:
-    return [f"tests/parallel/{file}.py::{test}" for test in tests]
-
-
-@pytest.mark.parametrize(
-    "served",
-    [
-        ids("test_training", "test_training[2-gloo-a]") + ids("test_choosing", "test_torch[2-gloo]"),
-        ids("test_ranks", "test_ranks_with_tensorflow[4-mpi-a]", "test_every_rank_took_part[4-mpi-ranks_tensorflow]")
-        + ids("test_tensorflow", "test_values[4-mpi-b[c]]"),
-        ids("test_hierarchical", "test_torch[aabb-mpi-a]", "test_torch[aabb-mpi-b]"),
-        ids("test_one_rank", "test_one_rank[a]", "test_it_ended_well"),
-        ids("test_cluster", "test_a")
-        + ids("test_cluster_ends", "test_b")
-        + ids("test_guides", "test_a_virtual_cluster"),
-    ],
-)
-def test_one_process_runs_what_one_start_serves(served: list[str]) -> None:
-    assert len({start_of(nodeid) for nodeid in served}) == 1
-
-
-@pytest.mark.parametrize(
-    "each_its_own",
-    [
-        ids("test_training", "test_training[2-gloo-a]", "test_training[4-mpi-a]"),
-        ids("test_choosing", "test_torch[2-gloo]", "test_tensorflow[2-gloo-a]"),
-        ids(
-            "test_eventgrad",
-            "test_eventgrad[2-gloo-a]",
-            "test_tensorflow[2-gloo]",
-            "test_one_sided[2-horovodrun-mpi-a]",
-        ),
-        ids("test_hierarchical", "test_torch[aabb-mpi-a]", "test_torch[abab-gloo-a]", "test_tensorflow[aabb-mpi-a]"),
-        ids("test_elastic_compression", "test_ranks_come_and_go[auto-replace]", "test_ranks_come_and_go[onebit-join]"),
-    ],
-)
-def test_different_starts_may_run_at_once(each_its_own: list[str]) -> None:
-    assert len({start_of(nodeid) for nodeid in each_its_own}) == len(each_its_own)
