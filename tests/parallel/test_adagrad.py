@@ -20,14 +20,14 @@ def test_adagrad(case: str, ranks: int, launcher: str) -> None:
 
 @pytest.mark.parametrize("case", tensorflow_adagrad.cases)
 @pytest.mark.parametrize(("ranks", "launcher"), STARTS)
-def test_adagrad_of_a_tensorflow_tape(case: str, ranks: int, launcher: str) -> None:
+def test_adagrad_of_a_tape(case: str, ranks: int, launcher: str) -> None:
     launched("tensorflow_adagrad", ranks, launcher).check(case)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [case for case in tensorflow_adagrad.cases if case not in NEED_SEVERAL_RANKS])
-@pytest.mark.parametrize(("ranks", "launcher"), [thorough(1, "gloo")])
-def test_adagrad_of_a_tensorflow_tape_on_one_rank(case: str, ranks: int, launcher: str) -> None:
-    launched("tensorflow_adagrad", ranks, launcher).check(case)
+def test_adagrad_of_a_tape_on_one_rank(case: str) -> None:
+    launched("tensorflow_adagrad", 1, "gloo").check(case)
 
 
 @pytest.mark.parametrize(("ranks", "launcher"), STARTS)

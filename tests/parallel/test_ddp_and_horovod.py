@@ -9,8 +9,7 @@ from tests.parallel.workers import ddp_and_horovod
 
 
 @pytest.mark.parametrize("case", ddp_and_horovod.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo")])
-def test_ddp_and_horovod(case: str, ranks: int, launcher: str) -> None:
-    outcome = launched("ddp_and_horovod", ranks, launcher)
+def test_ddp_and_horovod(case: str) -> None:
+    outcome = launched("ddp_and_horovod", 2, "gloo")
     outcome.check_ended_well()
     outcome.check(case)

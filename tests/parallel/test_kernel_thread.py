@@ -11,9 +11,8 @@ THREAD = {"HVD_COMPRESS_KERNEL_THREAD": "1"}
 
 
 @pytest.mark.parametrize("case", values.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi")])
-def test_values(case: str, ranks: int, launcher: str) -> None:
-    launched("values", ranks, launcher, **THREAD).check(case)
+def test_values(case: str) -> None:
+    launched("values", 2, "mpi", **THREAD).check(case)
 
 
 @pytest.mark.thorough
@@ -23,7 +22,7 @@ def test_buckets(case: str, ranks: int, launcher: str) -> None:
     launched("buckets", ranks, launcher, **THREAD).check(case)
 
 
-@pytest.mark.parametrize(("ranks", "launcher", "topic"), [(2, "mpi", "values"), thorough(3, "mpi", "buckets")])
+@pytest.mark.parametrize(("topic", "ranks", "launcher"), [("values", 2, "mpi"), thorough("buckets", 3, "mpi")])
 def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
     outcome = launched(topic, ranks, launcher, **THREAD)
     outcome.check_ended_well()

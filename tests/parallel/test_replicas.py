@@ -21,7 +21,7 @@ def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", crowd.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [thorough(16, "mpi")])
-def test_sixteen_ranks(case: str, ranks: int, launcher: str) -> None:
-    launched("crowd", ranks, launcher).check(case)
+def test_sixteen_ranks(case: str) -> None:
+    launched("crowd", 16, "mpi").check(case)

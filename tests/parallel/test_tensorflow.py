@@ -23,10 +23,10 @@ def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", tensorflow_process_sets.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [thorough(4, "mpi")])
-def test_process_sets(case: str, ranks: int, launcher: str) -> None:
-    launched("tensorflow_process_sets", ranks, launcher).check(case)
+def test_process_sets(case: str) -> None:
+    launched("tensorflow_process_sets", 4, "mpi").check(case)
 
 
 @pytest.mark.thorough
