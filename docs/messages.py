@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import product
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hvd_compress"
@@ -95,14 +94,11 @@ def _named(tree: ast.Module, returned: Mapping[str, list[str]]) -> dict[str, lis
     """Return the texts that names of a file stand for."""
     found: dict[str, list[str]] = defaultdict(list)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            pairs = product((t.id for t in node.targets if isinstance(t, ast.Name)), [node.value])
-        elif isinstance(node, ast.NamedExpr):
-            pairs = product([node.target.id], [node.value])
-        else:
-            continue
-        for name, value in pairs:
-            found[name] += _texts(value, {}, returned)
+        if isinstance(node, ast.Assign | ast.NamedExpr):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    found[target.id] += _texts(node.value, {}, returned)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hvd_compress._keras.adam_config import compression_of, exchange_of, saved_compression, saved_exchange
+from hvd_compress._keras.adam_config import compression_of, exchange_of, saved_compression
 from hvd_compress._keras.adam_steps import AdamSettings, AdamSteps, AdamVariables
 from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.moments import Betas
@@ -235,7 +235,7 @@ class _CompressedAdam(DistributedMethods):
             "warmup_steps": settings.schedule.warmup_steps,
             "variance": "renewed" if settings.is_renewed else "frozen",
             "renewals": settings.schedule.renewals,
-            "exchange": saved_exchange(exchanged["exchange"]),
+            "exchange": exchanged["exchange"].get_config(),
             "min_numel": exchanged["min_numel"],
             "bucket_bytes": exchanged["bucket_bytes"],
         }

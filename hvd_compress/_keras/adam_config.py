@@ -9,7 +9,7 @@ from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import Exchange
 from hvd_compress.policy import Policy, horovods_own
 
-__all__ = ["compression_of", "exchange_of", "saved_compression", "saved_exchange"]
+__all__ = ["compression_of", "exchange_of", "saved_compression"]
 
 
 def saved_compression(compression: Any) -> dict[str, Any]:
@@ -38,13 +38,8 @@ def compression_of(config: Any) -> Any:
     return Policy(rules, from_config(config["default"]))
 
 
-def saved_exchange(exchange: Exchange) -> dict[str, Any]:
-    """An exchange as a JSON-able dict."""
-    return exchange.get_config()
-
-
 def exchange_of(config: Any) -> Any:
-    """What `saved_exchange` was given; what is no such dict stays as it is.
+    """The exchange of a configuration; what is no such dict stays as it is.
 
     Raises:
         ValueError: an exchange whose class was not imported.

@@ -18,9 +18,6 @@ __all__ = ["ONE_RANK", "TIME_ALONE", "advice", "as_fields", "report"]
 ONE_RANK = "Don't compress: one rank exchanges nothing."
 TIME_ALONE = "This is about time alone. Compression may cost accuracy: train a short stretch both ways, and compare."
 
-_USE = "Use "
-_FP16 = "hvd.Compression.fp16"
-
 # predictions and trials are not exact enough to tell smaller differences
 _LEAST_GAIN = 1.05
 
@@ -32,15 +29,12 @@ def advice(rows: Sequence[Prediction]) -> str:
 
     Compressors have to be faster than the faster of float32 and fp16, which Horovod has itself.
     """
-    dense = rows[0]
-    free = _best([row for row in rows if row.is_free])
-    if free is not dense and dense.seconds < _LEAST_GAIN * free.seconds:
-        free = dense
-    leave = "Don't compress" if free is dense else f"{_USE}compression={_FP16}, which Horovod has itself"
+    dense, free = rows[0], _free(rows)
+    leave = "Don't compress" if free is dense else "Use compression=hvd.Compression.fp16, which Horovod has itself"
     against = f"{_name(free)} {show_seconds(free.seconds)}"
     if free is not dense:
         against += f" and {_name(dense)} {show_seconds(dense.seconds)}"
-    compressing = [row for row in rows if not row.is_free and row.compresses]
+    compressing = _compressing(rows)
     if not compressing:
         reason = f"no tensor has {DEFAULT_MIN_NUMEL:,} elements, from which on compressors take them (min_numel)"
         return f"{leave}: {reason}; a step takes with {against}."
@@ -50,14 +44,29 @@ def advice(rows: Sequence[Prediction]) -> str:
         return f"{leave}: it is a tie, a step takes {seconds} with {_how(best)}, with {against}."
     if gain < 1:
         return f"{leave}: a step would take {seconds} with {_how(best)} at best, with {against}."
-    faster = f"{gain:.1f} times faster than {_name(free)}"
-    sentence = f"{_USE}{_how(best)}: a step takes {seconds}, {faster}; with {against}."
+    sentence = f"Use {_how(best)}: a step takes {seconds}, {gain:.1f} times faster than {_name(free)}; with {against}."
     even = [row for row in compressing if row is not best and row.seconds < _LEAST_GAIN * best.seconds]
     if even:
         sentence += f" As fast, to 5 %: {'; '.join(map(_how, even))}."
     if math.isinf(best.break_even):
         return f"{sentence} It beats float32 at any bandwidth."
     return f"{sentence} It beats float32 below {show_bandwidth(best.break_even)}." if best.break_even > 0 else sentence
+
+
+def _compressing(rows: Sequence[Prediction]) -> list[Prediction]:
+    return [row for row in rows if row.compresses and not row.is_free]
+
+
+def _free(rows: Sequence[Prediction]) -> Prediction:
+    """Return the faster of float32 and fp16; float32 where it is a tie."""
+    best = _best([row for row in rows if row.is_free])
+    return rows[0] if rows[0].seconds < _LEAST_GAIN * best.seconds else best
+
+
+def _pays(rows: Sequence[Prediction]) -> bool:
+    """Tell whether a compressor is advised."""
+    compressing = _compressing(rows)
+    return bool(compressing) and _free(rows).seconds / _best(compressing).seconds >= _LEAST_GAIN
 
 
 def report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction], link: str, step: float) -> str:
@@ -75,11 +84,9 @@ def report(shapes: Sequence[Shape], network: Network, rows: Sequence[Prediction]
     lines = [f"{_count(len(shapes), 'tensor')}, {_count(numel, 'element')}, {_count(network.ranks, 'rank')}{hosts}"]
     if not rows:
         return "\n".join([*lines, ONE_RANK])
-    if any(row.compresses and not row.is_free for row in rows):
+    if _compressing(rows):
         lines += [f"link: {link}; kernels: measured on this machine", _table(rows, step)]
-    said = advice(rows)
-    compresses = said.startswith(_USE) and not said.startswith(f"{_USE}compression={_FP16}")
-    return "\n".join([*lines, f"{said} {TIME_ALONE}" if compresses else said])
+    return "\n".join([*lines, f"{advice(rows)} {TIME_ALONE}" if _pays(rows) else advice(rows)])
 
 
 def as_fields(

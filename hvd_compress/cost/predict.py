@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hvd_compress.cost.link import LinkSpeed, Network
 from hvd_compress.cost.speeds import Speed
-from hvd_compress.exchange import Dense, Exchange, Hierarchical, Plan, ring_bytes
+from hvd_compress.exchange import Dense, Exchange, Plan, ring_bytes
 
 __all__ = ["Stage", "Work", "break_even_bandwidth", "dense_work", "exchange_seconds", "stages_of", "work_of"]
 
@@ -158,7 +158,7 @@ def stages_of(work: Work, speed: Speed, network: Network, inside: Speed | None =
     cut_up, to_owner, to_all, passed_on = work.hop_bytes
     shard, per_host = numel / network.ranks_per_host, network.ranks_per_host
     cutting, summed = 0.0, (per_host - 1) * 4 * shard * network.copying
-    if isinstance(work.exchange, Hierarchical) and work.exchange.inside is not None:
+    if work.exchange.inside_compressor is not None:
         kernels = (one if inside is None else inside).of_calls(work.pieces / per_host)
         cutting, summed = ((per_host - 1) * seconds(shard) for seconds in (kernels.encode, kernels.add))
     return (

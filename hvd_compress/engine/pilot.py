@@ -11,7 +11,7 @@ from hvd_compress.compressors import FP16, Compressor, NoCompression
 from hvd_compress.cost import Explorer, Network, Speed, Stage, configurations, stages_of
 from hvd_compress.engine.estimate import bucket_work
 from hvd_compress.engine.routing import Routing, Tensor, backward_buckets
-from hvd_compress.exchange import Dense, Exchange, FewestBytes, Hierarchical, TwoPhase
+from hvd_compress.exchange import Dense, Exchange, FewestBytes, TwoPhase
 from hvd_compress.policy import Assigned, Auto
 
 __all__ = ["Pilot", "timed_compressors"]
@@ -31,7 +31,7 @@ _EXCHANGE_GAIN = 1.1
 
 def timed_compressors(auto: Auto, exchange: Exchange) -> list[Compressor]:
     """Return the compressors whose speeds matter: FP16, the candidates, and what works inside of hosts."""
-    inside = exchange.inside if isinstance(exchange, Hierarchical) else None
+    inside = exchange.inside_compressor
     return list(dict.fromkeys([FP16(), *auto.candidates, *([] if inside is None else [inside])]))
 
 
@@ -175,7 +175,7 @@ class Pilot:
         """List the stages of an exchange; none if all tensors are too small for the compressor."""
         speed = self._speeds.get(compressor, Speed())
         work = bucket_work(tensors, compressor, replace(self._routing, exchange=exchange), self._network, speed)
-        inside = exchange.inside if isinstance(exchange, Hierarchical) else None
+        inside = exchange.inside_compressor
         of_inside = None if inside is None else self._speeds.get(inside)
         return () if work is None else stages_of(work, speed, self._network, of_inside)
 

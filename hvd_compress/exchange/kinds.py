@@ -137,9 +137,17 @@ class Exchange:
         """Return the compressor that encodes the sum of gradients that `compressor` has encoded."""
         return compressor
 
+    @property
+    def inside_compressor(self) -> Compressor | None:
+        """What compresses inside of hosts; None if nothing does."""
+        return None
+
     def inside_of(self, compressor: Compressor) -> Compressor | None:
         """Return what compresses inside of hosts where `compressor` does between them; None if nothing does."""
-        return None
+        if self.inside_compressor is None:
+            return None
+        # what is not rounded between hosts is not rounded inside of them
+        return compressor if compressor.reducible else checked(self.inside_compressor)
 
     def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
         """Raise UnsupportedError if a compressor wants a vote, and nobody here decides it."""
@@ -327,11 +335,9 @@ class Hierarchical(Exchange):
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "inside": None if self.inside is None else self.inside.get_config()}
 
-    def inside_of(self, compressor: Compressor) -> Compressor | None:
-        if self.inside is None:
-            return None
-        # what is not rounded between hosts is not rounded inside of them
-        return compressor if compressor.reducible else checked(self.inside)
+    @property
+    def inside_compressor(self) -> Compressor | None:
+        return self.inside
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from hvd_compress.exchange import Account, Bucket, Hosts, account_of, make_plan,
 from hvd_compress.loopback import Loopback
 from hvd_compress.thread_ranks import delivered
 from tests.close import check_taken_back
+from tests.gradients import SHAPE, arrays
 
-SHAPE = (37, 101)
 PLACES = [(2, 1), (2, 2), (4, 2), (6, 3), (6, 2)]
 INSIDE = {
     "8 bits": Blockwise(bits=8),
@@ -59,10 +59,6 @@ WITHOUT_FEEDBACK = {
 }
 every_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 every_place = pytest.mark.parametrize(("ranks", "per_host"), PLACES)
-
-
-def arrays(ranks: int, step: int, shape: tuple[int, ...] = SHAPE, dtype: str = "float32") -> list[np.ndarray]:
-    return [np.random.default_rng([rank, step]).standard_normal(shape).astype(dtype) for rank in range(ranks)]
 
 
 def hierarchy(

@@ -9,6 +9,7 @@ from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Perc
 from hvd_compress.compressors import Compressor
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
+from tests.gradients import SHAPE, arrays
 
 WITH_FEEDBACK = {
     "onebit": OneBit(),
@@ -36,15 +37,10 @@ ALL = {
     "none": NoCompression(),
     "fp16": FP16(),
 }
-SHAPE = (37, 101)
 every_compressor = pytest.mark.parametrize("compressor", ALL.values(), ids=ALL)
 feedback = pytest.mark.parametrize("compressor", WITH_FEEDBACK.values(), ids=WITH_FEEDBACK)
 every_exchange = pytest.mark.parametrize("exchange", ["two_phase", "allgather"])
 every_size = pytest.mark.parametrize("ranks", range(1, 8))
-
-
-def arrays(ranks: int, step: int, shape: tuple[int, ...] = SHAPE, dtype: str = "float32") -> list[np.ndarray]:
-    return [np.random.default_rng([rank, step]).standard_normal(shape).astype(dtype) for rank in range(ranks)]
 
 
 def owed(loopback: Loopback, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -28,9 +28,9 @@ from hvd_compress.errors import StateError, UnsupportedError, WireError
 from hvd_compress.exchange import Bucket, checked_exchange, make_plan, plan_together
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
+from tests.gradients import SHAPE, arrays
 from tests.stages import last_message
 
-SHAPE = (37, 101)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 PERCENTILE = Percentile(90, error_feedback=True)
 WITH_FEEDBACK = [OneBit(), Threshold(0.5), Adaptive(pi=16), TopK(k=40), BF16(), TopK(0.05, coding="golomb"), PERCENTILE]
@@ -39,10 +39,6 @@ every_answer = pytest.mark.parametrize("answer", ["compressed", "dense"])
 every_root = pytest.mark.parametrize("root", [0, 1, "round_robin"])
 feedback = pytest.mark.parametrize("compressor", WITH_FEEDBACK, ids=repr)
 every_compressor = pytest.mark.parametrize("compressor", WITH_FEEDBACK + WITHOUT, ids=repr)
-
-
-def arrays(ranks: int, step: int, dtype: str = "float32") -> list[np.ndarray]:
-    return [np.random.default_rng([rank, step]).standard_normal(SHAPE).astype(dtype) for rank in range(ranks)]
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -154,7 +150,7 @@ def test_nothing_is_lost(compressor: Compressor, answer: str, root: int | str, d
     ranks = Loopback(3, compressor, ParameterServer(root, answer), op="sum")
     received, given = np.zeros(SHAPE), np.zeros(SHAPE)
     for step in range(5):
-        mine = arrays(3, step, dtype)
+        mine = arrays(3, step, dtype=dtype)
         results = ranks.allreduce(mine, "w")
         assert len({result.tobytes() for result in results}) == 1
         received += results[0]
