@@ -98,10 +98,19 @@ class OuterOptimizer:
         given = saved.record(f"state {_OF}", state, ["state", "param_groups"])
         mine = self._optimizer.state_dict()
         groups = saved.sequence(f"param_groups {_OF}", given["param_groups"], len(mine["param_groups"]))
-        return {
+        checked = {
             "state": self._checked_entries(given["state"]),
             "param_groups": [_checked_group(g, m) for g, m in zip(groups, mine["param_groups"], strict=True)],
         }
+        self._try(checked)
+        return checked
+
+    def _try(self, checked: dict[str, Any]) -> None:
+        """Load a state into another optimizer: of entries that no step has made here, only that knows the form."""
+        try:
+            self._made(self._like_mine()).load_state_dict(copy.deepcopy(checked))
+        except Exception as error:
+            raise StateError(f"state {_OF} cannot be loaded: {type(error).__name__}: {str(error)[:200]}") from error
 
     def load(self, checked: Any) -> None:
         """Take over what `check` returned."""
@@ -124,13 +133,16 @@ class OuterOptimizer:
 
     def _template(self) -> Mapping[int, Mapping[str, Any]]:
         """Return what the optimizer keeps after a step, as one of other parameters of the same shapes does."""
-        params = [_parameter(np.zeros_like(a), s) for a, s in zip(self._arrays, self._shapes, strict=True)]
+        params = self._like_mine()
         optimizer = self._made(params)
         for p in params:
             p.grad = torch.zeros_like(p)
         optimizer.step()
         kept: Mapping[int, Mapping[str, Any]] = optimizer.state_dict()["state"]
         return kept
+
+    def _like_mine(self) -> list[torch.nn.Parameter]:
+        return [_parameter(np.zeros_like(a), s) for a, s in zip(self._arrays, self._shapes, strict=True)]
 
 
 _OF = "of the outer optimizer in a DiLoCo state"

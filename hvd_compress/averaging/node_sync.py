@@ -278,8 +278,7 @@ class NodeSync:
         given = saved.record(f"record {what}", state, ["kind", "group", "mine"])
         kind = saved.text(f"kind {what}", given["kind"], KINDS)
         group = saved.integer(f"group {what}", given["group"], 0, self._group_count - 1)
-        # parameters of a network that diverges are on their way as they are
-        mine = saved.floats(f"mine {what}", given["mine"], None, self.flat.dtype, finite=False)
+        mine = saved.floats(f"mine {what}", given["mine"], None, self.flat.dtype)
         of_changes = kind == CHANGES
         sent = 0
         if self._share_sync is not None and self._sends_in(group):

@@ -140,7 +140,7 @@ class Merging:
         what = "of what is under way in a DASO state"
         given = saved.record(f"record {what}", state, ["follows", "snapshot"])
         follows = saved.flag(f"follows {what}", given["follows"])
-        snapshot = saved.floats(f"snapshot {what}", given["snapshot"], None, self._flat.dtype, finite=False)
+        snapshot = saved.floats(f"snapshot {what}", given["snapshot"], None, self._flat.dtype)
         size = self._flat.size
         is_compared = kind == CHANGES or self._merge == "delta"
         if snapshot.size not in ((size,) if is_compared else (0, size)):

@@ -108,6 +108,36 @@ def test_a_daso_state_is_taken_wholly_or_not_at_all(way: str) -> None:
     assert World().run(test_daso.NODES["2x2"], program) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("way", ["raw", "adaptive-delta"])
+def test_what_is_under_way_in_a_daso_state_is_finite(way: str) -> None:
+    def program(groups: Any) -> None:
+        chosen = test_daso.settings(global_skips=2, batches_to_wait=1, steps_per_epoch=6, **test_daso.WAYS[way])
+        member = DasoMember(test_daso.TENSORS, chosen, groups)
+        arrays = test_daso.start_of(test_daso.TENSORS)
+        test_daso.train(member, groups, test_daso.TENSORS, arrays, 0, 10, ends=[5])
+        for number, of_sync in enumerate(member.state_dict()["syncs"]):
+            for key in ("mine", "snapshot"):
+                if of_sync["flight"] is not None and of_sync["flight"][key].size:
+                    state = member.state_dict()
+                    state["syncs"][number]["flight"][key][0] = np.inf
+                    with pytest.raises(StateError, match="not finite"):
+                        member.load_state_dict(state)
+
+    World().run(test_daso.NODES["2x2"], program)
+
+
+def test_what_torch_cannot_load_is_refused_before_it_is_loaded() -> None:
+    from hvd_compress._torch.outer import OuterOptimizer, nesterov
+    from hvd_compress.tensors import ParameterSpec
+
+    outer = OuterOptimizer(nesterov, [ParameterSpec("w", (4,))], [np.ones(4, np.float32)])
+    outer.step([np.ones(4, np.float32)])
+    state = outer.state_dict()
+    state["state"][0]["values"] = np.ones(3)
+    with pytest.raises(StateError, match="cannot be loaded: TypeError"):
+        outer.check(state)
+
+
 @pytest.mark.parametrize("loss", [np.full(3, np.nan), "low", [1.0], True])
 def test_a_loss_in_a_daso_state_is_a_number(loss: Any) -> None:
     def program(groups: Any) -> None:
