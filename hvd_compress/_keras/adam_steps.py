@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.moments import Betas, Moments
-from hvd_compress._keras.names import stable_name, unique
+from hvd_compress._keras.names import exchanged_name, unique
 from hvd_compress._keras.optimizer import Distribution
 from hvd_compress.engine.momentum import COMPRESSED, LATE, RENEWAL, TAKEN_BACK, WARM_UP, take_own
 from hvd_compress.errors import StateError
@@ -62,7 +62,7 @@ class AdamVariables:
     @property
     def names(self) -> list[str]:
         """Of the trained variables, as exchanges call them."""
-        return unique([stable_name(getattr(v, "path", None) or v.name) for v in self.trained])
+        return unique([exchanged_name(v) for v in self.trained])
 
 
 class AdamSteps:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["not_broadcast", "stable_name", "unique"]
+__all__ = ["exchanged_name", "not_broadcast", "stable_name", "unique"]
 
 
 def stable_name(path: str) -> str:
@@ -15,6 +16,20 @@ def stable_name(path: str) -> str:
         'first/kernel'
     """
     return "/".join(path.split("/")[-2:])
+
+
+def exchanged_name(variable: Any) -> str:
+    """What exchanges call a variable of Keras or TensorFlow; empty if nothing names it.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> exchanged_name(SimpleNamespace(path="sequential_20/first/kernel"))
+        'first/kernel'
+        >>> exchanged_name(SimpleNamespace(name="first/kernel:0"))
+        'first/kernel'
+    """
+    path = getattr(variable, "path", None)
+    return stable_name(path) if path else str(variable.name).partition(":")[0]
 
 
 def unique(names: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_compress._keras.names import stable_name, unique
+from hvd_compress._keras.names import exchanged_name, unique
 from hvd_compress._keras.optimizer import local_variables
 from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
@@ -175,13 +175,10 @@ def divided(gradient: Any, divisor: Any) -> Any:
 
 
 def _name_of(source: Any, position: int) -> str:
-    # an eager tensor has no name, and a Keras variable's is not unique
-    path = getattr(source, "path", None)
-    if path:
-        return stable_name(path)
     try:
-        return str(source.name).partition(":")[0] or f"source_{position}"
+        return exchanged_name(source) or f"source_{position}"
     except AttributeError:
+        # an eager tensor has no name
         return f"source_{position}"
 
 
