@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 def _is_left_out(item: pytest.Item) -> bool:
     """Tell whether a test asks for a case that its start leaves out."""
     asked = getattr(getattr(item, "callspec", None), "params", {})
-    return launch.is_left_out(asked.get("case"), asked.get("ranks", 2), asked.get("launcher", "gloo"))
+    return launch.is_left_out(asked.get("case"), asked.get("ranks", 2), asked.get("launcher", "mpi"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

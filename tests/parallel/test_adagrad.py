@@ -3,12 +3,11 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import STARTS, launched
 from tests.parallel.workers import adagrad
 
 tensorflow_adagrad = of_tensorflow("tensorflow_adagrad")
 
-STARTS = [(2, "gloo"), thorough(4, "mpi")]
 NEED_SEVERAL_RANKS = ("compressed_tensors_are_the_loopbacks", "ranks_must_agree_on_it")
 
 

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import STARTS, launched
 from tests.parallel.workers import buckets
-
-STARTS = [(2, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", buckets.cases)

@@ -9,7 +9,7 @@ from tests.parallel.launch import is_left_out, launched, thorough
 
 choosing_tensorflow = of_tensorflow("choosing_tensorflow")
 
-STARTS = [(2, "gloo"), thorough(4, "mpi")]
+STARTS = [(2, "mpi"), thorough(4, "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")

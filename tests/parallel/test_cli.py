@@ -10,7 +10,7 @@ cli_tensorflow = of_tensorflow("cli_tensorflow")
 
 
 @pytest.mark.parametrize("case", cli.cases)
-@pytest.mark.parametrize("launcher", ["gloo", thorough("mpi")])
+@pytest.mark.parametrize("launcher", ["mpi", thorough("gloo")])
 def test_cli(launcher: str, case: str) -> None:
     launched("cli", 2, launcher).check(case)
 
@@ -22,7 +22,7 @@ def test_cli_with_tensorflow(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topic", "launcher"), [("cli", "gloo"), thorough("cli", "mpi"), thorough("cli_tensorflow", "gloo")]
+    ("topic", "launcher"), [("cli", "mpi"), thorough("cli", "gloo"), thorough("cli_tensorflow", "gloo")]
 )
 def test_every_rank_took_part(topic: str, launcher: str) -> None:
     outcome = launched(topic, 2, launcher)

@@ -10,6 +10,6 @@ from tests.parallel.workers import ddp_and_horovod
 
 @pytest.mark.parametrize("case", ddp_and_horovod.cases)
 def test_ddp_and_horovod(case: str) -> None:
-    outcome = launched("ddp_and_horovod", 2, "gloo")
+    outcome = launched("ddp_and_horovod", 2, "mpi")
     outcome.check_ended_well()
     outcome.check(case)

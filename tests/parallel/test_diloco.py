@@ -4,7 +4,7 @@ import pytest
 
 from tests.parallel.launch import launched, thorough
 
-STARTS = [thorough(1, "gloo"), (2, "gloo"), thorough(4, "mpi")]
+STARTS = [thorough(1, "gloo"), (2, "mpi"), thorough(2, "gloo"), thorough(4, "mpi")]
 
 
 def cases() -> list[str]:

@@ -37,7 +37,7 @@ def test_every_rank_took_part_one_sided(ranks: int, launcher: str) -> None:
     check_all_took_part("one_sided", ranks, launcher)
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), thorough(3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(2, "gloo"), thorough(3, "mpi")])
 def test_tensorflow(ranks: int, launcher: str) -> None:
     outcome = launched("tensorflow_eventgrad", ranks, launcher)
     outcome.check_ended_well()

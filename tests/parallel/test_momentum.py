@@ -4,7 +4,7 @@ import pytest
 
 from tests.parallel.launch import launched, thorough
 
-STARTS = [(2, "gloo"), thorough(4, "mpi")]
+STARTS = [(2, "mpi"), thorough(4, "mpi")]
 
 
 def cases() -> list[str]:

@@ -8,4 +8,4 @@ from tests.parallel.workers import python_calls
 
 @pytest.mark.parametrize("case", python_calls.cases)
 def test_python_calls(case: str) -> None:
-    launched("python_calls", 2, "gloo").check(case)
+    launched("python_calls", 2, "mpi").check(case)

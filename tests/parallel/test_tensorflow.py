@@ -4,10 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import launched, run, thorough
+from tests.parallel.launch import STARTS, launched, run
 from tests.parallel.workers import tensorflow_process_sets, tensorflow_values
-
-STARTS = [(2, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", tensorflow_values.cases)

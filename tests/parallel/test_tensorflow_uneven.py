@@ -7,6 +7,6 @@ from tests.parallel.workers import tensorflow_uneven
 
 
 @pytest.mark.parametrize("case", tensorflow_uneven.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "gloo"), thorough(4, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(4, "mpi")])
 def test_uneven(case: str, ranks: int, launcher: str) -> None:
     launched("tensorflow_uneven", ranks, launcher).check(case)
