@@ -27,16 +27,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as thorough what interpreted kernels are tested with, but for the first and the last of each test."""
-    kept: dict[Any, tuple[pytest.Item, pytest.Item]] = {}
-    slow = [item for item in items if item.path.name.startswith(("test_cuda_", "test_device_memory"))]
+    """Mark as thorough what interpreted kernels are tested with, but for the first of each test."""
+    kept: dict[Any, pytest.Item] = {}
+    slow = [
+        item for item in items if item.path.name.startswith(("test_cuda_", "test_device_memory", "test_golden_device"))
+    ]
     for item in slow:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         # tests of kernels show each compressor, those of steps with them need not do so again
         kind = type(parameters.get("compressor")) if item.path.name.startswith("test_cuda_") else None
         of = item.path, getattr(item, "originalname", item.name), kind
-        kept[of] = kept.get(of, (item,))[0], item
-    witnesses = {item for first_and_last in kept.values() for item in first_and_last}
+        kept.setdefault(of, item)
+    witnesses = set(kept.values())
     for item in slow:
         if item not in witnesses:
             item.add_marker(pytest.mark.thorough)

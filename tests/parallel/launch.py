@@ -67,13 +67,13 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
         {**_TENSORFLOW, "tensorflow_eventgrad": "test_eventgrad"},
     ),
     (2, "torchrun"): ({"ddp": "test_ddp", "ddp_diloco": "test_ddp"},),
-    (3, "mpi"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
+    (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (
         {**_TORCH, "choosing": "test_choosing", "momentum": "test_momentum"},
         {**_TENSORFLOW, "choosing_tensorflow": "test_choosing", "tensorflow_process_sets": "test_tensorflow"},
     ),
 }
-WITNESSES_STARTS = {(2, "mpi"), (2, "gloo"), (3, "mpi"), (2, "torchrun")}
+WITNESSES_STARTS = {(2, "mpi"), (2, "gloo"), (3, "gloo"), (2, "torchrun")}
 """Of what is shown by several starts, these leave cases that are `Thorough` to the others."""
 selected: set[str] = set()  # the test files of this session; see conftest.py
 LIMIT_SECONDS_IN_ALL = 1500.0

@@ -8,11 +8,13 @@ from tests.parallel.workers import cli
 
 cli_tensorflow = of_tensorflow("cli_tensorflow")
 
+STARTS = [(2, "mpi"), thorough(3, "gloo")]
+
 
 @pytest.mark.parametrize("case", cli.cases)
-@pytest.mark.parametrize("launcher", ["mpi", thorough("gloo")])
-def test_cli(launcher: str, case: str) -> None:
-    launched("cli", 2, launcher).check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+def test_cli(ranks: int, launcher: str, case: str) -> None:
+    launched("cli", ranks, launcher).check(case)
 
 
 @pytest.mark.thorough
@@ -22,9 +24,10 @@ def test_cli_with_tensorflow(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topic", "launcher"), [("cli", "mpi"), thorough("cli", "gloo"), thorough("cli_tensorflow", "gloo")]
+    ("topic", "ranks", "launcher"),
+    [("cli", 2, "mpi"), thorough("cli", 3, "gloo"), thorough("cli_tensorflow", 2, "gloo")],
 )
-def test_every_rank_took_part(topic: str, launcher: str) -> None:
-    outcome = launched(topic, 2, launcher)
+def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
+    outcome = launched(topic, ranks, launcher)
     outcome.check_ended_well()
-    assert outcome.value("size") == dict.fromkeys(range(2), 2)
+    assert outcome.value("size") == dict.fromkeys(range(ranks), ranks)

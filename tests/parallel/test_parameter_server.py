@@ -20,8 +20,8 @@ def test_torch(ranks: int, launcher: str) -> None:
     outcome = launched("parameter_server", ranks, launcher)
     outcome.check_ended_well()
     names = {line["case"] for line in outcome.reports[0] if "case" in line}
-    # servers by messages of MPI are left to four ranks
-    assert len(names) > (100 if ranks == 4 else 70)
+    # servers by messages of MPI are left to more than two ranks
+    assert len(names) > (70 if ranks == 2 else 100)
     for name in sorted(names):
         outcome.check(name)
 

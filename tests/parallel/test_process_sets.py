@@ -5,7 +5,7 @@ import pytest
 from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import process_sets
 
-STARTS = [(3, "mpi"), thorough(4, "mpi")]
+STARTS = [(3, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", process_sets.cases)

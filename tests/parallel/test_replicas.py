@@ -5,7 +5,7 @@ import pytest
 from tests.parallel.launch import launched, thorough
 from tests.parallel.workers import crowd, replicas
 
-STARTS = [(3, "mpi"), thorough(4, "gloo")]
+STARTS = [(3, "gloo"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", replicas.cases)

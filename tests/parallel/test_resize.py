@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hvd_compress.feedback import redistribute
-from tests.parallel.launch import run
+from tests.parallel.launch import run, thorough
 from tests.parallel.workers.neutral import SHAPES, numbers
 from tests.parallel.workers.resize_chain import STEPS
 
@@ -48,14 +49,15 @@ def test_from_four_ranks_to_two_to_three(tmp_path: Path) -> None:
             assert norm == pytest.approx(squares[rank] ** 0.5, rel=1e-5)
 
 
-CHAIN = ((2, "gloo"), (3, "mpi"), (1, "gloo"), (4, "mpi"))
+CHAINS = [((2, "gloo"), (1, "gloo"), (3, "mpi")), thorough(((2, "gloo"), (3, "mpi"), (1, "gloo"), (4, "mpi")))]
 """Ranks, and what starts them."""
 
 
-def test_what_is_owed_comes_through_a_run_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: "-".join(str(ranks) for ranks, _ in chain))
+def test_what_is_owed_comes_through_a_run_of_one_rank(chain: Sequence[tuple[int, str]], tmp_path: Path) -> None:
     """What was applied and what is still owed is what an uncompressed training would have added."""
     former = 0
-    for link, (ranks, launcher) in enumerate(CHAIN):
+    for link, (ranks, launcher) in enumerate(chain):
         outcome = run("resize_chain", ranks, launcher, str(tmp_path), str(former), str(link * STEPS))
         outcome.check_ended_well()
         former = ranks
@@ -63,7 +65,7 @@ def test_what_is_owed_comes_through_a_run_of_one_rank(tmp_path: Path) -> None:
         averages = setting == "average"
         for name, shape in SHAPES.items():
             wanted, applied = np.zeros(shape), np.zeros(shape)
-            for link, (ranks, _) in enumerate(CHAIN):
+            for link, (ranks, _) in enumerate(chain):
                 steps = range(link * STEPS, (link + 1) * STEPS)
                 gradients = [numbers(name, rank, step, shape) for rank in range(ranks) for step in steps]
                 wanted += np.sum(gradients, axis=0, dtype=np.float64) / (ranks if averages else 1)

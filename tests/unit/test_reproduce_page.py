@@ -292,6 +292,7 @@ def test_prose_and_records_must_fit_each_other() -> None:
         page.filled("", {"speed": "1"})
 
 
+@pytest.mark.thorough
 def test_the_page_is_that_of_the_records(tmp_path: Path) -> None:
     # prose that is changed without `--page-only`, or a page that is changed by hand, would not last
     folder = tmp_path / FOLDER.relative_to(ROOT)
