@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +17,29 @@ def _is_left_out(item: pytest.Item) -> bool:
     return launch.is_left_out(asked.get("case"), asked.get("ranks", 2), asked.get("launcher", "mpi"))
 
 
+def _case_of(item: pytest.Item) -> tuple[Path, str, Any]:
+    """Which case of which test an item is, whatever start it asks for."""
+    asked = getattr(getattr(item, "callspec", None), "params", {})
+    return item.path, getattr(item, "originalname", item.name), asked.get("case")
+
+
+def _check_that_others_show(left_out: Iterable[pytest.Item], kept: Iterable[pytest.Item]) -> None:
+    """Raise pytest.UsageError for a case that a start leaves out, and no other start has."""
+    shown = {_case_of(item) for item in kept}
+    for item in left_out:
+        if _case_of(item) not in shown:
+            raise pytest.UsageError(
+                f"no start shows {item.nodeid}: its case is `Thorough`, and each start of its test is in "
+                "`WITNESSES_STARTS` of tests/parallel/launch.py. Give the test a start that is not"
+            )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = [item for item in items if item.path.parent == HERE and _is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    if not any("::" in argument for argument in config.args):
+        _check_that_others_show(left_out, items)
     for item in items:
         if item.path.parent == HERE:
             # `launch.run` ends a start before, says where its ranks stood, and starts it only once for all tests
