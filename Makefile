@@ -58,7 +58,7 @@ test-faults: setup   ## ranks that are killed, raise, stop or do something else,
 fuzz-states: setup   ## 50,000 damaged and foreign saved states, each taken wholly or refused (ARGS="--seed 1")
 	@$(WITH_VENV) $(PYTHON_VENV) -m tests.faults.states $(ARGS)
 
-soak: setup          ## memory, descriptors, threads and step times over 50,000 steps (about an hour; ARGS="--scale 0.01 --part drop")
+soak: setup          ## memory, descriptors, threads and step times over 50,000 steps (about two hours; ARGS="--scale 0.01 --part drop")
 	@$(WITH_VENV) $(PYTHON_VENV) -m tests.faults.soak $(ARGS)
 
 lint: setup          ## style, format, types, direction of imports

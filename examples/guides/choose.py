@@ -1,4 +1,4 @@
-"""What each compressor sends, and how far one exchange and ten are from the exact mean; no ranks are started:
+"""What each compressor sends, and how far one exchange and thirty are from the exact mean; no ranks are started:
 
     python examples/guides/choose.py
 

@@ -1,6 +1,6 @@
 """Train for long, and watch memory, descriptors, threads and step times: `make soak ARGS="--scale 0.01 --part drop"`.
 
-Each part is one start of ranks. With `--scale 1` the whole takes about an hour.
+Each part is one start of ranks. With `--scale 1` the whole takes about two hours.
 """
 
 from __future__ import annotations

@@ -272,9 +272,9 @@ def DASO(
             time; "rotate", one rank of each node averages all, in turns, as in the paper.
         merge: "paper", (2S x + sum over nodes) / (2S + nodes); "delta", the mean plus what this node has done while it
             waited; or the weight of the mean, in (0, 1].
-        compression: of the change since the last averaging, while cycling; a compressor of hvd_compress but FP16, whose
-            rounding would lose small changes for ever, or a `Policy`. One without error feedback loses what it leaves
-            out. The merge then keeps the same share of what the node has done while it waited, and nothing of how it
+        compression: of the change since the last averaging, while cycling; a compressor of hvd_compress or a `Policy`.
+            Refused are FP16, whose rounding would lose small changes for ever, PowerSGD, and what is biased without
+            error feedback, such as `Percentile(90)`, since nothing would bring what it leaves out. The merge then keeps the same share of what the node has done while it waited, and nothing of how it
             differed before: that is the residual's. Takes three more copies of the parameters.
         blocking_compression: the same in warm-up and cool-down.
         average_state: average the optimizer's state over the ranks at the end of each epoch.
