@@ -72,9 +72,23 @@ def dense_parts(given: Given, names: Sequence[str], compressor_of: Callable[[str
     return [DensePart(given, of_kind, kind) for kind, of_kind in alike.items()]
 
 
-def pay_debts(debts: Mapping[str, npt.NDArray[Any]], given: Given, names: Sequence[str]) -> None:
-    """Add what is owed of gradients that go uncompressed now."""
-    for name in names:
-        if name in debts:
-            owed = torch.from_numpy(debts[name]).view(given.gradients[name].shape)
-            given.gradients[name].add_(owed.to(given.buffer.device, given.buffer.dtype))
+def pay_debts(
+    debts: Mapping[str, npt.NDArray[Any]], given: Given, names: Sequence[str], finds_unused: bool = False
+) -> list[str]:
+    """Add what is owed of gradients that go uncompressed now.
+
+    Args:
+        debts: by name.
+        given: the bucket.
+        names: of its tensors that go uncompressed.
+        finds_unused: whether DDP leaves the gradient of a parameter alone that no rank has used. It gives zeros here,
+            so that zeros are not paid to: they wait for a step in which this rank uses the parameter.
+
+    Returns:
+        The names of those that were paid.
+    """
+    paid = [name for name in names if name in debts and (not finds_unused or bool(given.gradients[name].any()))]
+    for name in paid:
+        owed = torch.from_numpy(debts[name]).view(given.gradients[name].shape)
+        given.gradients[name].add_(owed.to(given.buffer.device, given.buffer.dtype))
+    return paid

@@ -149,11 +149,9 @@ class _Replicas:
         job = Job(step, Given(0, reduced, _cut(module, shapes, reduced), True, side), future)
         if self._scaler is not None and step.counts:
             self._ledger.set_loss_scale(float(self._scaler.get_scale()))
-        dense = [name for name in shapes if not self._ledger.exchanges(name)]
-        if len(dense) < len(shapes):
-            job.staged = self._ledger.bucket_of(next(name for name in shapes if name not in dense))
+        dense = job.take_exchanges(self._ledger)
         if self._ledger.debts:
-            pay_debts(self._ledger.debts, job.given, dense)
+            job.paid = pay_debts(self._ledger.debts, job.given, dense)
         job.dense = dense_parts(job.given, dense, self._ledger.routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)
@@ -209,12 +207,23 @@ def _shards(prefix: str, module: torch.nn.Module) -> dict[str, tuple[tuple[int, 
 
 
 def _own_parameters(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, p in module.named_parameters(prefix, recurse=False):
-        if p.requires_grad and hasattr(p, "device_mesh"):
-            yield name.replace("_orig_mod.", ""), p
-    for name, child in module.named_children():
-        if not any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
-            yield from _own_parameters(f"{prefix}.{name}" if prefix else name, child)
+    """Yield the parameters of a module that no module inside shards itself, by name, in the order of FSDP.
+
+    FSDP lays those of children before a module's own, and modules and parameters that stand at two places once.
+    """
+    met: set[Any] = set()
+
+    def walk(prefix: str, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        met.add(module)
+        for name, child in module.named_children():
+            if child not in met and not any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+        for name, p in module.named_parameters(prefix, recurse=False):
+            if p not in met and p.requires_grad and hasattr(p, "device_mesh"):
+                met.add(p)
+                yield name.replace("_orig_mod.", ""), p
+
+    yield from walk(prefix, module)
 
 
 def _cut(module: str, shapes: Mapping[str, tuple[int, ...]], reduced: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import described, memories
-from hvd_compress.ddp._dense import DensePart, dense_parts, pay_debts
+from hvd_compress.ddp._dense import dense_parts, pay_debts
 from hvd_compress.ddp._given import BoundHook, Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._ranks import GlooRanks
@@ -178,19 +178,19 @@ class CommHook(BoundHook):
             return
         if job.given.is_last:
             # DDP sends sparse gradients, too, in buckets of their own
-            self._sparse = {name for job in self._jobs if job.given.buffer.is_sparse for name in job.given.names}
-            self._adopt([job.given.names for job in self._jobs])
+            sparse = {name for job in self._jobs if job.given.buffer.is_sparse for name in job.given.names}
+            self._adopt([job.given.names for job in self._jobs], sparse)
             for each in self._jobs:
                 self._submit(each)
 
-    def _adopt(self, plan: _Plan) -> None:
+    def _adopt(self, plan: _Plan, sparse: set[str]) -> None:
         """Make exchanges of these buckets, which inherit what is owed."""
         self._seen += 1
-        is_known = plan == self._plan
+        is_known = plan == self._plan and sparse == self._sparse
         self._is_settled = is_known and self._seen >= _STEPS_TO_SETTLE
         if is_known:
             return
-        before, self._plan = self.ledger, plan
+        before, self._plan, self._sparse = self.ledger, plan, sparse
         self.ledger = self._new_ledger(plan)
         if self._loaded is not None:
             # as it was saved: what an owner owes stays where it is if its share is the same
@@ -211,25 +211,17 @@ class CommHook(BoundHook):
             if self.ledger.debts:
                 self._rescale()
         is_warm = self.ledger.steps >= self._start_step
-        dense = list(job.given.names)
-        if is_warm:
-            dense = [name for name in dense if not self.ledger.exchanges(name)]
-            if len(dense) < len(job.given.names):
-                first = next(name for name in job.given.names if self.ledger.exchanges(name))
-                job.staged = self.ledger.bucket_of(first)
+        dense = job.take_exchanges(self.ledger) if is_warm else list(job.given.names)
         job.finds_unused = is_warm and self._finds_unused()
-        job.dense = self._dense(job.given, dense) if dense else []
+        if is_warm and self.ledger.debts:
+            job.paid = pay_debts(self.ledger.debts, job.given, dense, job.finds_unused)
+        job.dense = dense_parts(job.given, dense, self._routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)
         self.pipeline.submit(job, self.ledger)
 
     def _rescale(self) -> None:
         self.ledger.set_loss_scale(float(self._scaler.get_scale()))
-
-    def _dense(self, given: Given, names: Sequence[str]) -> list[DensePart]:
-        if self.ledger.debts and self.ledger.steps >= self._start_step:
-            pay_debts(self.ledger.debts, given, names)
-        return dense_parts(given, names, self._routing.compressor_of)
 
     # -- what DDP says -----------------------------------------------------------------------------------------------
 

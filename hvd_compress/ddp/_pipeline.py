@@ -64,10 +64,14 @@ class Job:
 
     def __init__(self, step: Step, given: Given, future: FutureTensor) -> None:
         self.step, self.given, self.future = step, given, future
-        self.staged: Staged | None = None
-        """The exchange of what is compressed and of what travels beside it; None if nothing is. Small buckets share
-        one, and the last of them takes it through."""
+        self.exchanges: list[Staged] = []
+        """The exchanges of what is compressed and of what travels beside it: more than one where a `Policy` has
+        compressors that cannot share one. Small buckets share them, and the last of them takes each through."""
+        self.under_way = 1
+        """How many of its parts have not ended yet: exchanges that it takes through, or itself."""
         self.dense: list[DensePart] = []
+        self.paid: list[str] = []
+        """Those of its tensors to whose gradients what is owed of them was added."""
         self.finds_unused = False
         """Whether a gradient that is zero on all ranks is left out: it may be none."""
         self.unused: list[str] = []
@@ -76,12 +80,12 @@ class Job:
         """What is to be done first."""
         self.is_finite = True
 
-    @property
-    def bucket(self) -> Bucket:
-        """The stages of its exchange."""
-        if self.staged is None:
-            raise RuntimeError("nothing of this bucket of DDP is exchanged")
-        return self.staged.bucket
+    def take_exchanges(self, ledger: Ledger[Staged]) -> list[str]:
+        """Find the exchanges of its tensors; returns the names of those that none has."""
+        exchanged = [name for name in self.given.names if ledger.exchanges(name)]
+        staged = [ledger.bucket_of(name) for name in exchanged]
+        self.exchanges = list({id(each): each for each in staged}.values())
+        return [name for name in self.given.names if name not in exchanged]
 
 
 class Pipeline:
@@ -133,20 +137,21 @@ class Pipeline:
         DDP gives zeros where no rank has used a parameter, and leaves its `.grad` alone afterwards: what is owed must
         not be paid there.
         """
-        if job.staged is not None:
-            names = [name for name in job.given.gradients if name in job.bucket.accounts]
+        if job.exchanges:
+            compressed = {name for staged in job.exchanges for name in staged.bucket.accounts}
+            names = [name for name in job.given.gradients if name in compressed]
             with job.given.beside():
                 mine = [bool(job.given.gradients[name].any()) for name in names]
-            label = f"{job.staged.bucket.name}, which of it is used"
+            label = f"{job.exchanges[0].bucket.name}, which of it is used"
             used = self._talk.move("allreduce", label, np.array(mine, np.int32))
             job.unused = [name for name, count in zip(names, used.tolist(), strict=True) if not count]
         self._kernels.submit(self._guarded, self._begin, job, ledger)
 
     # -- on the threads of the stages --------------------------------------------------------------------------------
 
-    def _carry(self, job: Job, ledger: Ledger[Staged], number: int) -> None:
+    def _carry(self, job: Job, ledger: Ledger[Staged], bucket: Bucket, number: int) -> None:
         """Run the collective of a stage."""
-        bucket, ranks = job.bucket, self._ranks[number]
+        ranks = self._ranks[number]
         bucket.wait()
         collective, parcel = bucket.collectives[number], bucket.parcel()
         begin = time.perf_counter()
@@ -154,31 +159,37 @@ class Pipeline:
             collective, bucket.name, parcel.buffer, parcel.sizes, bucket.root or 0, bucket.expected(collective)
         )
         bucket.tally.seconds["exchange_seconds"] += time.perf_counter() - begin
-        self._kernels.submit(self._guarded, self._proceed, job, ledger, number, received)
+        self._kernels.submit(self._guarded, self._proceed, job, ledger, bucket, number, received)
 
     # -- on the thread of the kernels --------------------------------------------------------------------------------
 
     def _begin(self, job: Job, ledger: Ledger[Staged]) -> None:
         if job.before is not None:
             job.before()
-        if job.staged is not None and job.staged.give(job.given, job.unused):
-            self._ranks[0].thread.submit(self._guarded, self._carry, job, ledger, 0)
-        else:
+        complete = [staged.bucket for staged in job.exchanges if staged.give(job.given, job.unused)]
+        if not complete:
             self._end(job, ledger)
+            return
+        job.under_way = len(complete)
+        for bucket in complete:
+            self._ranks[0].thread.submit(self._guarded, self._carry, job, ledger, bucket, 0)
 
-    def _proceed(self, job: Job, ledger: Ledger[Staged], number: int, received: Any) -> None:
+    def _proceed(self, job: Job, ledger: Ledger[Staged], bucket: Bucket, number: int, received: Any) -> None:
         """Take what a collective has brought."""
-        bucket = job.bucket
         if number + 1 == len(bucket.collectives):
-            job.is_finite = bucket.arrive(received)
+            is_finite = bucket.arrive(received)
+            job.is_finite = job.is_finite and is_finite
             self._end(job, ledger)
             return
         bucket.proceed(bucket.collectives[number], received)
-        self._ranks[number + 1].thread.submit(self._guarded, self._carry, job, ledger, number + 1)
+        self._ranks[number + 1].thread.submit(self._guarded, self._carry, job, ledger, bucket, number + 1)
 
     def _end(self, job: Job, ledger: Ledger[Staged]) -> None:
-        """Count a job that has arrived, or failed; with the last one, end the step."""
+        """Count a part of a job that has arrived, or failed; with the last one of the step, end that."""
         step = job.step
+        job.under_way -= 1
+        if job.under_way:
+            return
         step.jobs.append(job)
         if job.given.is_last:
             step.count = job.given.number + 1
@@ -202,9 +213,8 @@ class Pipeline:
                 means = [part.wait() for part in job.dense]
                 if ledger.owes:
                     keep = keep and all(map(_is_finite, means))
-        for staged in {id(job.staged): job.staged for job in step.jobs}.values():
-            if staged is not None:
-                staged.combine(keep, self._scale)
+        for staged in {id(staged): staged for job in step.jobs for staged in job.exchanges}.values():
+            staged.combine(keep, self._scale)
         for job in step.jobs:
             with job.given.beside():
                 for part in job.dense:
@@ -217,9 +227,10 @@ class Pipeline:
                     gradient = job.given.gradients[name]
                     nbytes = gradient.numel() * gradient.element_size()
                     ledger.count_dense(name, gradient.numel() * part.itemsize, nbytes)
-                    if keep:
-                        # it has travelled with the gradient
-                        ledger.debts.pop(name, None)
+            if keep:
+                for name in job.paid:
+                    # it has travelled with the gradient
+                    ledger.debts.pop(name, None)
 
     def _complete(self, step: Step) -> None:
         jobs, step.jobs = step.jobs, []

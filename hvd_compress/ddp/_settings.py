@@ -65,11 +65,14 @@ def routing_of(
 
 
 def named_parameters(module: torch.nn.Module, ignored: Any = ()) -> dict[str, torch.Tensor]:
-    """Return the parameters that take gradients by their names, which `torch.compile` does not change."""
+    """Return the parameters that take gradients by their names, which `torch.compile` does not change.
+
+    What DDP ignores it knows by the module's name, a dot, and the parameter's: ".scale" for one of the root.
+    """
     return {
         name.replace("_orig_mod.", ""): p
         for name, p in module.named_parameters()
-        if p.requires_grad and name not in ignored
+        if p.requires_grad and (name if "." in name else f".{name}") not in ignored
     }
 
 

@@ -274,8 +274,9 @@ def DASO(
             waited; or the weight of the mean, in (0, 1].
         compression: of the change since the last averaging, while cycling; a compressor of hvd_compress or a `Policy`.
             Refused are FP16, whose rounding would lose small changes for ever, PowerSGD, and what is biased without
-            error feedback, such as `Percentile(90)`, since nothing would bring what it leaves out. The merge then keeps the same share of what the node has done while it waited, and nothing of how it
-            differed before: that is the residual's. Takes three more copies of the parameters.
+            error feedback, such as `Percentile(90)`, since nothing would bring what it leaves out. The merge then keeps
+            the same share of what the node has done while it waited, and nothing of how it differed before: that is the
+            residual's. Takes three more copies of the parameters.
         blocking_compression: the same in warm-up and cool-down.
         average_state: average the optimizer's state over the ranks at the end of each epoch.
         named_buffers: such as `model.named_buffers()`, averaged over the ranks at the end of each epoch.

@@ -41,6 +41,7 @@ from hvd_compress.errors import GradientError, MismatchError, StateError, Unsupp
 from hvd_compress.exchange import kinds
 from hvd_compress.feedback import redistribute
 from hvd_compress.loopback import Loopback
+from hvd_compress.policy import compressor_for
 from tests import close
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES, numbers, raises
@@ -190,7 +191,8 @@ for title, program in PROGRAMS.items():
 def bits_of(compressor: Any, exchange: str, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
     # nothing is divided anew where parameters may be unused
     model = wrapped(Known(dtype), compressor, exchange=exchange, _find_unused_parameters=True, **settings)
-    loopback = Loopback(dist.get_world_size(), compressor, exchange)
+    of = {name: compressor_for(compressor, name) for name in SHAPES}
+    loopbacks = {repr(each): Loopback(dist.get_world_size(), each, exchange) for each in of.values()}
     for step in range(3):
         with mock.patch.object(kinds, "saves_bytes", return_value=True):
             model(step).backward()
@@ -203,7 +205,13 @@ def bits_of(compressor: Any, exchange: str, dtype: torch.dtype = torch.float32, 
             else {n: gradient(n, step, parameters[n], rank).numpy() for n in shared}
             for rank in range(dist.get_world_size())
         ]
-        for name, expected in loopback.grouped_allreduce(arrays)[0].items():
+        expected_of: dict[str, Any] = {}
+        for kind, loopback in loopbacks.items():
+            names = [name for name in shared if repr(of[name]) == kind]
+            if names:
+                of_ranks = [{name: of_rank[name] for name in names} for of_rank in arrays]
+                expected_of |= loopback.grouped_allreduce(of_ranks)[0]
+        for name, expected in expected_of.items():
             found = parameters[name].grad
             assert torch.equal(found, torch.from_numpy(expected).to(dtype)), f"{name} differs in step {step}"
         for name in order:
@@ -238,6 +246,14 @@ def views_of_a_bucket_too() -> None:
 def several_buckets_that_share_an_exchange_too() -> None:
     for compressor in (OneBit(), TopK(ratio=0.05)):
         bits_of(compressor, "two_phase", _bucket_cap_mb=0.02)
+
+
+@cases.each({"two_phase": "two_phase", "allgather": "allgather"})
+def compressors_that_cannot_share_an_exchange_too(exchange: str) -> None:
+    for one in SHAPES:
+        for rest in (OneBit(), TopK(ratio=0.05)):
+            bits_of(Policy({one: PowerSGD(rank=2)}, default=rest), exchange)
+    bits_of(Policy({"a": PowerSGD(rank=2)}, default=OneBit()), exchange, _bucket_cap_mb=0.02)
 
 
 @cases.add
@@ -520,6 +536,36 @@ def layouts_and_sparse_gradients() -> None:
 
 
 @cases.add
+def a_model_of_one_sparse_embedding() -> None:
+    models = []
+    for compression in (TopK(ratio=0.5), None):
+        torch.manual_seed(0)
+        module = nn.Embedding(500, 8, sparse=True)
+        models.append(DistributedDataParallel(module) if compression is None else wrapped(module, compression))
+    for step in range(4):
+        words = torch.randint(0, 500, (2, 6), generator=torch.Generator().manual_seed(9 * step + dist.get_rank()))
+        for model in models:
+            model.zero_grad()
+            model(words).square().sum().backward()
+        ours, theirs = (model.module.weight.grad for model in models)
+        assert ours.is_sparse
+        torch.testing.assert_close(ours.to_dense(), theirs.to_dense())
+
+
+@cases.add
+def a_parameter_of_the_root_that_is_ignored() -> None:
+    for name in ("c", ".c"):
+        model = Known()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [name])
+        ours = wrapped(model, OneBit())
+        for step in range(3):
+            ours(step).backward()
+        # DDP ignores a parameter of the root by the second name
+        equal = torch.equal(ours.module.c.grad, sum(gradient("c", step, ours.module.c) for step in range(3)))
+        assert equal == (name == ".c")
+
+
+@cases.add
 def rules_by_name() -> None:
     policy = Policy({"a": OneBit(), "c": FP16()}, default=NoCompression())
     model = wrapped(Known(), policy)
@@ -607,6 +653,25 @@ def what_a_tensor_owes_that_goes_uncompressed_now_travels_once() -> None:
     ddp.load_state_dict(again, state)
     again(3).backward()
     given = summed(gradient("c", 3, again.module.c).double().numpy().ravel())
+    came = again.module.c.grad.double().numpy().ravel() * dist.get_world_size()
+    np.testing.assert_allclose(came, given + total["c"], atol=1e-3)
+    assert "c" not in ddp.state_dict(again)["residuals"]
+
+
+@cases.add
+def what_is_owed_waits_while_no_rank_uses_the_tensor() -> None:
+    model = wrapped(Known(), OneBit())
+    trained(model, range(3))
+    state, total = ddp.state_dict(model), owed(model)
+    again = wrapped(Known(), Policy({"a": OneBit()}), _find_unused_parameters=True)
+    ddp.load_state_dict(again, state)
+    for step in (3, 4, 5):
+        again(step, [name for name in SHAPES if name != "c"]).backward()
+        assert again.module.c.grad is None
+        again.zero_grad()
+    assert "c" in ddp.state_dict(again)["residuals"]
+    again(6).backward()
+    given = summed(gradient("c", 6, again.module.c).double().numpy().ravel())
     came = again.module.c.grad.double().numpy().ravel() * dist.get_world_size()
     np.testing.assert_allclose(came, given + total["c"], atol=1e-3)
     assert "c" not in ddp.state_dict(again)["residuals"]
