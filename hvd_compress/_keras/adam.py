@@ -83,6 +83,7 @@ class _CompressedAdam(DistributedMethods):
     # of the optimizer of Keras that this is laid over
     add_variable: Callable[..., Any]
     add_variable_from_reference: Callable[..., Any]
+    weight_decay: float | None
     _use_weight_decay: Callable[[Any], bool]
 
     def __init__(
@@ -151,8 +152,7 @@ class _CompressedAdam(DistributedMethods):
                 )
         pairs = [[self.add_variable_from_reference(v, name) for name in ("momentum", "velocity")] for v in variables]
         counts = [self.add_variable(shape=(), dtype="int64", initializer="zeros", name=n) for n in ("steps", "seen")]
-        decays = [bool(self._use_weight_decay(v)) for v in variables]
-        kept = AdamVariables(list(variables), decays, [m for m, _ in pairs], [v for _, v in pairs], *counts)
+        kept = AdamVariables(list(variables), [m for m, _ in pairs], [v for _, v in pairs], *counts)
         adam = AdamSteps(self.edge, self._settings, self._plain, self._hvd, kept)
         adam.load_own(adam.checked_own(self._own))
         self._adam, self._own = adam, {}
@@ -160,7 +160,10 @@ class _CompressedAdam(DistributedMethods):
     def _step(self, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
         if self._adam is None:
             raise RuntimeError("a step before the optimizer is built")
-        self._adam.apply(gradients, variables, learning_rate)
+        # what is set, or excluded, after the optimizer was built counts, too
+        decay = float(self.weight_decay or 0.0)
+        decays = [decay if decay and self._use_weight_decay(v) else 0.0 for v in variables]
+        self._adam.apply(gradients, variables, decays, learning_rate)
 
     def _filled(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return [self.edge.arithmetic.dense(g, v) for g, v in zip(gradients, variables, strict=True)]
@@ -292,6 +295,11 @@ class _OfKeras2(_CompressedAdam):
 
     _learning_rate: Any
     learning_rate: Any
+    iterations: Any
+    use_ema: bool
+    ema_overwrite_frequency: int | None
+    _update_model_variables_moving_average: Callable[[Any], None]
+    _overwrite_model_variables_with_average_value: Callable[[Any], None]
 
     def _init_keras(self, learning_rate: Any, weight_decay: Any, name: str, settings: dict[str, Any]) -> None:
         # XLA cannot compile an exchange
@@ -303,6 +311,8 @@ class _OfKeras2(_CompressedAdam):
         super().build(var_list)
         if self._adam is None:
             self._build_adam(list(var_list))
+            # a state is taken over only after this
+            self._built = True
 
     def apply_gradients(
         self, grads_and_vars: Any, name: Any = None, skip_gradients_aggregation: bool = False, **kwargs: Any
@@ -316,7 +326,22 @@ class _OfKeras2(_CompressedAdam):
     def _internal_apply_gradients(self, grads_and_vars: Any) -> Any:
         gradients, variables = zip(*grads_and_vars, strict=True)
         self._step(gradients, variables, self.learning_rate)
+        if self.use_ema:
+            self._take_averages(variables)
         return self.iterations.assign_add(1)
+
+    def _take_averages(self, variables: Sequence[Any]) -> None:
+        """What Keras 2 does after its own steps."""
+        self._update_model_variables_moving_average(variables)
+        if not self.ema_overwrite_frequency:
+            return
+
+        def overwrite() -> bool:
+            self._overwrite_model_variables_with_average_value(variables)
+            return True
+
+        is_due = (self.iterations + 1) % self.ema_overwrite_frequency == 0
+        self.edge.arithmetic.choose(is_due, overwrite, lambda: False)
 
     def _keras_config(self) -> dict[str, Any]:
         return {"learning_rate": self._serialize_hyperparameter(self._learning_rate)}  # type: ignore[attr-defined]

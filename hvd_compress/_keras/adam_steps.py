@@ -45,7 +45,6 @@ class AdamVariables:
 
     Args:
         trained: the model's.
-        decays: which of these have weight decay.
         momenta: first moments.
         variances: second moments.
         steps: how many were made.
@@ -53,7 +52,6 @@ class AdamVariables:
     """
 
     trained: Sequence[Any]
-    decays: Sequence[bool]
     momenta: Sequence[Any]
     variances: Sequence[Any]
     steps: Any
@@ -94,27 +92,43 @@ class AdamSteps:
         self._taken_back = self._using.counter()
         self._has_met = False
         self._places = {edge.key(v): i for i, v in enumerate(variables.trained)}
+        self._moving = list(range(len(variables.trained)))
+        """Which variables this step is of: those that are frozen now stay as they are."""
         self._step_in_one_piece = self._using.one_piece(self._step)
+        self._asks = self._using.claimed("hvd_compress.late", compressed.settings["process_set"])
 
-    def apply(self, gradients: Sequence[Tensor], variables: Sequence[Any], learning_rate: Any) -> None:
-        """Exchange and update, given dense gradients of some of the variables; the others' count as zeros."""
-        given = {self._places[self._edge.key(v)]: g for g, v in zip(gradients, variables, strict=True)}
-        every = enumerate(self._variables.trained)
+    def apply(
+        self, gradients: Sequence[Tensor], variables: Sequence[Any], decays: Sequence[float], learning_rate: Any
+    ) -> None:
+        """Exchange and update.
+
+        Args:
+            gradients: dense.
+            variables: what they are of, the same ones on all ranks; others stay as they are.
+            decays: the weight decay of each.
+            learning_rate: of this step.
+        """
+        places = [self._places[self._edge.key(v)] for v in variables]
+        of_place = {place: (g, decay) for place, g, decay in zip(places, gradients, decays, strict=True)}
+        self._moving = sorted(of_place)
         self._step_in_one_piece(
-            [given[i] if i in given else self._using.dense(None, v) for i, v in every], learning_rate
+            [of_place[i][0] for i in self._moving], [of_place[i][1] for i in self._moving], learning_rate
         )
+
+    def _of_moving(self, each: Sequence[Any]) -> list[Any]:
+        return [each[i] for i in self._moving]
 
     # -- which way a step goes ---------------------------------------------------------------------------------------
 
-    def _step(self, gradients: Sequence[Tensor], learning_rate: Any) -> Any:
+    def _step(self, gradients: Sequence[Tensor], decays: Sequence[float], learning_rate: Any) -> Any:
         self._meet()
         steps = self._using.read(self._variables.steps)
         warms = steps < self._settings.schedule.warmup_steps
         renews = self._renews(steps)
         return self._using.choose(
             warms | renews,
-            lambda: self._with_gradients(gradients, learning_rate, warms),
-            lambda: self._with_momentum(gradients, learning_rate),
+            lambda: self._with_gradients(gradients, decays, learning_rate, warms),
+            lambda: self._with_momentum(gradients, decays, learning_rate),
         )
 
     def _renews(self, steps: Any) -> Any:
@@ -125,8 +139,8 @@ class AdamSteps:
         exchanges = self._edge.ranks_of(process_set) > 1
 
         def ask() -> Any:
-            mine = self._using.any_nonzero([self._using.read(late) for late in self._late])
-            return self._using.any_rank(mine, process_set) if exchanges else mine
+            mine = self._using.any_nonzero([self._using.read(late) for late in self._of_moving(self._late)])
+            return self._using.any_rank(mine, self._asks, process_set) if exchanges else mine
 
         return self._using.choose(due, ask, lambda: False)
 
@@ -147,9 +161,12 @@ class AdamSteps:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _with_gradients(self, gradients: Sequence[Tensor], learning_rate: Any, warms: Any) -> Any:
+    def _with_gradients(
+        self, gradients: Sequence[Tensor], decays: Sequence[float], learning_rate: Any, warms: Any
+    ) -> Any:
         """A step with uncompressed gradients."""
-        given = [g + self._using.read(late) for g, late in zip(gradients, self._late, strict=True)]
+        lates = self._of_moving(self._late)
+        given = [g + self._using.read(late) for g, late in zip(gradients, lates, strict=True)]
         averages = self._combined(self._plain, given)
 
         def take() -> Any:
@@ -159,17 +176,18 @@ class AdamSteps:
                 late = [m.with_late_gradient(g) for m, g in zip(self._moments(seen), averages, strict=True)]
                 grown = [self._either(warms, one, other) for one, other in zip(grown, late, strict=True)]
             self._using.write(self._variables.seen, grown[0].seen)
-            for late_of_one in self._late:
+            for late_of_one in lates:
                 self._using.write(late_of_one, self._using.nothing(self._using.read(late_of_one)))
-            for variable, m in zip(self._variables.variances, grown, strict=True):
+            for variable, m in zip(self._of_moving(self._variables.variances), grown, strict=True):
                 self._using.write(variable, m.variance)
             self._count(WARM_UP, self._using.where(warms, 1, 0))
             self._count(RENEWAL, self._using.where(warms, 0, 1))
-            return self._move([m.momentum for m in grown], [m.momentum / m.scale() for m in grown], learning_rate)
+            momenta = [m.momentum for m in grown]
+            return self._move(momenta, [m.momentum / m.scale() for m in grown], decays, learning_rate)
 
         return self._using.choose(self._using.all_finite(averages), take, self._take_back)
 
-    def _with_momentum(self, gradients: Sequence[Tensor], learning_rate: Any) -> Any:
+    def _with_momentum(self, gradients: Sequence[Tensor], decays: Sequence[float], learning_rate: Any) -> Any:
         """A step with compressed momentum."""
         moments = self._moments(self._using.read(self._variables.seen))
         given = [m.direction(g) for m, g in zip(moments, gradients, strict=True)]
@@ -177,38 +195,40 @@ class AdamSteps:
 
         def take() -> Any:
             updates = [m.masked(average) for m, average in zip(moments, averages, strict=True)]
-            for m, late, g in zip(moments, self._late, gradients, strict=True):
+            for m, late, g in zip(moments, self._of_moving(self._late), gradients, strict=True):
                 kept = self._using.where(m.unseen(), g, self._using.nothing(g))
                 self._using.write(late, self._using.read(late) + kept)
             self._count(COMPRESSED, 1)
             momenta = [update * m.scale() for m, update in zip(moments, updates, strict=True)]
-            return self._move(momenta, updates, learning_rate)
+            return self._move(momenta, updates, decays, learning_rate)
 
         return self._using.choose(self._using.all_finite(averages), take, self._take_back)
 
     def _combined(self, distribution: Distribution, given: Sequence[Tensor]) -> list[Tensor]:
-        return distribution.combine(given, self._variables.trained, self._variables.trained)
+        return distribution.combine(given, self._of_moving(self._variables.trained), self._variables.trained)
 
     def _moments(self, seen: Any) -> list[Moments]:
         read, betas = self._using.read, self._settings.betas
-        pairs = zip(self._variables.momenta, self._variables.variances, strict=True)
+        pairs = zip(self._of_moving(self._variables.momenta), self._of_moving(self._variables.variances), strict=True)
         return [Moments(self._using, betas, read(momentum), read(variance), seen) for momentum, variance in pairs]
 
     def _either(self, flag: Any, one: Moments, other: Moments) -> Moments:
         where = self._using.where
         return one._replace(variance=where(flag, one.variance, other.variance), seen=where(flag, one.seen, other.seen))
 
-    def _move(self, momenta: Sequence[Tensor], updates: Sequence[Tensor], learning_rate: Any) -> bool:
+    def _move(
+        self, momenta: Sequence[Tensor], updates: Sequence[Tensor], decays: Sequence[float], learning_rate: Any
+    ) -> bool:
         """Keep momentum, count the step, and move variables against the updates, with AdamW's decay before."""
         using, settings = self._using, self._settings
         steps = using.read(self._variables.steps) + 1
         using.write(self._variables.steps, steps)
-        for variable, momentum in zip(self._variables.momenta, momenta, strict=True):
+        for variable, momentum in zip(self._of_moving(self._variables.momenta), momenta, strict=True):
             using.write(variable, momentum)
-        for variable, decays, update in zip(self._variables.trained, self._variables.decays, updates, strict=True):
+        for variable, decay, update in zip(self._of_moving(self._variables.trained), decays, updates, strict=True):
             value, rate = using.read(variable), using.rate(learning_rate, update)
-            if decays and settings.weight_decay:
-                value = value * (1.0 - rate * settings.weight_decay)
+            if decay:
+                value = value * (1.0 - rate * decay)
             divisor = using.correction(settings.betas.first, steps, update)
             using.write(variable, value - update * (rate / divisor))
         return True

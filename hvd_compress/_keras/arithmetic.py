@@ -90,8 +90,12 @@ class Arithmetic(ABC):
         """What a function of a number says, which is asked in each step."""
 
     @abstractmethod
-    def any_rank(self, flag: Any, process_set: Any) -> Any:
-        """Whether the flag is set on some rank; a collective call."""
+    def any_rank(self, flag: Any, name: str, process_set: Any) -> Any:
+        """Whether the flag is set on some rank; a collective call, of a name that was claimed."""
+
+    @abstractmethod
+    def claimed(self, name: str, process_set: Any) -> str:
+        """A name for collectives which no other one has, the same on all ranks."""
 
     @abstractmethod
     def warned(self, text: str) -> Any:

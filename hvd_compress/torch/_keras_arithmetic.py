@@ -78,8 +78,12 @@ class TorchArithmetic(Arithmetic):
     def decided(self, decision: Callable[[int], bool], number: Any) -> bool:
         return decision(int(number))
 
-    def any_rank(self, flag: Any, process_set: Any) -> bool:
+    def any_rank(self, flag: Any, name: str, process_set: Any) -> bool:
         return bool(TorchRanks(process_set).maximum([float(flag)])[0] > 0)
+
+    def claimed(self, name: str, process_set: Any) -> str:
+        # steps that are run one after the other name their collectives themselves
+        return name
 
     def warned(self, text: str) -> bool:
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -191,7 +191,7 @@ def _scan(
         has_body = (flags >= 0) & ((flags & (NONFINITE | ABSENT)) == 0)
         nbytes = stream - body + 8 * ((entries * LENGTH + 63) >> 6)
         parameter = (tl.load(pointer(body - HEADER, tl.int64) + 3) >> 32) & 0xFFFFFFFF
-        is_good = (tl.load(state_of(state, i, 6)) == HEADER + nbytes) & (entries <= column(rows, i, NUMEL))
+        is_good = (tl.load(state_of(state, i, 6)) == nbytes + HEADER) & (entries <= column(rows, i, NUMEL))
         is_good &= parameter == bits
         refuse(state, i, has_body & (is_good == 0))
         has_body &= is_good

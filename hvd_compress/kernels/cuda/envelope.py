@@ -82,10 +82,10 @@ def _seal(rows, work, state, codec, parameter):
     i, _, part = entry(work)
     body = tl.load(state_of(state, i, 2))
     # what is bad is reset by the last program, and must not tell the others how many there are
-    parts = _parts_of(HEADER + ((body + 7) & ~7))
+    parts = _parts_of(((body + 7) & ~7) + HEADER)
     if part < parts:
         is_bad = tl.load(state_of(state, i, 0)) != 0
-        nbytes = HEADER + tl.where(is_bad, 0, (body + 7) & ~7)
+        nbytes = tl.where(is_bad, 0, (body + 7) & ~7) + HEADER
         at = pointer(column(rows, i, PAYLOAD), tl.int32)
         tl.atomic_add(state_of(state, i, 3), _sum_of_part(at, part, nbytes // 4))
         # no thread may read what the last program has made ready for the next step
@@ -94,7 +94,7 @@ def _seal(rows, work, state, codec, parameter):
             # what differs from row to row is noted by the compressor
             stated = tl.where(parameter < 0, tl.load(state_of(state, i, 7)), parameter.to(tl.int64))
             entries = tl.where(is_bad, 0, tl.load(state_of(state, i, 1)))
-            flags = _SUMMED + tl.where(is_bad, NONFINITE, 0)
+            flags = tl.where(is_bad, NONFINITE, 0) + _SUMMED
             kinds = (codec * 256 + flags * 65536 + (_VERSION + (1 << 24))).to(tl.int64)
             w0 = (kinds << 32) | _MAGIC
             w1 = column(rows, i, NUMEL)

@@ -29,6 +29,8 @@ FOUND = 5  # flags of the header; -1 for a payload that is not as expected, -2 f
 NBYTES = 6  # of the payload
 # the last column has the parameter of a row, where rows of one table have different ones
 
+# A constant stands behind the operator: Triton 3.7, which torch 2.13 brings, takes `constant + tensor` for a constant
+# where it interprets.
 X: tl.constexpr = tl.constexpr(table.X)
 GRADIENT: tl.constexpr = tl.constexpr(table.GRADIENT)
 NUMEL: tl.constexpr = tl.constexpr(table.NUMEL)
@@ -129,7 +131,7 @@ def expect_body(state, i, nbytes):
     Returns whether it has a body that may be read.
     """
     found = tl.load(state_of(state, i, 5))
-    fits = tl.load(state_of(state, i, 6)) == HEADER + nbytes
+    fits = tl.load(state_of(state, i, 6)) == nbytes + HEADER
     has_body = (found >= 0) & ((found & (NONFINITE | ABSENT)) == 0)
     if has_body & (fits == 0):
         tl.store(state_of(state, i, 5), -1)

@@ -311,7 +311,7 @@ def _encode_short(
             if has_bits:
                 _put_bits(counts + (start >> 5), packed(chosen, TILE), size - start, TILE)
                 first = above + tl.minimum(ties, allowed)
-                tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + start // TILE, first.to(tl.int64))
+                tl.store(tile_starts + column(rows, i, _GROUPS_AT) * _TILES + start // TILE, first.to(tl.int64))
             elif group >= numel:
                 tl.store(indices + rank, (start + t).to(tl.uint16), mask=chosen)
             else:
@@ -407,7 +407,7 @@ def _guess(
             sizes = m.to(tl.float32, bitcast=True)
             above_zero = tl.sum((m > 0).to(tl.int32), 0)
             expected = k.to(tl.float32) * (count.to(tl.float32) / numel.to(tl.float32))
-            margin = _MARGIN * tl.sqrt(expected) + _MARGIN
+            margin = tl.sqrt(expected) * _MARGIN + _MARGIN
             slack = (margin * 0.125).to(tl.int32)
             one = tl.full((), 1, tl.int32)
             low, from_low, _ = kth(sizes, one, above_zero, (expected + margin).to(tl.int32), slack)
@@ -636,7 +636,7 @@ def _choose(known, bins, k, most, STEP: tl.constexpr):
         # the sample was too small here
         anew += 1
         low += span
-        span = _ALL - low
+        span = -low + _ALL
         above = tl.zeros((), tl.int64)
     elif passed < count:
         b = count - 1 - passed
@@ -682,7 +682,7 @@ def _write(
     if column(rows, i, NUMEL) > SHORT:
         above, ties, left, before = _share_of_tile(rows, known, tiles, starts, i, tl.program_id(0))
         if bitmaps and is_even:
-            tl.store(tile_starts + _TILES * column(rows, i, _GROUPS_AT) + part, before)
+            tl.store(tile_starts + column(rows, i, _GROUPS_AT) * _TILES + part, before)
         if above + left > 0:
             _parts, start, size = _place_of_part(rows, i, part, TILE, is_even)
             o = tl.arange(0, TILE)

@@ -130,7 +130,7 @@ def list_marked(words, targets, COUNT: tl.constexpr):
     count = (count & 0x00FF00FF) + ((count >> 8) & 0x00FF00FF)
     count = (count & 0xFF) + (count >> 16)
     targets += tl.cumsum(count, 0) - count
-    value = 2 * WORD * tl.arange(0, COUNT)
+    value = tl.arange(0, COUNT) * (2 * WORD)
     for place in range(tl.max(count, 0)):
         # the exponent of the lowest bit says where it is
         bit = ((key_of((ones & -ones).to(tl.float32)) >> 23) - 127) & 31
@@ -152,7 +152,7 @@ def refuse(state, i, is_wrong):
 @triton.jit
 def _fits(rows, i, state, body, ahead, entries, pairs: tl.constexpr):
     """Tell whether sizes and parameter of a payload with a good header are as they must be."""
-    is_good = tl.load(state_of(state, i, 6)) == HEADER + ahead + ((2 * entries + 7) & ~7)
+    is_good = tl.load(state_of(state, i, 6)) == ((2 * entries + 7) & ~7) + ahead + HEADER
     if not pairs:
         tau = (tl.load(pointer(body - HEADER, tl.int64) + 3) >> 32).to(tl.int32)
         is_good &= (tau > 0) & (tau < INFINITE)

@@ -81,7 +81,7 @@ def _scan_counts(
         if checks:
             of_list = padded(4 * groups) + padded(2 * entries) + padded(4 * entries)
             of_bits = 8 * ((numel + 63) >> 6) + padded(4 * entries)
-            fits = tl.load(state_of(state, i, 6)) == HEADER + tl.where(is_bits, of_bits, of_list)
+            fits = tl.load(state_of(state, i, 6)) == tl.where(is_bits, of_bits, of_list) + HEADER
             fits &= is_bits | (group <= _MOST_GROUP)
             if bitmaps:
                 fits &= is_bits | (parameter_of(rows, i) == 0)
@@ -242,7 +242,7 @@ def _unpacked(rows, i, start, size, starts, TILE: tl.constexpr):
     ones = count_ones(word)
     before = tl.cumsum(ones, 0) - ones
     values = pointer(body + 8 * ((column(rows, i, NUMEL) + 63) >> 6), tl.float32)
-    values += tl.load(starts + _TILES * column(rows, i, _GROUPS_AT) + start // TILE)
+    values += tl.load(starts + column(rows, i, _GROUPS_AT) * _TILES + start // TILE)
     # only words are summed one after the other; within a word, bits are counted
     bit = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
     is_there = (word[:, None] & bit[None, :]) != 0

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvd_compress._keras.arithmetic import Arithmetic
 from hvd_compress.tensorflow._gradients import all_finite
 from hvd_compress.tensorflow._seams import raw
+from hvd_compress.tensorflow._settings import claim
 
 __all__ = ["TensorFlowArithmetic"]
 
@@ -88,12 +89,14 @@ class TensorFlowArithmetic(Arithmetic):
         said.set_shape([])
         return said
 
-    def any_rank(self, flag: Any, process_set: Any) -> tf.Tensor:
+    def any_rank(self, flag: Any, name: str, process_set: Any) -> tf.Tensor:
         with tf.device("CPU:0"):
             mine = tf.cast(flag, tf.float32)
-            name = f"hvd_compress.late.{process_set.process_set_id}"
             found = hvd.allreduce(mine, op=hvd.Max, name=name, ignore_name_scope=True, process_set=process_set)
             return found > 0.0
+
+    def claimed(self, name: str, process_set: Any) -> str:
+        return claim(f"{name}.{process_set.process_set_id}", process_set)
 
     def warned(self, text: str) -> tf.Tensor:
         def warn() -> np.bool_:

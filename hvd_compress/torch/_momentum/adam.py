@@ -110,8 +110,8 @@ class CompressedAdam(MomentumOptimizer):
             min_numel=min_numel, bucket_bytes=bucket_bytes, process_set=process_set,
         )  # fmt: skip
         self._buffers: dict[torch.Tensor, torch.Tensor] = {}
-        self._unseen: dict[torch.Tensor, torch.Tensor] | None = None
-        """Where elements have no variance, of the parameters that have such elements; None is to be looked up."""
+        self._unseen: dict[torch.Tensor, torch.Tensor | None] = {}
+        """Where elements of a parameter have no variance, or None if all have one; others are to be looked up."""
         self._way: str | None = None
         self._has_loaded = False
         """Whether a state was loaded since the last step."""
@@ -135,7 +135,7 @@ class CompressedAdam(MomentumOptimizer):
     def agree_in_elastic_run(self) -> None:
         super().agree_in_elastic_run()
         # all ranks have the state of rank 0, and so go the same way
-        self._unseen, self._way, self._has_loaded = None, None, False
+        self._unseen, self._way, self._has_loaded = {}, None, False
         self._plain.optimizer._combiner.begin_again()
 
     # -- which way a step goes -------------------------------------------------------------------------------------
@@ -168,17 +168,23 @@ class CompressedAdam(MomentumOptimizer):
             return True
         if not self._look(moments):
             return False
-        mine = any(bool(pending.any()) for pending in self._own.values())
+        trained = {m.parameter for m in moments.values()}
+        mine = any(bool(pending.any()) for p, pending in self._own.items() if p in trained)
         if self._carrier.engine is None:
             return mine
         return TorchRanks(self._process_set).maximum([float(mine)])[0] > 0
 
     def _look(self, moments: dict[str, Moments]) -> dict[torch.Tensor, torch.Tensor]:
-        """Where elements have no variance."""
-        if self._unseen is None:
-            masks = {m.parameter: m.variance == 0 for m in moments.values()}
-            self._unseen = {p: mask for p, mask in masks.items() if bool(mask.any())}
-        return self._unseen
+        """Where elements have no variance, of the parameters that have such elements."""
+        found = {}
+        for m in moments.values():
+            if m.parameter not in self._unseen:
+                mask = m.variance == 0
+                self._unseen[m.parameter] = mask if bool(mask.any()) else None
+            known = self._unseen[m.parameter]
+            if known is not None:
+                found[m.parameter] = known
+        return found
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +202,9 @@ class CompressedAdam(MomentumOptimizer):
             is_known = not self._schedule.is_warming(m.steps)
             m.take_gradient(averages[name], is_frozen=is_known and not self._is_renewed)
             add_update(m, m.momentum / m.scale())
-        self._unseen, self._own = None, {}
+            # what is kept of a frozen parameter waits
+            self._own.pop(m.parameter, None)
+        self._unseen = {}
         return True
 
     def _with_momentum(self, moments: dict[str, Moments]) -> bool:
@@ -235,7 +243,7 @@ class CompressedAdam(MomentumOptimizer):
             # the model was converted
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = state[key].to(device=p.device, dtype=wide(p))
-            self._unseen = None
+            self._unseen.pop(p, None)
         return Moments(p, group, state)
 
     def _buffer(self, p: torch.Tensor) -> torch.Tensor:
@@ -255,7 +263,7 @@ class CompressedAdam(MomentumOptimizer):
             StateError: the state is of another kind of optimizer; nothing has changed then.
         """
         super().load_state_dict(_of_adamw(state_dict))
-        self._unseen, self._has_loaded = None, True
+        self._unseen, self._has_loaded = {}, True
 
     def compression_stats(self) -> dict[str, Any]:
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
@@ -275,9 +283,9 @@ def _of_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         StateError: of an AdamW with settings that are not here.
     """
-    for key in ("amsgrad", "maximize"):
-        if any(group.get(key) for group in state_dict["param_groups"]):
-            raise StateError(f"load_state_dict() of a CompressedAdam: the state is of an optimizer with {key}=True")
+    for key in ("amsgrad", "maximize", "momentum_decay"):
+        if value := next((group[key] for group in state_dict["param_groups"] if group.get(key)), None):
+            raise StateError(f"load_state_dict() of a CompressedAdam: the state is of an optimizer with {key}={value}")
     kept = state_dict["state"]
     full = {
         number: {"variance_steps": int(of["step"]), **of, "step": int(of["step"])} if "exp_avg_sq" in of else of

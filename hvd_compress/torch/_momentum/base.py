@@ -102,7 +102,13 @@ class MomentumOptimizer(torch.optim.Optimizer):
         TorchRanks(self._process_set).agree(told, beside=names)
 
     def _told(self, group: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names")}
+        # the text of a tensor names its device, which differs between ranks
+        plain = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        kept = {key: repr(value) for key, value in plain.items()}
         names = [[self._names[p], list(p.shape), str(p.dtype), p.requires_grad] for p in group["params"]]
         return {**kept, "parameters": names}
 

@@ -151,6 +151,59 @@ def fit_trains_and_a_saved_model_goes_on() -> None:
 
 
 @cases.add
+def what_is_frozen_later_stays_and_what_is_owed_of_it_waits() -> None:
+    first, second = variable(name="first"), variable(name="second")
+    optimizer = adam(weight_decay=0.1)
+    both, one = stepper(optimizer, [first, second]), stepper(optimizer, [second])
+    for number in range(6):
+        both(*(adam_oracle.gradients(number + n, hvd.size(), False)[hvd.rank()] for n in range(2)))
+    frozen, owed = value(first), optimizer.compression_state_dict()["residuals"]["first"]["values"].copy()
+    moved = value(second)
+    for number in range(6, 9):
+        one(adam_oracle.gradients(number, hvd.size(), False)[hvd.rank()])
+    np.testing.assert_array_equal(value(first), frozen)
+    assert (value(second) != moved).all()
+    np.testing.assert_array_equal(optimizer.compression_state_dict()["residuals"]["first"]["values"], owed)
+    both(*(adam_oracle.gradients(9 + n, hvd.size(), False)[hvd.rank()] for n in range(2)))
+    assert (value(first) != frozen).any()
+
+
+@cases.add
+def weight_decay_may_be_set_later() -> None:
+    v, optimizer = variable(), adam(weight_decay=0.5)
+    step = stepper(optimizer, [v], in_graph=False)
+    nothing = np.zeros(SHAPE, np.float32)
+    step(nothing)
+    np.testing.assert_allclose(value(v), 1 - 0.005, rtol=1e-6)
+    optimizer.weight_decay = 0.25
+    step(nothing)
+    np.testing.assert_allclose(value(v), (1 - 0.005) * (1 - 0.0025), rtol=1e-6)
+    if KERAS == 3:
+        optimizer.exclude_from_weight_decay(var_names=["w"])
+        step(nothing)
+        np.testing.assert_allclose(value(v), (1 - 0.005) * (1 - 0.0025), rtol=1e-6)
+
+
+@cases.each({"never": None, "every second step": 2})
+def averages_of_weights_are_those_of_keras(frequency: int | None) -> None:
+    v, w = variable(), variable(name="other")
+    settings = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": frequency}
+    # in its warm-up it is AdamW
+    optimizer = adam(warmup_steps=10, **settings)
+    theirs = keras.optimizers.AdamW(0.01, weight_decay=0.0, epsilon=1e-8, **settings)
+    step, their_step = stepper(optimizer, [v], in_graph=False), stepper(theirs, [w], in_graph=False)
+    for number in range(5):
+        of_all = adam_oracle.gradients(number, hvd.size(), False)
+        step(of_all[hvd.rank()])
+        their_step(np.mean(of_all, axis=0).astype(np.float32))
+        np.testing.assert_allclose(value(v), value(w), rtol=1e-4, atol=1e-5)
+    for each, of in ((optimizer, v), (theirs, w)):
+        each.finalize_variable_values([of])
+    np.testing.assert_allclose(value(v), value(w), rtol=1e-4, atol=1e-5)
+    assert (value(v) < 0.999).any()
+
+
+@cases.add
 def a_training_goes_on_as_if_it_had_not_stopped() -> None:
     def begun(optimizer: Any) -> tuple[Any, Any]:
         v = variable()
@@ -286,6 +339,20 @@ if KERAS == 2:
     def a_loss_scale_around_adam_is_refused() -> None:
         scaled = keras.mixed_precision.LossScaleOptimizer(adam())
         raises(UnsupportedError, lambda: trained(scaled, run_eagerly=True), "mixed_bfloat16")
+
+
+if KERAS == 2:
+
+    @cases.add
+    def a_model_in_one_file_of_hdf5_keeps_the_state_of_adam() -> None:
+        model = trained(adam())
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are saving your model as an HDF5 file")
+            model.save(f"{folder}/model.h5")
+            loaded = hvd.load_model(f"{folder}/model.h5")
+        for found, expected in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(value(found), value(expected))
+        assert int(loaded.optimizer.iterations) > 0
 
 
 if KERAS == 3:

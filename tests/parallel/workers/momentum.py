@@ -278,6 +278,46 @@ def states_are_divided_among_another_number_of_ranks() -> None:
 
 
 @cases.add
+def elements_without_a_variance_are_known_after_a_while_of_being_frozen() -> None:
+    """The second row gets no gradient in the warm-up, and is frozen when the masks of all others are made."""
+    rows, other = torch.nn.Parameter(torch.ones(2, 8)), torch.nn.Parameter(torch.ones(8))
+    optimizer = hvd.CompressedAdam([("rows", rows), ("other", other)], lr=0.01, warmup_steps=2, min_numel=0)
+
+    def step(second: float = 0.0) -> None:
+        rows.grad = torch.tensor([[1.0], [second]]).expand(2, 8).clone() if rows.requires_grad else None
+        other.grad = torch.ones(8)
+        optimizer.step()
+
+    step()
+    step()
+    rows.requires_grad_(False)
+    step()
+    rows.requires_grad_(True)
+    before = rows.detach().clone()
+    step(second=1e-3)
+    assert torch.equal(rows[1], before[1])
+    owed = optimizer.compression_state_dict()["residuals"]
+    np.testing.assert_allclose(np.asarray(owed["late gradients of rows"]["values"]).reshape(2, 8)[1], 1e-3, rtol=1e-6)
+    # a renewal while they are frozen keeps what is late
+    rows.requires_grad_(False)
+    for _ in range(8):
+        step()
+    assert "late gradients of rows" in optimizer.compression_state_dict()["residuals"]
+
+
+@cases.add
+def a_learning_rate_may_be_a_tensor_and_states_of_nadam_are_refused() -> None:
+    model = network()
+    optimizer = adam(model, lr=torch.tensor(0.01))
+    train(optimizer, model, 0, 2)
+    of_nadam = torch.optim.NAdam(model.parameters())
+    model(batch(0, 0)).square().mean().backward()
+    of_nadam.step()
+    with pytest.raises(StateError, match=r"momentum_decay=0\.004"):
+        optimizer.load_state_dict(of_nadam.state_dict())
+
+
+@cases.add
 def missing_frozen_and_added_parameters_and_groups() -> None:
     model = network()
     extra = torch.nn.Parameter(torch.ones(20, 20))
