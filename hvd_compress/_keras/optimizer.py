@@ -396,7 +396,7 @@ def _has_own_apply(keras: Any, optimizer: Any) -> bool:
 
 def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
     counted = getattr(optimizer, "inner_optimizer", optimizer)
-    if counted.gradient_accumulation_steps:
+    if counted.gradient_accumulation_steps not in (None, passes):
         raise ValueError(
             f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps="
             f"{counted.gradient_accumulation_steps}: give one of them"
@@ -409,6 +409,9 @@ def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
+    if optimizer.gradient_accumulation_steps == passes:
+        # as it was saved by one that was wrapped
+        return
     optimizer.gradient_accumulation_steps = passes
     if optimizer.built:
         optimizer._accumulated_gradients = [

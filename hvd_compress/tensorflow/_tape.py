@@ -128,9 +128,9 @@ class _Overrides(tf.GradientTape):
 
     def _exchange_of(self, sources: Any) -> GradientExchange | CarriedGraphExchange:
         shared = [s for s in _flatten(sources) if not self._is_local(s)]
-        key = (self._hvd_settings, tuple(map(id, shared)))
+        settings = replace(self._hvd_settings, groups=positions_of(self._hvd_groups, shared))
+        key = (settings, tuple(map(id, shared)))
         if key not in _exchanges:
-            settings = replace(self._hvd_settings, groups=positions_of(self._hvd_groups, shared))
             described = describe_sources(shared)
             _exchanges[key] = exchange_for(settings, described, variables_of(described, shared))
             for source in shared:

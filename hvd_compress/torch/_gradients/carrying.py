@@ -43,6 +43,7 @@ class CarriedOptimizer(Carried):
 
     def restore(self) -> None:
         sender = self._combiner.sender
+        sender.forget_plain()
         if sender.engine is not None:
             # its collectives have failed, or will never be complete: nothing of it is waited for
             sender.engine.rest()

@@ -361,6 +361,10 @@ class Sender:
             for name in engine.dense:
                 self._count_dense(name, self.members.by_name[name], self.plain, steps - sparse[name])
 
+    def forget_plain(self) -> None:
+        """Leave out plain steps that the counters do not have yet: ranks go back to before them."""
+        self._plain_steps, self._sparse_steps = 0, Counter()
+
     def _count_dense(self, name: str, tensor: torch.Tensor, compression: Any, times: int = 1) -> None:
         kind = compression, tensor.dtype
         if kind not in self._sent_itemsizes:

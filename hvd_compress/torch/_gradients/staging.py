@@ -163,5 +163,7 @@ def overlapping(spans: Sequence[tuple[int, int]]) -> set[int]:
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether no value, stored where the tensor is sparse, is NaN or infinite."""
     values = tensor._values() if tensor.is_sparse else tensor
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
     # extremes of NaN are NaN; torch.isfinite writes several arrays, and takes ten times as long
     return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values))

@@ -158,6 +158,22 @@ def backward_passes_are_accumulated(average: bool) -> None:
     assert int(model.optimizer.iterations) == (12 if KERAS == 2 else 4)
 
 
+if KERAS == 3:
+
+    @cases.add
+    def accumulated_passes_are_summed_after_a_load_too() -> None:
+        model = trained(wrapped(keras.optimizers.SGD(0.01), compression=NoCompression(), backward_passes_per_step=3))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.keras"
+            model.save(path)
+            again = hvd.load_model(path, compression=NoCompression(), backward_passes_per_step=3)
+            raises(ValueError, lambda: hvd.load_model(path, backward_passes_per_step=2), "give one of them")
+        for each in (model, again):
+            each.fit(*data(), batch_size=16, verbose=0, shuffle=False)
+        for found, expected in zip(again.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @cases.add
 def loss_scaling_skips_a_step_on_all_ranks() -> None:
     scaled = keras.optimizers.LossScaleOptimizer if hasattr(keras.optimizers, "LossScaleOptimizer") else None

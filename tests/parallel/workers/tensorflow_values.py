@@ -726,6 +726,18 @@ def uncompressed_gradients_are_of_any_type(dtype: tf.DType) -> None:
 
 
 @cases.add
+def another_division_into_groups_has_an_exchange_of_its_own() -> None:
+    of = [tf.Variable(tf.zeros([40, 30]), name=f"grouped{i}") for i in range(4)]
+    for groups in (None, 2, [of[:2]]):
+        for step in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(weight) for weight in of])
+            tape = hvd.DistributedGradientTape(tape, compression=OneBit(), groups=groups)
+            tape.gradient(loss, of)
+            assert tape.compression_stats(of)["total"]["steps"] == step + 1
+
+
+@cases.add
 def complex_numbers_are_not_compressed() -> None:
     of = tf.Variable(tf.zeros([64, 301], tf.complex64), name="spectrum")
     policy = Policy([("spectrum", NoCompression())], default=OneBit())

@@ -249,6 +249,23 @@ def complex_gradients_travel_as_they_are() -> None:
 
 
 @cases.add
+def complex_gradients_travel_beside_compressed_ones() -> None:
+    model = torch.nn.ParameterDict({
+        "real": torch.nn.Parameter(torch.zeros(40, 40)),
+        "complex": torch.nn.Parameter(torch.zeros(5, dtype=torch.complex64)),
+    })  # fmt: skip
+    optimizer = wrap(model, OneBit())
+    for factor in (1.0, 2.0):
+        given = torch.full((5,), complex(factor, horovod.rank()), dtype=torch.complex64)
+        (model["real"].sum() + (model["complex"] * given).real.sum()).backward()
+        optimizer.step()
+        # a gradient is the conjugate of its factor
+        mean = torch.full((5,), complex(factor, -(horovod.size() - 1) / 2), dtype=torch.complex64)
+        torch.testing.assert_close(model["complex"].grad, mean)
+        optimizer.zero_grad()
+
+
+@cases.add
 def awkward_sizes() -> None:
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
