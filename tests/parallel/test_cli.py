@@ -8,7 +8,7 @@ from tests.parallel.workers import cli
 
 cli_tensorflow = of_tensorflow("cli_tensorflow")
 
-STARTS = [(2, "mpi"), thorough(3, "mpi")]
+STARTS = [(2, "mpi"), thorough(2, "horovodrun-mpi")]
 
 
 @pytest.mark.parametrize("case", cli.cases)
@@ -25,7 +25,7 @@ def test_cli_with_tensorflow(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("topic", "ranks", "launcher"),
-    [("cli", 2, "mpi"), thorough("cli", 3, "mpi"), thorough("cli_tensorflow", 2, "gloo")],
+    [("cli", 2, "mpi"), thorough("cli", 2, "horovodrun-mpi"), thorough("cli_tensorflow", 2, "gloo")],
 )
 def test_every_rank_took_part(topic: str, ranks: int, launcher: str) -> None:
     outcome = launched(topic, ranks, launcher)
