@@ -33,7 +33,7 @@ from hvd_compress.tensorflow.compression import horovod_compressor
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 # A training step makes a new tape, residuals must stay: exchanges belong to what the gradients are of.
-_exchanges: dict[tuple[Settings, tuple[int, ...]], GradientExchange | CarriedGraphExchange] = {}
+_exchanges: dict[tuple[Settings, Any, tuple[int, ...]], GradientExchange | CarriedGraphExchange] = {}
 
 
 class _Overrides(tf.GradientTape):
@@ -128,9 +128,10 @@ class _Overrides(tf.GradientTape):
 
     def _exchange_of(self, sources: Any) -> GradientExchange | CarriedGraphExchange:
         shared = [s for s in _flatten(sources) if not self._is_local(s)]
-        settings = replace(self._hvd_settings, groups=positions_of(self._hvd_groups, shared))
-        key = (settings, tuple(map(id, shared)))
+        groups = positions_of(self._hvd_groups, shared)
+        key = (self._hvd_settings, groups, tuple(map(id, shared)))
         if key not in _exchanges:
+            settings = replace(self._hvd_settings, groups=groups)
             described = describe_sources(shared)
             _exchanges[key] = exchange_for(settings, described, variables_of(described, shared))
             for source in shared:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.launch import launched, thorough
+from tests.thorough import witnessed_by
 
 MAIN = {
     "tensorflow": {"KERAS_BACKEND": "tensorflow"},
@@ -49,7 +50,7 @@ def test_fit_and_averaging(ranks: int, launcher: str, flavour: str) -> None:
     check_all(f"{topics}+keras_daso" if with_daso else topics, ranks, launcher, flavour)
 
 
-@pytest.mark.parametrize("flavour", [f if f == "torch" else thorough(f) for f in FLAVOURS])
+@pytest.mark.parametrize("flavour", witnessed_by(["torch"], FLAVOURS))
 def test_corners_and_adagrad(flavour: str) -> None:
     topics = "keras_corners+keras_adagrad"
     # the other backend has shown it in `make test` where it fits models

@@ -30,6 +30,7 @@ from hvd_compress.exchange import Account, Bucket, Pack, ParameterServer, plan_t
 from hvd_compress.memory import HOST, Memory
 from tests.stages import allgather, alltoall
 from tests.streams import LateStreams
+from tests.thorough import witnessed_by
 
 HERE = Side(torch.device("cpu"))
 
@@ -255,7 +256,7 @@ def exchanged(made: list[Staged], buckets: list[Given]) -> None:
         one.combine(True, 0.5)
 
 
-@pytest.mark.parametrize("exchange", ["two_phase", pytest.param("allgather", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("exchange", witnessed_by(["two_phase"], ["two_phase", "allgather"]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_bucket_on_a_device_comes_back_as_on_the_host(exchange: str, dtype: torch.dtype) -> None:
     device = DeviceMemory(torch.device("cpu"), LateStreams())

@@ -644,37 +644,38 @@ def a_state_goes_on_among_fewer_ranks() -> None:
     trained(fewer, range(3, 5))
 
 
-@cases.add
-def what_a_tensor_owes_that_goes_uncompressed_now_travels_once() -> None:
+def with_a_debt_of_c() -> tuple[Any, np.ndarray]:
+    """A model that sends "c" uncompressed, and what is owed of that from steps that compressed it."""
     model = wrapped(Known(), OneBit())
     trained(model, range(3))
-    state, total = ddp.state_dict(model), owed(model)
     again = wrapped(Known(), Policy({"a": OneBit()}), _find_unused_parameters=True)
-    ddp.load_state_dict(again, state)
-    again(3).backward()
-    given = summed(gradient("c", 3, again.module.c).double().numpy().ravel())
-    came = again.module.c.grad.double().numpy().ravel() * dist.get_world_size()
-    np.testing.assert_allclose(came, given + total["c"], atol=1e-3)
-    assert "c" not in ddp.state_dict(again)["residuals"]
+    ddp.load_state_dict(again, ddp.state_dict(model))
+    return again, owed(model)["c"]
+
+
+def check_the_debt_travels(model: Any, step: int, debt: np.ndarray) -> None:
+    model(step).backward()
+    given = summed(gradient("c", step, model.module.c).double().numpy().ravel())
+    came = model.module.c.grad.double().numpy().ravel() * dist.get_world_size()
+    np.testing.assert_allclose(came, given + debt, atol=1e-3)
+    assert "c" not in ddp.state_dict(model)["residuals"]
+
+
+@cases.add
+def what_a_tensor_owes_that_goes_uncompressed_now_travels_once() -> None:
+    model, debt = with_a_debt_of_c()
+    check_the_debt_travels(model, 3, debt)
 
 
 @cases.add
 def what_is_owed_waits_while_no_rank_uses_the_tensor() -> None:
-    model = wrapped(Known(), OneBit())
-    trained(model, range(3))
-    state, total = ddp.state_dict(model), owed(model)
-    again = wrapped(Known(), Policy({"a": OneBit()}), _find_unused_parameters=True)
-    ddp.load_state_dict(again, state)
+    model, debt = with_a_debt_of_c()
     for step in (3, 4, 5):
-        again(step, [name for name in SHAPES if name != "c"]).backward()
-        assert again.module.c.grad is None
-        again.zero_grad()
-    assert "c" in ddp.state_dict(again)["residuals"]
-    again(6).backward()
-    given = summed(gradient("c", 6, again.module.c).double().numpy().ravel())
-    came = again.module.c.grad.double().numpy().ravel() * dist.get_world_size()
-    np.testing.assert_allclose(came, given + total["c"], atol=1e-3)
-    assert "c" not in ddp.state_dict(again)["residuals"]
+        model(step, [name for name in SHAPES if name != "c"]).backward()
+        assert model.module.c.grad is None
+        model.zero_grad()
+    assert "c" in ddp.state_dict(model)["residuals"]
+    check_the_debt_travels(model, 6, debt)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
