@@ -29,6 +29,7 @@ from hvd_compress.exchange import (
     plan_together,
     suited,
 )
+from hvd_compress.policy import meant, refuse_class
 from hvd_compress.thread_ranks import delivered
 
 __all__ = ["Loopback"]
@@ -42,7 +43,7 @@ class Loopback:
 
     Args:
         ranks: how many.
-        compressor: of every rank.
+        compressor: of every rank, or its name.
         exchange: "auto", "two_phase", "allgather", "hierarchical", or an `Exchange`. Where "auto" would go dense (the
             payload saves nothing) the arrays take the two-phase way all the same.
         op: "average" or "sum".
@@ -50,6 +51,7 @@ class Loopback:
         adagrad: makes the results AdaGrad's updates; "auto" is then "two_phase".
 
     Raises:
+        TypeError: not one compressor.
         ValueError: an argument out of its range.
         UnsupportedError: `adagrad` with "allgather".
 
@@ -66,12 +68,16 @@ class Loopback:
     def __init__(
         self,
         ranks: int,
-        compressor: Compressor,
+        compressor: Compressor | str,
         exchange: str | Exchange = "auto",
         op: str = "average",
         ranks_per_host: int = 1,
         adagrad: AdaGrad | None = None,
     ) -> None:
+        refuse_class("compressor", compressor)
+        compressor = meant(compressor)
+        if not isinstance(compressor, Compressor):
+            raise TypeError(f"Loopback(compressor={compressor!r}): give one compressor for all tensors, such as OneBit()")
         if ranks < 1:
             raise ValueError(f"Loopback(ranks={ranks!r}): must be at least 1")
         if op not in ("average", "sum"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_compress._keras.callbacks import ALL_RANKS, EdgeCallback
 from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
+from hvd_compress.engine.states import empty_state
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
 from hvd_compress.policy import meant
@@ -146,6 +147,9 @@ class CompressionCheckpointCallback(EdgeCallback):
             return None, f"it was saved after {state.get('iterations')} iterations, the optimizer has done {iterations}"
         if own in files and (state["size"], state["rank"]) == (ranks, position):
             return state, ""
+        if not process_set.included():
+            # it exchanges nothing, and what all owe is not its own
+            return empty_state(), ""
         # of another number of ranks; those that took no part have saved states of size 1
         states = [s for s in map(read_state, files) if s.get("iterations") == iterations]
         former = max(s["size"] for s in states)

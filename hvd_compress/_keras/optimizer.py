@@ -41,6 +41,8 @@ class Distribution:
         self.passes = passes
         self.accumulators: Any = edge.accumulators(passes) if passes > 1 else None
         self.of_gradients: list[Any] = []
+        self.given: list[Any] = []
+        """What Keras 2 is asked to step, also without a gradient."""
         self.local: list[Any] = []
         self.is_broadcast = False
         """Whether a callback makes the variables of all ranks the same, but those that are to differ."""
@@ -85,8 +87,8 @@ class Distribution:
         """Use another compressor from the next step on; what is owed is kept. All ranks must do so at the same step.
 
         Raises:
-            UnsupportedError: a compressor without error feedback, while something is owed; AdaGrad; in an elastic run,
-                compression after none or none after it.
+            UnsupportedError: on TensorFlow a compressor without error feedback, while something is owed; AdaGrad; in an
+                elastic run, compression after none or none after it.
         """
         if self.settings["adagrad"] is not None:
             raise UnsupportedError(
@@ -222,7 +224,8 @@ class DistributedMethods:
 
         Raises:
             TypeError: `compression` is no compressor.
-            UnsupportedError: at the next step, a compressor without error feedback while something is owed.
+            UnsupportedError: on TensorFlow, at the next step, a compressor without error feedback while something is
+                owed. On torch what is owed goes with the next gradients.
         """
         self._hvd.replace_compression(compression)
         self._hvd.asked_for = self._hvd.settings["compression"]
@@ -282,17 +285,20 @@ class _Keras2(DistributedMethods):
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
         variables = [v for _, v in pairs]
-        return list(zip(self._hvd.combine([g for g, _ in pairs], variables, variables), variables, strict=True))
+        combined = self._hvd.combine([g for g, _ in pairs], variables, self._hvd.given or variables)
+        return list(zip(combined, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._hvd.passes == 1:
-            return super().apply_gradients(grads_and_vars, *args, **kwargs)  # type: ignore[misc]
-        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
-        sums = self._hvd.accumulators.add([g for g, _ in pairs])
+        given = list(grads_and_vars)
+        # Keras leaves out those without a gradient before it aggregates, and they may have one in a later step
+        self._hvd.given = [v for _, v in given]
         step = super().apply_gradients  # type: ignore[misc]
+        if self._hvd.passes == 1:
+            return step(given, *args, **kwargs)
+        sums = self._hvd.accumulators.add([(g, v) for g, v in given if g is not None])
 
         def update() -> Any:
-            step([(s.read_value(), v) for s, (_, v) in zip(sums, pairs, strict=True)], *args, **kwargs)
+            step([(total.read_value(), v) for total, v in sums], *args, **kwargs)
             return self._hvd.accumulators.clear()
 
         def wait() -> Any:

@@ -152,7 +152,7 @@ class CarriedExchange(Generic[Of]):
             new.load_state_dict(state)
         elif self._replaces is not None:
             new.inherit(self._replaces.exchange())
-            self._replaces.retire()
+            self._replaces.retire(self)
         self._replaces = None
         return new
 
@@ -164,10 +164,10 @@ class CarriedExchange(Generic[Of]):
             self._former, self._made = self._made, None
         self._held = {}
 
-    def retire(self) -> None:
+    def retire(self, heir: CarriedExchange[Of]) -> None:
         """Another exchange has taken over what is owed."""
         self.give_up()
-        self._book.remove(self)
+        self._book.replace(self, heir)
 
     # -- what users ask of an exchange -------------------------------------------------------------------------------
 
@@ -226,14 +226,31 @@ class CarriedExchanges(CarriedStates):
         """Of the variables that all ranks share: they tell exchanges of tensors of the same names apart."""
         self._exchanges: WeakSet[CarriedExchange[Any]] = WeakSet()
         self._not_made: dict[Any, Owed] = {}
+        self._heirs: dict[Any, CarriedExchange[Any]] = {}
+        """Of what was owed at the last commit: what has replaced the exchange since."""
 
     def add(self, exchange: CarriedExchange[Any]) -> None:
         """Carry another one."""
         self._exchanges.add(exchange)
 
-    def remove(self, exchange: CarriedExchange[Any]) -> None:
-        """Carry this one no more."""
+    def replace(self, exchange: CarriedExchange[Any], heir: CarriedExchange[Any]) -> None:
+        """Carry an exchange no more; whoever goes back to the last commit gives what was owed there to its heir."""
+        key = self._key(exchange)
+        self._heirs = {of: heir if now is exchange else now for of, now in self._heirs.items()}
+        if key in self._saved:
+            self._heirs.setdefault(key, heir)
         self._exchanges.discard(exchange)
+
+    def save(self) -> None:
+        super().save()
+        self._heirs = {}
+
+    def restore(self) -> None:
+        of_heirs = {key: self._key(heir) for key, heir in self._heirs.items()}
+        self._saved = {of_heirs.get(key, key): owed for key, owed in self._saved.items()}
+        self._united = {of_heirs.get(key, key): united for key, united in self._united.items()}
+        self._heirs = {}
+        super().restore()
 
     def owed_of(self, exchange: CarriedExchange[Any]) -> Owed | None:
         """What is owed of an exchange that is not made."""

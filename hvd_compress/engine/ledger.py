@@ -464,6 +464,17 @@ class Ledger(Generic[AnyBucket]):
             self.accumulators.take(accumulated)
             self.accumulators.set_loss_scale(self._loss_scale)
 
+    def go_back_to(self, state: dict[str, Any]) -> None:
+        """Owe what `state_dict` returned before exchanges whose results nobody uses.
+
+        Numbers of steps, which randomness depends on, and factors stay: those are the same on all ranks.
+        """
+        steps, of_accounts = self._steps, {name: (a.step, a.factor) for name, a in self.accounts.items()}
+        self.load_state_dict(state)
+        self._steps = steps
+        for name, account in self.accounts.items():
+            account.step, account.factor = of_accounts[name]
+
     def _unpaid(self, name: str, norm: float) -> UnsupportedError:
         return UnsupportedError(
             f"{self.routing.compressor_of(name)!r} keeps no residual of {name!r}, of which {norm:.3g} is still owed: "

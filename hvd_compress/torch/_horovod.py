@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -20,13 +21,23 @@ from hvd_compress.errors import UnsupportedError
 __all__ = [
     "HorovodOptimizer",
     "formed_groups",
+    "go_on_from",
+    "keeping_groups",
     "known_process_sets",
     "laid_over",
     "make_class",
     "refuse_wrapped",
     "relay",
     "step_below",
+    "tell_schedulers",
 ]
+
+_OF_HOROVOD = {
+    "_compression", "_parameter_names", "backward_passes_per_step", "_allreduce_delay", "op",
+    "gradient_predivide_factor", "sparse_as_dense", "process_set", "_handles", "_grad_accs", "_requires_update",
+    "_synchronized", "_should_synchronize", "_groups", "_p_to_group", "_group_counts",
+}  # fmt: skip
+"""What the constructor of `HorovodOptimizer` sets (l. 45-104)."""
 
 
 def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch.optim.Optimizer]:
@@ -45,6 +56,43 @@ def make_class(base: type[torch.optim.Optimizer], overrides: type) -> type[torch
     # torch calls the hooks of a step around the one below
     public["step"].hooked = True
     return type(base.__name__, (base,), {**methods, **public})
+
+
+def go_on_from(wrapped: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
+    """Give a wrapped optimizer what the plain one has: its state, defaults, hooks, and attributes of its class.
+
+    Horovod's constructor gives the one of the class the parameter groups alone (l. 45).
+    """
+    # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it; lists of groups grow
+    # with `add_param_group` of each
+    apart = {"step", "param_groups", *_OF_HOROVOD}
+    wrapped.__dict__.update({k: v for k, v in vars(plain).items() if k not in apart})
+    wrapped._plain = weakref.ref(plain)  # type: ignore[attr-defined]
+
+
+def tell_schedulers(wrapped: Any) -> None:
+    """Let a learning-rate scheduler that was made of the plain optimizer know that there was a step."""
+    plain = wrapped._plain()
+    if plain is not None:
+        plain._opt_called = True
+
+
+@contextmanager
+def keeping_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let dicts of parameter groups, which schedulers of the plain optimizer hold, stay the same while others come."""
+    groups = optimizer.param_groups
+    yield
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups = groups
+
+
+def _load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    """Load the state of the optimizer that was wrapped."""
+    with keeping_groups(self):
+        super(self.__class__, self).load_state_dict(state_dict)
 
 
 def _of_itself(methods: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,17 +130,21 @@ def laid_over(optimizer: torch.optim.Optimizer, overrides: type) -> Any:
     """
     base = type(optimizer)
     ours = {k: v for k, v in vars(overrides).items() if k not in ("__dict__", "__weakref__", "__doc__")}
+    ours = {"load_state_dict": _load_state_dict, **ours}
     cls: Any = type(base.__name__, (base,), {**ours, **_of_itself(ours), "__module__": HorovodOptimizer.__module__})
     cls.__init__ = _refuse_another
+    # see `make_class`
+    cls.step.hooked = True
     wrapped = cls.__new__(cls)
-    # a learning-rate scheduler that knows the optimizer already has laid its own `step` over it
-    wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    wrapped.param_groups = optimizer.param_groups
+    go_on_from(wrapped, optimizer)
     wrapped._itself = weakref.ref(wrapped)
     return wrapped
 
 
 def step_below(optimizer: Any) -> Any:
     """Make a step of the class that methods were laid over."""
+    tell_schedulers(optimizer)
     return super(optimizer.__class__, optimizer).step()
 
 
@@ -132,6 +184,7 @@ def relay(optimizer: torch.optim.Optimizer, overrides: type) -> None:
     below = {k: v for k, v in vars(made).items() if k not in hidden[1:]}
     ours = {k: v for k, v in vars(overrides).items() if k not in hidden}
     methods = {**ours, **_of_itself(ours)}
+    methods["step"].hooked = True
     optimizer.__class__ = type(made.__name__, made.__bases__, {**below, "_below_step": made.step, **methods})
 
 

@@ -97,7 +97,6 @@ class TorchExchange:
         ours = None if ranks == 1 else exchanged(compression)
         scale = 1.0 if ours is None else average_share(ours, settings["op"], hvd.Average, hvd.Sum, ranks)
         named = list(zip(self._names, tensors, strict=True))
-        steered = isinstance(ours, Auto)
         chosen = None if isinstance(ours, Auto) else ours
         routing = Routing(chosen, settings["exchange"], settings["min_numel"], settings["bucket_bytes"])
         if isinstance(ours, Auto):
@@ -109,7 +108,7 @@ class TorchExchange:
             scale=scale,
             process_set=process_set,
             tensors=named,
-            pays_debts=steered or self._is_carried,
+            pays_debts=adagrad is None or self._is_carried,
             adagrad=adagrad,
         )
         self._engine = self._make_engine(routing)

@@ -123,6 +123,31 @@ def test_a_second_change_before_a_step_loses_nothing() -> None:
     assert processes[0].book.lost.ranks == 1
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("adagrad", [None, ADAGRAD])
+def test_what_replaced_an_exchange_since_the_commit_goes_on_owing_for_it(times: int, adagrad: Any) -> None:
+    processes, states = trained(3, adagrad=adagrad)
+    for i in range(times):
+        for process in processes:
+            former = process.exchange
+            # the last of three is told like the first
+            process.exchange = process.carried(compression=i) if i < 2 else process.carried()
+            process.exchange.inherit(former)
+        train(together(processes, lambda process: process.exchange.exchange()), STEPS + i)
+    for process in processes:
+        process.book.restore()
+    after = [exchange.state_dict() for exchange in begun(processes[:2])]
+    for name in NAMES:
+        if adagrad is None:
+            kept = owed(states[:2], name)
+            assert np.abs(kept).max() > 0
+            np.testing.assert_allclose(owed(after, name), 2 / 3 * kept, rtol=1e-5, atol=1e-6)
+        else:
+            squares = [sum(float(s["accumulators"][name]["values"].sum()) for s in of) for of in (after, states)]
+            assert squares[0] == pytest.approx(squares[1], rel=1e-5)
+    assert {state["steps"] for state in after} == {STEPS}
+
+
 def test_the_last_one_sends_everything() -> None:
     processes, states = trained(2)
     [alone] = begun(processes[1:])

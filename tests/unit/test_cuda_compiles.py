@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("arguments", [[], pytest.param(["--all"], marks=pytest.mark.thorough)], ids=["each", "all"])
 def test_every_kernel_compiles_for_a_gpu_without_one(arguments):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

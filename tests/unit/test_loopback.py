@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from hvd_compress import BF16, FP16, QSGD, Adaptive, NoCompression, OneBit, Percentile, RandomK, Threshold, TopK
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Auto,
+    NoCompression,
+    OneBit,
+    Percentile,
+    Policy,
+    RandomK,
+    Threshold,
+    TopK,
+)
 from hvd_compress.compressors import Compressor
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
@@ -473,3 +488,13 @@ def test_bytes_of_a_hierarchy() -> None:
 def test_ranks_that_fill_no_hosts_are_refused(per_host: int) -> None:
     with pytest.raises(ValueError, match=f"ranks_per_host={per_host}"):
         hierarchy(4, per_host, OneBit())
+
+
+@pytest.mark.parametrize("given", [Policy([("*.bias", NoCompression())], default=OneBit()), Auto(), OneBit, None, 3])
+def test_what_is_not_one_compressor_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match="compressor=.*give"):
+        Loopback(2, given)
+
+
+def test_a_compressor_may_be_named() -> None:
+    assert Loopback(2, "onebit").compressor == OneBit()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.launch import LAUNCHERS
+
 ROOT = Path(__file__).parents[2]
 # stands in for Python, and notes what it is to run
 NOTE = """#!{python}
@@ -91,4 +93,4 @@ def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
 
 def _without_start(name: str) -> str:
     """The id of a test without the number of ranks and the launcher."""
-    return re.sub(r"\[(?:\d+-)?(?:gloo|mpi|torchrun)-", "[", name)
+    return re.sub(rf"\[(?:\d+-)?(?:{'|'.join(LAUNCHERS)})-", "[", name)

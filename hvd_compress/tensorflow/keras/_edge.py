@@ -72,20 +72,27 @@ class GradientSums:
 
     def __init__(self, passes: int) -> None:
         self._passes = passes
-        self._sums: list[tf.Variable] = []
+        self._sums: dict[Any, tuple[tf.Variable, Any]] = {}
         self._count: tf.Variable | None = None
 
-    def add(self, gradients: Sequence[Any]) -> list[tf.Variable]:
-        """Add one pass; sparse gradients become dense."""
-        dense = [tf.convert_to_tensor(g) for g in gradients]
+    def add(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[tf.Variable, Any]]:
+        """Add one pass of (gradient, variable); sparse gradients become dense.
+
+        Returns:
+            The sum and the variable of each that had a gradient in any pass until now.
+        """
         if self._count is None:
             with tf.init_scope():
-                self._sums = [tf.Variable(tf.zeros(g.shape, g.dtype), trainable=False) for g in dense]
                 self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
-        for total, gradient in zip(self._sums, dense, strict=True):
-            total.assign_add(gradient)
+        for gradient, variable in pairs:
+            dense = tf.convert_to_tensor(gradient)
+            if variable.ref() not in self._sums:
+                with tf.init_scope():
+                    total = tf.Variable(tf.zeros(dense.shape, dense.dtype), trainable=False)
+                self._sums[variable.ref()] = total, variable
+            self._sums[variable.ref()][0].assign_add(dense)
         self._count.assign_add(1)
-        return self._sums
+        return list(self._sums.values())
 
     def when_full(self, update: Callable[[], Any], wait: Callable[[], Any]) -> None:
         """Call `update` if this was the last pass, else `wait`; in a graph too."""
@@ -103,7 +110,7 @@ class GradientSums:
 
     def clear(self) -> None:
         """Set the sums to zero."""
-        for total in self._sums:
+        for total, _ in self._sums.values():
             total.assign(tf.zeros_like(total))
 
 

@@ -71,6 +71,12 @@ class Combiner:
         """How many passes have added to gradients that are not handed over yet."""
         self._has_warned = False
         """Whether the user was told of gradients that were changed before the last of their passes."""
+        self._unused: tuple[torch.Tensor, int] | None = None
+        """Of an exchange that has changed what is owed: a parameter, and how often it had been written to by then."""
+        self._takes_back = False
+        """Whether what is owed is kept aside before each exchange: gradients were thrown away before."""
+        self._before: dict[str, Any] | None = None
+        """What was owed before the last exchange."""
         self._queued_in: int | None = None
         """The backward pass whose end will be told."""
         self._new: dict[str, torch.Tensor] = {}
@@ -243,6 +249,8 @@ class Combiner:
         if name is not None and p is not None and self.is_combined and self._handed.has_grown(name, p.grad):
             # what another pass has added is this rank's alone
             self._refuse_pass(name)
+        if self._unused is not None:
+            self._look_back(*self._unused)
         self.close()
         try:
             if self.sender.has_loaded and self.sender.has_compared:
@@ -253,11 +261,39 @@ class Combiner:
         except MismatchError as error:
             self._stopped = str(error)
             raise
+        engine = self.sender.engine
+        self._before = engine.state_dict() if self._takes_back and engine is not None and engine.owes else None
         self.is_open, self._queued_in = True, None
+
+    def drop(self) -> None:
+        """Give the step up, if it is not made."""
+        if self._unused is not None:
+            self._look_back(*self._unused)
+        self.close()
+
+    def _look_back(self, p: torch.Tensor, version: int) -> None:
+        """Owe what was combined if nobody has used it: a step, whoever makes it, writes to all parameters."""
+        if p._version == version:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        engine, before, self._before = self.sender.engine, self._before, None
+        if before is not None and engine is not None:
+            engine.go_back_to(before)
+            return
+        self._takes_back = True
+        warnings.warn(
+            "gradients were combined, and then thrown away without a step, as in the generator's pass through a "
+            "discriminator. What was not sent of them stays owed this once. From now on what is owed is copied before "
+            "each exchange, to go back to. Save the copies, and the exchange, with model.requires_grad_(False) during "
+            "such a pass, or torch.autograd.grad()",
+            stacklevel=2,
+        )
 
     def close(self) -> None:
         """The step is made, or given up."""
         self.is_open = self.is_combined = self.was_needless = False
+        self._unused = None
         self._handed, self._passes, self._new = Handed(), {}, {}
 
     def give_up(self) -> None:
@@ -297,7 +333,6 @@ class Combiner:
     def begin_with(self, compression: Compressor) -> None:
         """Compress in this way once exchanges are made anew."""
         self.wrapping.compression = self.wrapping.ours = compression
-        self.wrapping.pays_debts = True
 
     def _equip_after(self, engine: Engine) -> None:
         self.wrapping.equip(self.sender)
@@ -374,11 +409,13 @@ class Combiner:
         changed = handed.changed_early(parameters) if is_early else None
         sender.send_missing(handed)
         finite = yield from sender.arriving()
-        results = sender.results(finite)
+        results, is_owed = sender.results(finite)
         for name, p in parameters.items():
             if p.grad is not results[name]:
                 self._take_result(name, p, results[name])
         self._note_combined()
+        if is_owed and parameters:
+            self._unused = p, p._version
         sender.end_step()
         if harms:
             # gradients are the combined ones all the same: replicas stay equal where the error is caught

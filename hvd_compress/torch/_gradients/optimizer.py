@@ -29,7 +29,7 @@ from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.overrides import Overrides
 from hvd_compress.torch._gradients.owners import check_owner, take_over
 from hvd_compress.torch._gradients.wrapping import Wrapping, label_for
-from hvd_compress.torch._horovod import make_class
+from hvd_compress.torch._horovod import go_on_from, make_class
 from hvd_compress.torch.compression import route_of
 
 __all__ = ["DistributedOptimizer"]
@@ -142,6 +142,7 @@ def DistributedOptimizer(
         optimizer.param_groups, named, horovods, backward_passes_per_step, op, gradient_predivide_factor,
         groups, sparse_as_dense, process_set,
     )  # fmt: skip
+    go_on_from(wrapped, optimizer)
     wrapped._itself = weakref.ref(wrapped)
     # of frozen ones too, which may be unfrozen
     check_patterns(

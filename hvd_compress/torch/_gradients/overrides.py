@@ -15,7 +15,7 @@ from hvd_compress.errors import GradientError, StateError, UnsupportedError
 from hvd_compress.exchange import Counters
 from hvd_compress.torch._gradients.combiner import Combiner
 from hvd_compress.torch._gradients.steering import left_out
-from hvd_compress.torch._horovod import HorovodOptimizer
+from hvd_compress.torch._horovod import HorovodOptimizer, keeping_groups, tell_schedulers
 
 __all__ = ["Overrides"]
 
@@ -72,6 +72,7 @@ class Overrides:
         """Combine the gradients of all ranks and update; a closure's gradients are combined after each call of it."""
         with told_by_scaler(self) as told:
             self._refuse_early_look(told)
+        tell_schedulers(self)
         if closure is None:
             self._combine_for_step()
             return super(self.__class__, self).step()  # type: ignore[misc]
@@ -102,7 +103,7 @@ class Overrides:
             GradientError: gradients are still being exchanged.
         """
         self._combiner.refuse_while_open("zero_grad()", GradientError)
-        self._combiner.close()
+        self._combiner.drop()
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -119,7 +120,8 @@ class Overrides:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
         self._combiner.give_up()
-        HorovodOptimizer.load_state_dict(self, *args, **kwargs)
+        with keeping_groups(self):
+            HorovodOptimizer.load_state_dict(self, *args, **kwargs)
 
     def _owned(self) -> set[int]:
         """Which parameters this one exchanges, by their ids."""

@@ -179,19 +179,34 @@ class Sender:
         if self.engine is not None and not self.has_compared:
             return
         params = [self.members.by_name[name] for name in group]
-        if self.plain is None or any(self._goes_sparse(n, p.grad) for n, p in zip(group, params, strict=True)):
+        way = self._way_of_groups()
+        if way is None or any(self._goes_sparse(n, p.grad) for n, p in zip(group, params, strict=True)):
             for name, p in zip(group, params, strict=True):
                 self.send(name, p)
             return
         self._sent.update(group)
-        for p in params:
+        for name, p in zip(group, params, strict=True):
             _make_room(p)
+            if self.plain is None:
+                # this rank owes something
+                self._count_dense(name, p.grad, way)
+                p.grad = self.known_engine().with_debt(name, cast(torch.Tensor, p.grad))
         dense = [cast(torch.Tensor, p.grad) for p in params]
-        sent, ctxs = zip(*[self.plain.compress(g.to_dense() if g.is_sparse else g) for g in dense], strict=True)
+        sent, ctxs = zip(*[way.compress(g.to_dense() if g.is_sparse else g) for g in dense], strict=True)
         handle = hvd.grouped_allreduce_async_(
             list(sent), name=group[0] + self.wrapping.label, op=self.wrapping.op, process_set=self.wrapping.process_set
         )
-        self._in_flight[group] = handle, ctxs, self.plain
+        self._in_flight[group] = handle, ctxs, way
+
+    def _way_of_groups(self) -> Any:
+        """How a group goes through one operation of Horovod's; None where its tensors go one by one.
+
+        All ranks have the same answer: unlike `plain` it does not follow from what this one owes.
+        """
+        if self.plain is not None or self._chooses:
+            return self.plain
+        engine = self.known_engine()
+        return None if engine.is_used or engine.accumulators is not None else self._horovods
 
     def _goes_sparse(self, name: str, gradient: torch.Tensor | None) -> bool:
         """Whether a tensor is gathered, not summed: the same on all ranks, whatever this one's gradient is."""
@@ -243,7 +258,7 @@ class Sender:
     def send_missing(self, handed: Handed) -> None:
         """Hand over what no hook has handed over, in the order of the parameters."""
         members, engine = self.members, self.engine
-        if self.plain is not None:
+        if members.groups is not None and self._way_of_groups() is not None:
             self._send_missing_groups(handed)
         if self.wrapping.adagrad is not None and engine is not None:
             # exchanges were laid out with the tensors that are frozen now
@@ -289,14 +304,16 @@ class Sender:
             yield Wait(lambda: all(map(hvd.poll, reduced)))
         return finite
 
-    def results(self, finite: bool) -> dict[str, torch.Tensor]:
-        """Return all combined gradients: one value that is not finite takes all residuals back.
+    def results(self, finite: bool) -> tuple[dict[str, torch.Tensor], bool]:
+        """Return all combined gradients, and whether what is owed has changed with them.
+
+        One value that is not finite takes all residuals back.
 
         In place of Horovod's `synchronize` (l. 255-308), whose loops would take as long as ours.
         """
         engine = self.engine
         if engine is None:
-            return dict(self._reduced())
+            return dict(self._reduced()), False
         owes = engine.owes
         results = {}
         for name, output in self._reduced():
@@ -308,7 +325,7 @@ class Sender:
         # plain steps are counted when somebody asks
         results |= {} if self.plain is not None else engine.combine(keep=finite)
         engine.settle(keep=finite)
-        return results
+        return results, owes and finite
 
     def _reduced(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Wait for all that Horovod has reduced itself; yields names and sums."""

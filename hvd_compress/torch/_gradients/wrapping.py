@@ -68,8 +68,6 @@ class Wrapping:
     passes: int
     sparse_as_dense: bool
     label: str = ""
-    pays_debts: bool = False
-    """Whether what is owed of a tensor that goes uncompressed from now on is added to its next gradient."""
     on_refusal: Callable[[str], None] = lambda problem: None
     """Called with what ends a step on all ranks of the process set, before it is raised: others may wait for them."""
     number: int = field(default_factory=partial(next, count()))
@@ -204,7 +202,7 @@ class Wrapping:
                           self.bucket_bytes)  # fmt: skip
         sender.make_engine = partial(
             Engine, scale=self.scale, process_set=self.process_set, tensors=tensors, groups=formed or None,
-            pays_debts=auto is not None or is_elastic() or self.pays_debts, adagrad=self.adagrad,
+            pays_debts=self.adagrad is None or is_elastic(), adagrad=self.adagrad,
             resting=list(members.resting.items()), label=self.label,
         )  # fmt: skip
         sender.steering = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -224,6 +226,14 @@ def check_taken_back(optimizer: Any, before: dict[str, Any], largest: float = 40
     close.check_taken_back(after, {key: was.get(key) for key in after}, largest)
     assert was.keys() <= after.keys()
     optimizer.load_compression_state_dict(before)
+
+
+@contextlib.contextmanager
+def throwing_away() -> Iterator[None]:
+    """Let combined gradients be thrown away without a step."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradients were combined, and then thrown away")
+        yield
 
 
 def residuals(optimizer: Any) -> dict[str, bytes]:

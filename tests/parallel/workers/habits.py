@@ -14,14 +14,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hvd_compress.torch as hvd
-from hvd_compress import AdaGrad, Adaptive, Auto, OneBit, TopK
+from hvd_compress import AdaGrad, Adaptive, Auto, OneBit, Policy, TopK
 from hvd_compress.errors import GradientError, UnsupportedError
 from tests.parallel.cases import Cases
-from tests.parallel.workers.common import bytes_of, check_equal_on_all_ranks, raises, to_numpy
+from tests.parallel.workers.common import bytes_of, check_equal_on_all_ranks, raises, throwing_away, to_numpy
 
 cases = Cases()
 ALL = TopK(ratio=1.0)
 """Sends everything: the combined gradient is the mean, and nothing is owed."""
+SOME = Policy([("a.*", TopK(0.05))], default=OneBit())
 WAYS: dict[str, Any] = {
     "none": hvd.Compression.none,
     "fp16": hvd.Compression.fp16,
@@ -203,7 +204,8 @@ def a_scaler_that_looks_before_all_gradients_have_come_is_told(setting: tuple[An
     if is_odd:
         raises(GradientError, lambda: step(1, False), "synchronize()")
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        optimizer.zero_grad()
+        with throwing_away():
+            optimizer.zero_grad()
     else:
         step(1, True)
     # the recipe
@@ -224,7 +226,8 @@ def a_scaler_that_unscales_what_is_exchanged_is_told_when_it_is_complete(compres
     loss_of(model, 0).backward()
     optimizer.step()
     for number in (1, 2):
-        optimizer.zero_grad()
+        with throwing_away():
+            optimizer.zero_grad()
         scaler.scale(loss_of(model, number, uses_last=not is_odd)).backward()
         if number == 1 and is_odd:
             scaler.unscale_(optimizer)
@@ -531,24 +534,56 @@ def a_graph_of_gradients_is_refused_with_the_remedy() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-@cases.add
-def gradients_of_a_generators_pass_may_be_thrown_away() -> None:
-    generator, critic = Layers(), Layers()
-    optimizers = [wrap(generator), wrap(critic)]
-    for step in range(3):
+@cases.each({"all": ALL, "onebit": OneBit(), "topk": TopK(0.05), "policy": SOME})
+def gradients_of_a_generators_pass_may_be_thrown_away(compression: Any) -> None:
+    """What is thrown away is not owed, but for the first time, which is told."""
+    generator, critic, twin = Layers(), Layers(), Layers()
+    optimizers = [wrap(generator, compression), wrap(critic, compression)]
+    for step in range(5):
         generator.zero_grad()
-        generator(torch.ones(1, 24) * (step + horovod.rank()))
         critic(generator(torch.ones(1, 24) * (step + horovod.rank()))).sum().backward()
         check_equal_gradients(generator)
         optimizers[0].step()
         # the critic's are not wanted
-        (critic if step % 2 else optimizers[1]).zero_grad()
-        expected = means(critic, step)
-        loss_of(critic, step).backward()
-        check_means(critic, expected)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            (critic if step % 2 else optimizers[1]).zero_grad()
+            loss_of(critic, step).backward()
+        told = [str(w.message) for w in seen]
+        assert len(told) == (step == 0 and compression != ALL), told
+        assert all("thrown away without a step" in t and "requires_grad_(False)" in t for t in told)
+        if step == 0:
+            # this once it stays owed
+            optimizers[1].step()
+            twin.load_state_dict(critic.state_dict())
+            expected = wrap(twin, compression)
+            expected.load_compression_state_dict(optimizers[1].compression_state_dict())
+            continue
+        twin.zero_grad()
+        loss_of(twin, step).backward()
         optimizers[1].step()
+        expected.step()
+        for name, value in values(twin).items():
+            np.testing.assert_allclose(values(critic)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     check_equal_on_all_ranks(critic)
     check_equal_on_all_ranks(generator)
+
+
+@cases.add
+def gradients_that_are_used_without_this_optimizer_are_sent() -> None:
+    """Whoever writes to the parameters: the same as with the optimizer's own step."""
+    models = [Layers(), Layers()]
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.125)
+    optimizers = [
+        hvd.DistributedOptimizer(plain, models[0].named_parameters(), OneBit(), min_numel=100),
+        wrap(models[1], OneBit()),
+    ]
+    for step in range(4):
+        for model, optimizer, stepping in zip(models, optimizers, (plain, optimizers[1]), strict=True):
+            loss_of(model, step).backward()
+            stepping.step()
+            optimizer.zero_grad()
+    assert bytes_of(models[0].parameters()) == bytes_of(models[1].parameters())
 
 
 # -- loops of other kinds --------------------------------------------------------------------------------------------
@@ -905,6 +940,42 @@ def a_new_group_without_names_is_exchanged(how: Any) -> None:
     check_equal_on_all_ranks(model)
     check_equal_on_all_ranks(extra)
     assert (extra.bias != 0).any()
+
+
+@cases.each({"frozen": True, "uncompressed since": False})
+def groups_stay_groups_where_only_one_rank_owes(freezes: bool) -> None:
+    model = Layers()
+    optimizer = wrap(model, OneBit(), exchange="allgather", groups=2)
+    for step in range(2):
+        (loss_of(model, step) * (horovod.rank() == 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    owed = owed_by(optimizer)
+    assert bool(owed) == (horovod.rank() == 0)
+    owed = horovod.broadcast_object(owed, root_rank=0, name="habits.owed")
+    if not freezes:
+        state = optimizer.compression_state_dict()
+        optimizer = wrap(model, OneBit(), exchange="allgather", groups=2, min_numel=10**6)
+        optimizer.load_compression_state_dict(state)
+    for p in (model.a.weight, model.b.weight, model.c.weight):
+        p.requires_grad_(not freezes)
+    for step in range(2, 4):
+        expected = means(model, step)
+        if step == 2 and not freezes:
+            expected = {n: g + owed[n].reshape(g.shape) / horovod.size() if n in owed else g for n, g in expected.items()}
+        loss_of(model, step).backward()
+        optimizer.synchronize()
+        check_means(model, expected)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        check_equal_on_all_ranks(model)
+    assert bool(owed_by(optimizer)) == (freezes and horovod.rank() == 0)
+
+
+def owed_by(optimizer: Any) -> dict[str, np.ndarray]:
+    found = {name: to_numpy(saved["values"]) for name, saved in optimizer.compression_state_dict()["residuals"].items()}
+    return {name: values for name, values in found.items() if values.any()}
 
 
 @cases.add

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from typing import Any
 
 import horovod.tensorflow as horovod
 import numpy as np
@@ -40,16 +41,37 @@ def ranks_outside_keep_their_gradients() -> None:
         np.testing.assert_array_equal(found[0], given(0)[0])
 
 
+def compiled(process_set: Any = EVEN) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((40,)), keras.layers.Dense(64, name="first"), keras.layers.Dense(10, name="second")]
+    model = keras.Sequential(layers)
+    settings = {"compression": OneBit(), "min_numel": 100, "process_set": process_set}
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), **settings), "mse")
+    return model
+
+
+@cases.add
+def who_is_outside_takes_nothing_of_what_all_owed() -> None:
+    x = np.random.default_rng(horovod.rank()).standard_normal((32, 40)).astype(np.float32)
+    folder = horovod.broadcast_object(tempfile.mkdtemp() if horovod.rank() == 0 else None, 0)
+    keeper = hvd.callbacks.CompressionCheckpointCallback(folder)
+    everyone, pair = compiled(horovod.global_process_set), compiled()
+    everyone.fit(x, x[:, :10], batch_size=16, verbose=0, callbacks=[keeper])
+    owed = everyone.optimizer.compression_stats()["total"]["residual_norm"]
+    assert owed > 0
+    pair.set_weights(everyone.get_weights())
+    pair.optimizer.build(pair.trainable_variables)
+    pair.optimizer.iterations.assign(everyone.optimizer.iterations)
+    keeper.set_model(pair)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keeper.on_train_begin()
+    is_member = horovod.rank() % 2 == 0
+    assert bool(pair.optimizer.compression_state_dict()["residuals"]) == is_member
+
+
 @cases.add
 def a_pair_trains_with_keras_and_resumes() -> None:
-    def compiled() -> keras.Model:
-        keras.utils.set_random_seed(1)
-        layers = [keras.Input((40,)), keras.layers.Dense(64, name="first"), keras.layers.Dense(10, name="second")]
-        model = keras.Sequential(layers)
-        optimizer = keras.optimizers.SGD(0.05)
-        model.compile(hvd.DistributedOptimizer(optimizer, compression=OneBit(), min_numel=100, process_set=EVEN), "mse")
-        return model
-
     x = np.random.default_rng(horovod.rank()).standard_normal((64, 40)).astype(np.float32)
     folder = horovod.broadcast_object(tempfile.mkdtemp() if horovod.rank() == 0 else None, 0)
     keeper = hvd.callbacks.CompressionCheckpointCallback(folder)
