@@ -77,7 +77,9 @@ class Loopback:
         refuse_class("compressor", compressor)
         compressor = meant(compressor)
         if not isinstance(compressor, Compressor):
-            raise TypeError(f"Loopback(compressor={compressor!r}): give one compressor for all tensors, such as OneBit()")
+            raise TypeError(
+                f"Loopback(compressor={compressor!r}): give one compressor for all tensors, such as OneBit()"
+            )
         if ranks < 1:
             raise ValueError(f"Loopback(ranks={ranks!r}): must be at least 1")
         if op not in ("average", "sum"):

@@ -492,7 +492,7 @@ def test_ranks_that_fill_no_hosts_are_refused(per_host: int) -> None:
 
 @pytest.mark.parametrize("given", [Policy([("*.bias", NoCompression())], default=OneBit()), Auto(), OneBit, None, 3])
 def test_what_is_not_one_compressor_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="compressor=.*give"):
+    with pytest.raises(TypeError, match=r"compressor=.*give"):
         Loopback(2, given)
 
 

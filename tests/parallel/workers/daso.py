@@ -20,6 +20,7 @@ from hvd_compress.errors import GradientError, MismatchError, StateError, Unsupp
 from hvd_compress.ranks import Ranks
 from hvd_compress.schedules import Moment
 from tests.parallel.cases import Cases
+from tests.parallel.workers.plain import check_that_it_goes_on
 
 cases = Cases()
 
@@ -464,6 +465,16 @@ def what_is_frozen_later_is_made_equal_and_then_stays() -> None:
     optimizer.epoch_end()
     assert torch.allclose(model[0].weight, before, rtol=0, atol=1e-6)
     assert_same_everywhere(model)
+
+
+@cases.add
+def what_the_plain_optimizer_has_goes_on() -> None:
+    model = network()
+    check_that_it_goes_on(
+        model,
+        lambda plain: hvd.DASO(plain, model.named_parameters(), global_skips=2, ranks_per_node=RANKS_PER_NODE, **RAW),
+        lambda: model(batch(0, hvd.rank())).square().mean(),
+    )
 
 
 @cases.add

@@ -24,6 +24,7 @@ from tests.diloco_oracle import Nesterov, Oracle
 from tests.hostile import same
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import in_elastic_run
+from tests.parallel.workers.plain import check_that_it_goes_on
 
 cases = Cases()
 
@@ -376,6 +377,15 @@ def complex_parameters_are_pairs() -> None:
     p.grad = torch.full_like(p, (1 + 2j) * hvd.rank())
     optimizer.step()
     assert torch.allclose(p, torch.full_like(p, 1 - 0.5 * (1 + 2j) * (hvd.size() - 1) / 2))
+
+
+@cases.add
+def what_the_plain_optimizer_has_goes_on() -> None:
+    model = network()
+    check_that_it_goes_on(
+        model, lambda plain: hvd.DiLoCo(plain, model.named_parameters(), sync_every=2),
+        lambda: model(batch(0, hvd.rank())).square().mean(),
+    )  # fmt: skip
 
 
 @cases.add

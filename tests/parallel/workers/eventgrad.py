@@ -26,6 +26,7 @@ from hvd_compress.errors import GradientError, MismatchError, StateError, Unsupp
 from hvd_compress.gossip import GossipLoopback, ParameterSpec
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import in_elastic_run
+from tests.parallel.workers.plain import check_that_it_goes_on
 
 cases = Cases()
 
@@ -625,6 +626,14 @@ def a_closure_is_called_once_at_the_parameters_before_averaging() -> None:
     assert torch.equal(calls[0], before)
     optimizer.average_parameters()
     expected.average_parameters()
+
+
+@cases.add
+def what_the_plain_optimizer_has_goes_on() -> None:
+    model = network()
+    check_that_it_goes_on(
+        model, lambda plain: wrapped(model, base=plain), lambda: model(batch(0, hvd.rank())).square().mean()
+    )
 
 
 @cases.add

@@ -18,6 +18,7 @@ from hvd_compress import AdaGrad, Adaptive, Auto, OneBit, Policy, TopK
 from hvd_compress.errors import GradientError, UnsupportedError
 from tests.parallel.cases import Cases
 from tests.parallel.workers.common import bytes_of, check_equal_on_all_ranks, raises, throwing_away, to_numpy
+from tests.parallel.workers.plain import check_that_it_goes_on
 
 cases = Cases()
 ALL = TopK(ratio=1.0)
@@ -586,6 +587,28 @@ def gradients_that_are_used_without_this_optimizer_are_sent() -> None:
     assert bytes_of(models[0].parameters()) == bytes_of(models[1].parameters())
 
 
+@cases.each({"onebit": OneBit(), "none": hvd.Compression.none, "groups": None})
+def what_the_plain_optimizer_has_goes_on(compression: Any) -> None:
+    model = Layers()
+    settings = {"groups": 2} if compression is None else {"compression": compression}
+    check_that_it_goes_on(
+        model, lambda plain: hvd.DistributedOptimizer(plain, model.named_parameters(), min_numel=100, **settings),
+        lambda: loss_of(model, 0),
+    )  # fmt: skip
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
+def a_group_that_is_added_has_the_settings_of_the_plain_optimizer() -> None:
+    model, head = Layers(), torch.nn.Linear(24, 24)
+    plain = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), OneBit(), min_numel=100)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    added = optimizer.param_groups[1]
+    assert (added["lr"], added["momentum"]) == (0.125, 0.5)
+    assert len(plain.param_groups) == 1
+
+
 # -- loops of other kinds --------------------------------------------------------------------------------------------
 
 
@@ -962,7 +985,9 @@ def groups_stay_groups_where_only_one_rank_owes(freezes: bool) -> None:
     for step in range(2, 4):
         expected = means(model, step)
         if step == 2 and not freezes:
-            expected = {n: g + owed[n].reshape(g.shape) / horovod.size() if n in owed else g for n, g in expected.items()}
+            expected = {
+                n: g + owed[n].reshape(g.shape) / horovod.size() if n in owed else g for n, g in expected.items()
+            }
         loss_of(model, step).backward()
         optimizer.synchronize()
         check_means(model, expected)
