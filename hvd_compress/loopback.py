@@ -53,7 +53,7 @@ class Loopback:
     Raises:
         TypeError: not one compressor.
         ValueError: an argument out of its range.
-        UnsupportedError: `adagrad` with "allgather".
+        UnsupportedError: `adagrad` with "allgather", `PowerSGD` or `SignSGD`.
 
     Example:
         >>> import numpy as np
@@ -87,7 +87,7 @@ class Loopback:
         if ranks_per_host < 1 or ranks % ranks_per_host:
             raise ValueError(f"Loopback(ranks_per_host={ranks_per_host!r}): must divide the {ranks} ranks")
         self.ranks = ranks
-        self._exchange = suited(exchange_with(adagrad, checked_exchange(exchange)), [compressor])
+        self._exchange = suited(exchange_with(adagrad, checked_exchange(exchange), [compressor]), [compressor])
         hosts = Hosts.of_names([rank // ranks_per_host for rank in range(ranks)])
         self._hosts = hosts if self._exchange.uses_hosts else None
         self.compressor = checked(compressor) if self._exchange.takes_all else compressor

@@ -241,7 +241,7 @@ def given_compression(argument: str, compression: Any) -> Compressor | Policy:
     Raises:
         TypeError: no compressor, or `Auto`.
         ValueError: a name of no compressor.
-        UnsupportedError: `PowerSGD`.
+        UnsupportedError: `PowerSGD`, or `SignSGD`.
     """
     refuse_class(argument, compression)
     ours = horovods_own(meant(compression))
@@ -251,6 +251,11 @@ def given_compression(argument: str, compression: Any) -> Compressor | Policy:
                 raise UnsupportedError(
                     f"{argument}={compression!r}: ranks sum factors of {compressor!r} in an exchange of gradients, "
                     "which there is none of here. Give a compressor with payloads, such as TopK(0.01)"
+                )
+            if compressor.votes:
+                raise UnsupportedError(
+                    f"{argument}={compression!r}: {compressor!r} makes ranks vote on the sign of an update, and "
+                    "what is sent here are parameters or their changes, whose size counts. Give EFSignSGD() or OneBit()"
                 )
         return ours
     raise TypeError(

@@ -119,6 +119,8 @@ class ThreadRanks(Ranks):
         return type(self)(self._world, tuple(self._members[p] for p in positions), self._number)
 
     def start(self, collective: str, name: str, array: Array, sizes: Sequence[int] | None = None, root: int = 0) -> Any:
+        if _is_alltoall(collective) and array.ndim != 1:
+            raise TypeError(f"{collective} {name!r} of an array of shape {array.shape}: give a flat one, of shape (n,)")
         kept = None if sizes is None else tuple(map(int, sizes))
         return self._world.give(self._members, self._number, name, _Given(collective, array, kept, root))
 
@@ -159,8 +161,14 @@ class _Meeting:
         self.refusal = _difference(everyone)
         if not self.refusal:
             first = everyone[0]
-            self.results = delivered(first.collective, [g.array for g in everyone], [g.sizes for g in everyone],
-                                     first.root)  # fmt: skip
+            try:
+                self.results = delivered(first.collective, [g.array for g in everyone], [g.sizes for g in everyone],
+                                         first.root)  # fmt: skip
+            except Exception as error:
+                # all ranks are to hear of it, who wait
+                shapes = [g.array.shape for g in everyone]
+                self.refusal = f"{first.collective} of arrays of the shapes {shapes} is impossible: {error}"
+                return
             if first.collective == "broadcast":
                 # its owner may write to it as soon as it has waited
                 self.results = [self.results[0].copy()] * len(everyone)

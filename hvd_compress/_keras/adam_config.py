@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_compress.compressors import from_config
+from hvd_compress.compressors import Compressor, from_config
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.exchange import Exchange
+from hvd_compress.exchange import Exchange, unchecked
 from hvd_compress.policy import Policy, horovods_own
 
 __all__ = ["compression_of", "exchange_of", "saved_compression"]
@@ -19,6 +19,9 @@ def saved_compression(compression: Any) -> dict[str, Any]:
         UnsupportedError: one that was written for Horovod.
     """
     ours = horovods_own(compression)
+    if isinstance(ours, Compressor):
+        # what a parameter server makes of it is no setting of the user's
+        ours = unchecked(ours)
     if not hasattr(ours, "get_config"):
         raise UnsupportedError(
             f"a configuration with compression={compression!r}, which has no settings to save: use a compressor of "

@@ -143,15 +143,16 @@ class CompressionCheckpointCallback(EdgeCallback):
         ranks, position = self.edge.ranks_of(process_set), self.edge.position_in(process_set)
         own = self.directory / f"compression-{self.edge.rank()}.npz"
         state = read_state(own if own in files else files[0])
-        if state.get("iterations") != iterations:
-            return None, f"it was saved after {state.get('iterations')} iterations, the optimizer has done {iterations}"
-        if own in files and (state["size"], state["rank"]) == (ranks, position):
+        belongs = state.get("iterations") == iterations
+        if belongs and own in files and (state["size"], state["rank"]) == (ranks, position):
             return state, ""
         if not process_set.included():
             # it exchanges nothing, and what all owe is not its own
             return empty_state(), ""
         # of another number of ranks; those that took no part have saved states of size 1
         states = [s for s in map(read_state, files) if s.get("iterations") == iterations]
+        if not states:
+            return None, f"it was saved after {state.get('iterations')} iterations, the optimizer has done {iterations}"
         former = max(s["size"] for s in states)
         averages = self.optimizer()._hvd.settings["op"] == self.edge.average_op
         return redistribute([s for s in states if s["size"] == former], ranks, average=averages)[position], ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,8 @@ class DASOCallback(AveragingCallback):
         )
         self._settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
         self._monitor = monitor
+        # nothing else follows from it
+        self._watches = patience is not None
         self._member: DasoMember | None = None
         self._saved: Any = None
         self._trains = False
@@ -104,6 +107,15 @@ class DASOCallback(AveragingCallback):
         """Make ranks equal, and let the schedule look at the loss."""
         member = self._member_of()
         loss = (logs or {}).get(self._monitor)
+        if loss is None and self._watches:
+            # told once
+            self._watches = False
+            warnings.warn(
+                f"DASOCallback(monitor={self._monitor!r}): epoch {epoch} has no such entry, and without it the "
+                f"schedule stays as it is; there are {', '.join(sorted(logs or {})) or 'none'}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._change(self._weights(), lambda arrays: member.end_epoch(arrays, number_of(loss)))
         others = self._others()
         named = {f"{i}": x for i, x in enumerate(arrays_of(self.edge, others))}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress._keras.callbacks import EdgeCallback
+from hvd_compress._keras.optimizer import distributed
 from hvd_compress._keras.weights import arrays_of, is_floating, tensors_of, write
 from hvd_compress.compressors import NoCompression
 from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
@@ -113,6 +114,11 @@ class EventGraDCallback(LateGossipMember, EdgeCallback):
     def _member_of(self, weights: Sequence[Any]) -> GossipMember:
         keys = [self.edge.key(v) for v in weights]
         if self._member is None:
+            if distributed(self.model.optimizer) is not None:
+                raise ValueError(
+                    "EventGraDCallback with a model that is compiled with hvd.DistributedOptimizer: ranks would "
+                    "exchange gradients, and average weights. Compile it with the plain optimizer"
+                )
             tensors = tensors_of(weights, arrays_of(self.edge, weights))
             process_set = self.edge.all_ranks if self._process_set is None else self._process_set
             takes_part = process_set.included() and process_set.size() > 1

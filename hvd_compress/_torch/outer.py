@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class OuterOptimizer:
     def _try(self, checked: dict[str, Any]) -> None:
         """Load a state into another optimizer: of entries that no step has made here, only that knows the form."""
         try:
-            self._made(self._like_mine()).load_state_dict(copy.deepcopy(checked))
+            self._twin().load_state_dict(copy.deepcopy(checked))
         except Exception as error:
             raise StateError(f"state {_OF} cannot be loaded: {type(error).__name__}: {str(error)[:200]}") from error
 
@@ -133,16 +134,28 @@ class OuterOptimizer:
 
     def _template(self) -> Mapping[int, Mapping[str, Any]]:
         """Return what the optimizer keeps after a step, as one of other parameters of the same shapes does."""
-        params = self._like_mine()
-        optimizer = self._made(params)
-        for p in params:
+        optimizer = self._twin()
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
             p.grad = torch.zeros_like(p)
         optimizer.step()
         kept: Mapping[int, Mapping[str, Any]] = optimizer.state_dict()["state"]
         return kept
 
-    def _like_mine(self) -> list[torch.nn.Parameter]:
-        return [_parameter(np.zeros_like(a), s) for a, s in zip(self._arrays, self._shapes, strict=True)]
+    def _twin(self) -> torch.optim.Optimizer:
+        """Return an optimizer like this one, of other parameters of the same shapes, before its first step.
+
+        The user's function is not called for it: who keeps what that returned would keep the twin.
+        """
+        others = [_parameter(np.zeros_like(a), s) for a, s in zip(self._arrays, self._shapes, strict=True)]
+        other_of = dict(zip(map(id, self._params), others, strict=True))
+        twin = object.__new__(type(self._optimizer))
+        attributes = {k: v for k, v in vars(self._optimizer).items() if k != "step"}
+        twin.__dict__.update({k: OrderedDict() if k.endswith("_hooks") else v for k, v in attributes.items()})
+        twin.state = defaultdict(dict)
+        twin.param_groups = [
+            {**group, "params": [other_of[id(p)] for p in group["params"]]} for group in self._optimizer.param_groups
+        ]
+        return twin
 
 
 _OF = "of the outer optimizer in a DiLoCo state"

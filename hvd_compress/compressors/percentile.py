@@ -84,7 +84,7 @@ class Percentile(TableCompressor):
         return entries.BLOCK
 
     def keeping(self, share: float) -> Percentile:
-        return replace(self, percentile=min(self.percentile, 100 * (1 - share)))
+        return replace(self, percentile=min(self.percentile, max(_LEAST_PERCENTILE, 100 * (1 - share))))
 
     def kept_share(self, numel: int) -> float:
         return 1 - self.percentile / 100

@@ -228,19 +228,9 @@ def exchange_of(adagrad: AdaGrad | None, exchange: str | Exchange, compression: 
             f"{adagrad!r} with {compression!r}: accumulators lie with the owners of elements, which change with its "
             "choices. Give a compressor or a Policy"
         )
-    if adagrad is not None and any(c.sums_factors for c in _given(compression)):
-        raise UnsupportedError(
-            f"{adagrad!r} with {compression!r}: it divides sums of gradients where ranks own them, and here ranks sum "
-            "factors, of which nobody knows a gradient before all do. Use torch's or Keras' Adagrad on the result"
-        )
-    if adagrad is not None and any(compressor.votes for compressor in _given(compression)):
-        raise UnsupportedError(
-            f"{adagrad!r} with {compression!r}: an update that is a vote has no size that AdaGrad could give it. Use "
-            "EFSignSGD() or OneBit(), which keep magnitudes"
-        )
     if adagrad is not None and not carries:
         refuse_elastic(adagrad)
-    return exchange_with(adagrad, checked_exchange(exchange))
+    return exchange_with(adagrad, checked_exchange(exchange), _given(compression))
 
 
 def refuse_other_ops(op: Any, average: Any, total: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from hvd_compress.compressors import Compressor
 from hvd_compress.compressors.settings import check_real
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange.kinds import Exchange
@@ -98,17 +100,29 @@ class Accumulator:
         self._is_ahead = False
 
 
-def exchange_with(adagrad: AdaGrad | None, exchange: Exchange) -> Exchange:
-    """Return the exchange to use with `adagrad`: "auto" becomes "two_phase".
+def exchange_with(adagrad: AdaGrad | None, exchange: Exchange, compressors: Sequence[Compressor] = ()) -> Exchange:
+    """Return the exchange of what these compress to use with `adagrad`: "auto" becomes "two_phase".
 
     Raises:
         TypeError: `adagrad` is something else.
-        UnsupportedError: an exchange without owners.
+        UnsupportedError: an exchange without owners, `PowerSGD` or `SignSGD`.
     """
     if adagrad is None:
         return exchange
     if not isinstance(adagrad, AdaGrad):
         raise TypeError(f"adagrad={adagrad!r}: give an AdaGrad, such as AdaGrad(), or None")
+    for compressor in compressors:
+        if compressor.sums_factors:
+            raise UnsupportedError(
+                f"{adagrad!r} with {compressor!r}: it divides sums of gradients where ranks own them, and here ranks "
+                "sum factors, of which nobody knows a gradient before all do. Use torch's or Keras' Adagrad on the "
+                "result"
+            )
+        if compressor.votes:
+            raise UnsupportedError(
+                f"{adagrad!r} with {compressor!r}: an update that is a vote has no size that AdaGrad could give it. "
+                "Use EFSignSGD() or OneBit(), which keep magnitudes"
+            )
     if not exchange.has_owners:
         raise UnsupportedError(
             f"{adagrad!r} with exchange={exchange.id!r}: it is applied by the owner of a sum, and there is none; use "

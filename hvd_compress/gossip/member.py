@@ -210,11 +210,11 @@ class LateGossipMember:
         return {} if self._member is None else self._member.stats()
 
     def event_state_dict(self) -> dict[str, Any]:
-        """Histories, thresholds and copies of this rank, as plain values and NumPy arrays; {} before the first step.
+        """Histories, thresholds and copies of this rank, as plain values and NumPy arrays.
 
-        To be called between steps, on all ranks after the same one.
+        Before the first step it is what was loaded, or {}. To be called between steps, on all ranks after the same one.
         """
-        return {} if self._member is None else self._member.state_dict()
+        return self._saved or {} if self._member is None else self._member.state_dict()
 
     def load_event_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `event_state_dict` returned on this rank; before the first step, when that is made.

@@ -105,12 +105,15 @@ class OneSided:
     def _send(self, arrays: Sequence[Array | None], due: npt.NDArray[np.bool_]) -> None:
         node = self._node
         message = self._message[: node.write(arrays, self._message)]
+        present = np.array([x is not None for x in arrays], np.bool_)
         for i, receiver in enumerate(self._part.receivers):
             late = self._late[i]
-            sent = due | late
+            # what is frozen by now goes when it is trained again
+            missed = late & present
+            sent = due | missed
             if not sent.any():
                 continue
-            if late.any():
+            if missed.any():
                 mine = self._catch_up[: node.write_for_late(arrays, late, self._catch_up)]
             else:
                 mine = message
@@ -119,7 +122,7 @@ class OneSided:
                 continue
             self._put(i, receiver, mine)
             node.count_sent(np.flatnonzero(sent), mine)
-            late[:] = False
+            late &= ~sent
 
     def answer(self) -> None:
         """Do nothing: nobody waits for an answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import horovod.torch as hvd
 import torch
@@ -77,6 +77,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     _broadcast([(f"hvd_compress.{label}", label, t) for label, t in zip(labels, tensors, strict=True)], root_rank)
     if not is_root:
         _take_over(optimizer, told)
+    if isinstance(optimizer, HearsOfStates):
+        optimizer.state_has_come()
+
+
+@runtime_checkable
+class HearsOfStates(Protocol):
+    """An optimizer whose ranks compare something after they have been given a state."""
+
+    def state_has_come(self) -> None:
+        """All ranks have the state of one of them."""
 
 
 def of_root(mine: Any, name: str) -> Any:

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_compress import Hierarchical, OneBit, ParameterServer, Policy, PowerSGD, TopK
+from hvd_compress import FP16, Hierarchical, NoCompression, OneBit, ParameterServer, Policy, PowerSGD, TopK
 from hvd_compress._keras.adam_config import compression_of, exchange_of, saved_compression
 from hvd_compress._keras.arithmetic import Arithmetic
 from hvd_compress._keras.moments import Betas, Moments
 from hvd_compress._torch import moments as of_torch
 from hvd_compress.compressors.registry import COMPRESSORS
+from hvd_compress.engine import resolved
 from hvd_compress.engine.momentum import check_betas, check_option, is_renewed, refuse_auto, take_own
 from hvd_compress.errors import StateError, UnsupportedError
 from hvd_compress.exchange import EXCHANGES
@@ -113,6 +114,12 @@ GIVEN = [
 def test_a_configuration_brings_back_the_compression(compression: Any) -> None:
     assert compression_of(json.loads(json.dumps(saved_compression(compression)))) == compression
     assert compression_of(compression) is compression
+
+
+@pytest.mark.parametrize("compression", [NoCompression(), FP16()], ids=repr)
+def test_what_a_parameter_server_makes_of_a_compression_is_not_saved(compression: Any) -> None:
+    made = resolved(compression, "parameter_server")
+    assert compression_of(json.loads(json.dumps(saved_compression(made)))) == compression
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,23 @@ def test_states_are_exact_with_any_outer_optimizer(outer):
 
     for x, y in World().run(TWO, program):
         np.testing.assert_array_equal(x, y)
+
+
+def test_the_function_of_the_user_makes_one_optimizer_for_each_fragment():
+    """Whoever keeps what it returned has the optimizer that steps, also after a state was loaded or refused."""
+    made = []
+
+    def outer(params):
+        made.append(torch.optim.SGD(params, lr=0.7, momentum=0.9))
+        return made[-1]
+
+    def program(groups):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = begun(groups, model, outer, sync_every=2)
+        train(steps, optimizer, model, 0, 4, groups.rank)
+        steps.member.load_state_dict(steps.member.state_dict())
+        return steps.member.stats()["fragments"]
+
+    found = World().run(TWO, program)
+    assert len(made) == sum(found)

@@ -11,17 +11,21 @@ from hvd_compress import (
     BF16,
     FP16,
     QSGD,
+    AdaGrad,
     Adaptive,
     Auto,
     NoCompression,
     OneBit,
     Percentile,
     Policy,
+    PowerSGD,
     RandomK,
+    SignSGD,
     Threshold,
     TopK,
 )
 from hvd_compress.compressors import Compressor
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.loopback import Loopback
 from tests.close import check_taken_back
 from tests.gradients import SHAPE, arrays
@@ -494,6 +498,12 @@ def test_ranks_that_fill_no_hosts_are_refused(per_host: int) -> None:
 def test_what_is_not_one_compressor_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"compressor=.*give"):
         Loopback(2, given)
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(), SignSGD()], ids=repr)
+def test_adagrad_of_sums_that_no_rank_owns_is_refused(compressor: Any) -> None:
+    with pytest.raises(UnsupportedError, match="AdaGrad"):
+        Loopback(2, compressor, adagrad=AdaGrad())
 
 
 def test_a_compressor_may_be_named() -> None:

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from hvd_compress import Key, Percentile, TopK
+from hvd_compress.compressors.percentile import _LEAST_PERCENTILE as LEAST
 from hvd_compress.kernels import bitmap as kernels
 from hvd_compress.loopback import Loopback
 from tests.arrays import FINITE, make
@@ -261,3 +262,10 @@ def test_indices_of_a_bitmap_are_those_within_blocks(data, blocks):
     kernels.indices(words_of(bits), 128, counts, indices)
     assert indices.tolist() == (np.flatnonzero(bits) % 128).tolist()
     assert counts.tolist() == [int(bits[i : i + 128].sum()) for i in range(0, n, 128)]
+
+
+def test_a_larger_share_is_kept_up_to_the_largest_there_is():
+    made = Percentile(99, error_feedback=True)
+    assert made.keeping(0.25).percentile == 75
+    assert made.keeping(0.001) == made
+    assert made.keeping(0.999).percentile == made.keeping(1.0).percentile == LEAST

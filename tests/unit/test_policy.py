@@ -20,7 +20,9 @@ from hvd_compress import (
     OneBit,
     Percentile,
     Policy,
+    PowerSGD,
     Ring,
+    SignSGD,
     Threshold,
     TopK,
     from_config,
@@ -237,6 +239,12 @@ def test_ready_compressors_are_called_for_other_settings() -> None:
                 take(uncalled)
     with pytest.raises(TypeError, match="pie"):
         Defaults.adaptive(pie=3)
+
+
+@pytest.mark.parametrize("given", [SignSGD(), PowerSGD(), Policy([("*.w", SignSGD())], default=OneBit())], ids=repr)
+def test_what_needs_sums_of_gradients_is_refused_where_parameters_are_averaged(given: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"compression=.*Give"):
+        given_compression("compression", given)
 
 
 def test_settings_are_values_whatever_numbers_they_are_given() -> None:

@@ -72,6 +72,31 @@ def test_what_the_first_rank_that_fails_has_raised_is_raised() -> None:
         ThreadRanks.run_all(3, program)
 
 
+@pytest.mark.parametrize(
+    ("call", "shapes"),
+    [("allgather", [(), ()]), ("allgather", [(2, 3), (2, 4)]), ("broadcast", [(3,), (3,)])],
+)
+def test_what_is_impossible_is_told_all_at_once(call: str, shapes: Any) -> None:
+    told = []
+
+    def program(ranks: ThreadRanks) -> None:
+        root = {"root": 5} if call == "broadcast" else {}
+        with pytest.raises(MismatchError, match="impossible") as error:
+            ranks.wait(ranks.start(call, "x", np.ones(shapes[ranks.position]), **root))
+        told.append(str(error.value))
+
+    begin = time.monotonic()
+    ThreadRanks.run_all(2, program, seconds=60)
+    assert time.monotonic() - begin < 20
+    assert len(told) == 2
+    assert str(shapes[1]) in told[0]
+
+
+def test_an_alltoall_of_rows_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"shape \(2, 2\): give a flat one"):
+        ThreadRanks.run_all(2, lambda ranks: ranks.run("alltoall", "x", np.ones((2, 2))))
+
+
 def test_what_all_have_started_comes_though_a_rank_has_ended() -> None:
     def program(ranks: ThreadRanks) -> list[int]:
         handle = ranks.start("allgather", "last", np.array([ranks.position]))

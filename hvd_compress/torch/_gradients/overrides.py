@@ -120,7 +120,7 @@ class Overrides:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
         self._combiner.give_up()
-        with keeping_groups(self):
+        with keeping_groups(self):  # type: ignore[arg-type]  # laid over an optimizer
             HorovodOptimizer.load_state_dict(self, *args, **kwargs)
 
     def _owned(self) -> set[int]:

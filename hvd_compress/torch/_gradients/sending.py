@@ -187,10 +187,10 @@ class Sender:
         self._sent.update(group)
         for name, p in zip(group, params, strict=True):
             _make_room(p)
-            if self.plain is None:
+            if self.plain is None and p.grad is not None:
                 # this rank owes something
                 self._count_dense(name, p.grad, way)
-                p.grad = self.known_engine().with_debt(name, cast(torch.Tensor, p.grad))
+                p.grad = self.known_engine().with_debt(name, p.grad)
         dense = [cast(torch.Tensor, p.grad) for p in params]
         sent, ctxs = zip(*[way.compress(g.to_dense() if g.is_sparse else g) for g in dense], strict=True)
         handle = hvd.grouped_allreduce_async_(

@@ -263,6 +263,10 @@ class CompressedAdam(MomentumOptimizer):
             StateError: the state is of another kind of optimizer; nothing has changed then.
         """
         super().load_state_dict(_of_adamw(state_dict))
+        self.state_has_come()
+
+    def state_has_come(self) -> None:
+        """Let ranks compare, before the next step, whether all have been given a state."""
         self._unseen, self._has_loaded = {}, True
 
     def compression_stats(self) -> dict[str, Any]:

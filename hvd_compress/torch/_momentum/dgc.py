@@ -179,6 +179,10 @@ class DGC(MomentumOptimizer):
             StateError: the state is of another kind of optimizer; nothing has changed then.
         """
         super().load_state_dict(state_dict)
+        self.state_has_come()
+
+    def state_has_come(self) -> None:
+        """Let ranks compare, before the next step, whether all have been given a state."""
         self._has_compared = False
 
 

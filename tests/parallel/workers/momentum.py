@@ -387,6 +387,23 @@ def a_state_of_one_rank_is_broadcast() -> None:
     assert_same_everywhere(other, again)
 
 
+@cases.each({"adam": (adam, "exp_avg"), "dgc": (lambda model: dgc(model, warmup_steps=4), "velocity")})
+def a_state_that_is_broadcast_while_ranks_train_is_taken_over(setting) -> None:
+    make, _ = setting
+    model = network()
+    optimizer = make(model)
+    train(optimizer, model, 0, 6)
+    best = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, model, 6, 9)
+    if hvd.rank() == 0:
+        optimizer.load_state_dict(best)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(optimizer, model, 6, 9)
+    assert_same_everywhere(model)
+    assert {optimizer.state[p]["step"] for p in model.parameters()} == {9}
+
+
 @cases.add
 def a_grad_scaler_and_closures() -> None:
     model = network()

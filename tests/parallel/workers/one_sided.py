@@ -74,8 +74,8 @@ def nobody_waits_for_a_slow_rank() -> None:
     assert (same == same[0]).all()
 
 
-@cases.add
-def what_a_slow_rank_misses_arrives_whole() -> None:
+@cases.each({"all": False, "but what is frozen": True})
+def what_a_slow_rank_misses_arrives_whole(freezes: bool) -> None:
     if hvd.size() == 1:
         return
     model = network()
@@ -89,6 +89,13 @@ def what_a_slow_rank_misses_arrives_whole() -> None:
         train(optimizer, model, 60)
     plain.barrier()
     transport = optimizer._gossip.member._averager.transport
+    if freezes:
+        # what a queue had no room for goes when it is trained again
+        model[0].weight.requires_grad_(False)
+        for step in range(3):
+            train(optimizer, model, 1, begin=200 + step)
+            plain.barrier()
+        model[0].weight.requires_grad_(True)
     # two more steps of all: one reads what was queued and makes room, one brings what was missed
     for step in range(3):
         train(optimizer, model, 1, begin=100 + step)

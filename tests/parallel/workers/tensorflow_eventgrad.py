@@ -100,6 +100,8 @@ def a_saved_state_goes_on_bit_for_bit() -> None:
     again = [tf.Variable(x, name=name) for x, name in zip(saved, SHAPES, strict=True)]
     resumed = hvd.EventGraD(compression=TopK(0.1))
     resumed.load_event_state_dict(state)
+    # who saves before the first step saves what was loaded
+    assert resumed.event_state_dict()["format"] == state["format"]
     train(resumed, again, 6, begin=6)
     for v, w in zip(trained, again, strict=True):
         assert v.numpy().tobytes() == w.numpy().tobytes()
