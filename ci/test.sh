@@ -9,14 +9,11 @@ if [[ ${1:-} == rest ]]; then
 fi
 elastic=(tests/parallel/test_elastic*.py)
 
-# Ranks wait for each other for a third of the time, and those of elastic runs for most of it. So two things run beside
-# the starts of other ranks: first the tests of one process, in several processes, of up to 2 GB, with the lowest
-# priority, so that ranks do not wait for them; and then the elastic runs.
+# Ranks wait for each other for a third of the time, and those of elastic runs for half of it. So the tests of one
+# process run beside them, in several processes, of up to 2 GB, with the lowest priority: ranks do not wait for these.
+# Elastic runs come after the starts of other ranks, since they have limits of time of Horovod's.
 beside() {
-    local status=0
-    nice -n 19 python -m pytest -m "$marks" --numprocesses logical --maxprocesses 4 --ignore tests/parallel || status=$?
-    python -m pytest -m "$marks" "${elastic[@]}" || status=$?
-    return "$status"
+    nice -n 19 python -m pytest -m "$marks" --numprocesses logical --maxprocesses 4 --ignore tests/parallel
 }
 
 pid=
@@ -29,8 +26,9 @@ beside >"$log" 2>&1 &
 pid=$!
 set +m
 status=0
-printf 'The tests of one process and those of elastic runs run beside those of other ranks, and are shown after them.\n'
+printf 'The tests of one process run beside those of ranks, and are shown after them.\n'
 python -m pytest -m "$marks" tests/parallel "${elastic[@]/#/--ignore=}" || status=$?
+python -m pytest -m "$marks" "${elastic[@]}" || status=$?
 wait "$pid" || status=$?
 pid=
 cat "$log"

@@ -57,7 +57,7 @@ def sessions_of(folder: Path, *part: str) -> list[list[str]]:
     subprocess.run(["bash", "ci/test.sh", *part], cwd=ROOT, check=True, timeout=60, env=environment)
     commands = [json.loads(line) for line in noted.read_text().splitlines()]
     assert all(command[:2] == ["-m", "pytest"] for command in commands)
-    # two of them run at once, in any order; here tests of one process come first, then elastic runs, then other ranks
+    # one of them runs beside the others; here tests of one process come first, then elastic runs, then other ranks
     return sorted((command[2:] for command in commands), key=_place)
 
 
