@@ -13,6 +13,7 @@ import numpy as np
 
 from hvd_compress import FP16, NoCompression, OneBit, TopK
 from hvd_compress.errors import MismatchError, UnsupportedError
+from hvd_compress.feedback import read_state, write_state
 from tests.outsider import SignSum
 from tests.parallel.cases import Cases
 from tests.parallel.workers.neutral import COMPRESSORS, raises, ranks_of_start
@@ -265,6 +266,27 @@ def a_damaged_file_on_one_rank_is_left_out_on_all() -> None:
                 again.fit(*data(), batch_size=16, verbose=0, shuffle=False, callbacks=[keeper])
             assert any("left out on all ranks" in str(w.message) for w in seen)
             check_equal_on_all_ranks(again)
+
+
+@cases.add
+def ranks_that_were_away_for_a_while_leave_files_that_are_not_read() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, state = Path(folder) / "model.keras", Path(folder) / "state"
+        keeper = hvd.callbacks.CompressionCheckpointCallback(state)
+        trained(wrapped(), keeper, model=network(use_bias=False), epochs=1).save(path)
+        saved = read_state(state / f"compression-{hvd.rank()}.npz")
+        # one rank went on alone, and the others have come back since
+        alone = {**saved, "size": 1, "rank": 0, "owner_residuals": {}}
+        for rank in range(hvd.size()):
+            old = {**saved, "rank": rank, "iterations": saved["iterations"] - 1}
+            write_state(state / f"compression-{rank}.npz", alone if rank == 0 else old)
+        again = hvd.load_model(path, compression=OneBit(), min_numel=100)
+        keeper.set_model(again)
+        with warnings.catch_warnings():
+            # a state that is left out is a warning
+            warnings.simplefilter("error")
+            keeper.on_train_begin()
+        assert bool(again.optimizer.compression_state_dict()["residuals"]) == (hvd.rank() == 0)
 
 
 @cases.add
