@@ -383,10 +383,10 @@ def wrap(
     if not _is_scaled(keras, optimizer) and keras.config.dtype_policy().name == "mixed_float16":
         # what model.compile would do around our optimizer, where it would be too late
         optimizer = _with_loss_scale(keras, optimizer)
+    if backward_passes_per_step > 1:
+        optimizer = _accumulating(optimizer, backward_passes_per_step)
     has_own_apply = _has_own_apply(keras, optimizer)
     wrapped = _same_object(optimizer, _Keras3Apply if has_own_apply else _Keras3)
-    if backward_passes_per_step > 1:
-        _accumulate(getattr(wrapped, "inner_optimizer", wrapped), backward_passes_per_step)
     wrapped._hvd = Distribution(edge, settings, groups, scale_local_gradients, scale)
     edge.keep_uncompiled(wrapped, "apply")
     return wrapped
@@ -414,16 +414,28 @@ def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
         )
 
 
-def _accumulate(optimizer: Any, passes: int) -> None:
-    if optimizer.gradient_accumulation_steps == passes:
+def _accumulating(optimizer: Any, passes: int) -> Any:
+    """An optimizer that adds up so many passes: the same one, or where that has its variables, one of its state."""
+    counted = getattr(optimizer, "inner_optimizer", optimizer)
+    if counted.gradient_accumulation_steps == passes:
         # as it was saved by one that was wrapped
-        return
-    optimizer.gradient_accumulation_steps = passes
-    if optimizer.built:
-        optimizer._accumulated_gradients = [
-            optimizer.add_variable_from_reference(v, name="gradient_accumulator")
-            for v in optimizer._trainable_variables
-        ]
+        return optimizer
+    if not counted.built:
+        counted.gradient_accumulation_steps = passes
+        return optimizer
+    # Keras saves variables in the order in which they were made, and reads accumulators before those of the algorithm
+    config = optimizer.get_config()
+    (config if counted is optimizer else config["inner_optimizer"]["config"])["gradient_accumulation_steps"] = passes
+    fresh = type(optimizer).from_config(config)
+    fresh.build(counted._trainable_variables)
+    now = getattr(fresh, "inner_optimizer", fresh)
+    added = set(map(id, now._accumulated_gradients))
+    kept = [v for v in fresh.variables if id(v) not in added]
+    for variable, original in zip(kept, optimizer.variables, strict=True):
+        variable.assign(original)
+    # Keras counts passes, and divides them by how many an update has
+    now._iterations.assign(counted._iterations * passes)
+    return fresh
 
 
 def _with_loss_scale(keras: Any, optimizer: Any) -> Any:

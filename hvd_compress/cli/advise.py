@@ -48,6 +48,7 @@ __all__ = ["HELP", "add_arguments", "run", "tried"]
 
 HELP = "find out whether compression pays for a model, and which one"
 
+_LATENCY = "50us"
 CANDIDATES: tuple[Compressor, ...] = (FP16(), BF16(), QSGD(bits=4), OneBit(), TopK(), Adaptive())
 # a trial has at least four steps
 _TRIALS, _MOST_TRIALS, _LONGEST_TRIED = 3, 9, 20.0
@@ -85,14 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     paper.add_argument(
         "--bandwidth", metavar="RATE", help="bandwidth of a host in each direction, such as 1gbit, 10Gbps or 125MB/s"
     )
-    paper.add_argument("--latency", metavar="TIME", default="50us", help="latency between two hosts (50us)")
+    paper.add_argument("--latency", metavar="TIME", help="latency between two hosts (50us)")
     paper.add_argument("--ranks", type=whole_argument, metavar="NUMBER", help="number of ranks in all")
     paper.add_argument(
         "--ranks-per-host",
         type=whole_argument,
-        default=1,
         metavar="NUMBER",
-        help="number of ranks that share a host's bandwidth (1)",
+        help="number of ranks that share a host's bandwidth (1); inside of a host they have 10 Gbit/s",
     )
     parser.add_argument("--measure", action="store_true", help="measure the link between the ranks that run this "
                         "command; under horovodrun and mpirun this is the default")  # fmt: skip
@@ -103,6 +103,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the table and the sentence, or JSON, on rank 0 only."""
     measured = options.measure or is_launched()
     _check(options, measured)
+    options.latency = _LATENCY if options.latency is None else options.latency
+    options.ranks_per_host = 1 if options.ranks_per_host is None else options.ranks_per_host
     step = options.step_seconds
     with working(options.json):
         shapes = _shapes(options)
@@ -115,7 +117,8 @@ def run(options: argparse.Namespace) -> int:
         else:
             network, rows = _on_paper(shapes, options)
             bandwidth = show_bandwidth(parse_bandwidth(options.bandwidth))
-            link = f"on paper, {bandwidth} and {options.latency} between hosts: collectives at their best"
+            inside = ", 10 Gbit/s inside of one" if options.ranks_per_host > 1 else ""
+            link = f"on paper, {bandwidth} and {options.latency} between hosts{inside}: collectives at their best"
     if options.json:
         print_json(as_fields(shapes, network, rows, measured, step))
     else:
@@ -125,10 +128,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace, measured: bool) -> None:
     """Raise ValueError for arguments that do not fit, before anything takes time."""
-    on_paper = options.bandwidth is not None or options.ranks is not None
-    if measured and on_paper:
-        raise ValueError("--bandwidth and --ranks are for an estimate on paper: start it as one process, without them "
-                         "the link is measured")  # fmt: skip
+    on_paper = (options.bandwidth, options.ranks, options.latency, options.ranks_per_host)
+    if measured and any(option is not None for option in on_paper):
+        raise ValueError("--bandwidth, --ranks, --latency and --ranks-per-host are for an estimate on paper: start it as "
+                         "one process; without them the link is measured")  # fmt: skip
     if not 0 <= options.step_seconds < math.inf:
         raise ValueError(f"--step-seconds {options.step_seconds}: must be a number of seconds, 0 or more")
     if not options.trial_seconds >= 0:
@@ -137,13 +140,16 @@ def _check(options: argparse.Namespace, measured: bool) -> None:
         return
     if options.bandwidth is None or options.ranks is None:
         raise ValueError("give --bandwidth and --ranks, or start it with horovodrun to measure the link")
-    ranks, per_host = options.ranks, options.ranks_per_host
+    ranks, per_host = options.ranks, 1 if options.ranks_per_host is None else options.ranks_per_host
     if not 1 <= ranks <= _MOST_RANKS:
         raise ValueError(f"--ranks {ranks}: must be 1 to {_MOST_RANKS}")
     if per_host < 1 or ranks % per_host:
         raise ValueError(f"--ranks-per-host {per_host}: --ranks {ranks} must be a multiple of it")
+    if 1 < per_host == ranks:
+        raise ValueError(f"--ranks {ranks} --ranks-per-host {per_host}: these are ranks of one host, and --bandwidth is "
+                         "between hosts. Give more ranks, or start it with horovodrun to measure")  # fmt: skip
     parse_bandwidth(options.bandwidth)
-    parse_seconds(options.latency)
+    parse_seconds(_LATENCY if options.latency is None else options.latency)
 
 
 def _on_paper(shapes: list[Shape], options: argparse.Namespace) -> tuple[Network, list[Prediction]]:

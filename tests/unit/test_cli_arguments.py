@@ -84,6 +84,7 @@ def model(place: str) -> list[str]:
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "9" * 5000], "--ranks"),
         ([*shapes("8"), "--ranks-per-host", "3"], "multiple"), ([*shapes("8"), "--ranks-per-host", "0"], "multiple"),
         ([*shapes("8"), "--ranks-per-host", "-4"], "multiple"), ([*shapes("8"), "--ranks-per-host", "8"], "multiple"),
+        ([*shapes("8"), "--ranks-per-host", "4"], "of one host"),
         (["--shapes", "8", "--bandwidth", "-1gbit", "--ranks", "2"], "bandwidth '-1gbit'"),
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "2.5"], "'2.5': must be a whole number, such as 4"),
         (["--shapes", "8", "--bandwidth", "1gbit", "--ranks", "two"], "'two': must be a whole number"),

@@ -161,6 +161,27 @@ def backward_passes_are_accumulated(average: bool) -> None:
 
 if KERAS == 3:
 
+    @cases.each({"alone": False, "under a loss scale": True})
+    def a_trained_optimizer_that_accumulates_since_is_saved_as_it_is(is_scaled: bool) -> None:
+        adam = keras.optimizers.Adam(0.01)
+        plain = network()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        plain.compile(keras.optimizers.LossScaleOptimizer(adam) if is_scaled else adam, loss)
+        plain.fit(*data(), batch_size=16, verbose=0)
+        before = [np.array(v) for v in plain.optimizer.variables]
+        done = int(adam.iterations)
+        optimizer = wrapped(plain.optimizer, compression=NoCompression(), backward_passes_per_step=3)
+        assert int(getattr(optimizer, "inner_optimizer", optimizer).iterations) == done > 0
+        large = [v for v in before if v.ndim > 1]
+        assert all(any(np.array_equal(v, w) for w in optimizer.variables if w.shape == v.shape) for v in large)
+        model = trained(optimizer, model=plain)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.keras"
+            model.save(path)
+            again = hvd.load_model(path, compression=NoCompression(), backward_passes_per_step=3)
+        for v, w in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(np.array(v), np.array(w), err_msg=v.path)
+
     @cases.add
     def accumulated_passes_are_summed_after_a_load_too() -> None:
         model = trained(wrapped(keras.optimizers.SGD(0.01), compression=NoCompression(), backward_passes_per_step=3))
