@@ -130,8 +130,8 @@ def _check(options: argparse.Namespace, measured: bool) -> None:
     """Raise ValueError for arguments that do not fit, before anything takes time."""
     on_paper = (options.bandwidth, options.ranks, options.latency, options.ranks_per_host)
     if measured and any(option is not None for option in on_paper):
-        raise ValueError("--bandwidth, --ranks, --latency and --ranks-per-host are for an estimate on paper: start it as "
-                         "one process; without them the link is measured")  # fmt: skip
+        raise ValueError("--bandwidth, --ranks, --latency and --ranks-per-host are for an estimate on paper: start it "
+                         "as one process; without them the link is measured")  # fmt: skip
     if not 0 <= options.step_seconds < math.inf:
         raise ValueError(f"--step-seconds {options.step_seconds}: must be a number of seconds, 0 or more")
     if not options.trial_seconds >= 0:
@@ -146,8 +146,8 @@ def _check(options: argparse.Namespace, measured: bool) -> None:
     if per_host < 1 or ranks % per_host:
         raise ValueError(f"--ranks-per-host {per_host}: --ranks {ranks} must be a multiple of it")
     if 1 < per_host == ranks:
-        raise ValueError(f"--ranks {ranks} --ranks-per-host {per_host}: these are ranks of one host, and --bandwidth is "
-                         "between hosts. Give more ranks, or start it with horovodrun to measure")  # fmt: skip
+        raise ValueError(f"--ranks {ranks} --ranks-per-host {per_host}: these are ranks of one host, and --bandwidth "
+                         "is between hosts. Give more ranks, or start it with horovodrun to measure")  # fmt: skip
     parse_bandwidth(options.bandwidth)
     parse_seconds(_LATENCY if options.latency is None else options.latency)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -65,29 +65,24 @@ def dense_parts(given: Given, names: Sequence[str], compressor_of: Callable[[str
     alike: dict[torch.dtype, list[str]] = {}
     for name in names:
         kind = given.buffer.dtype
-        is_wide = kind.is_floating_point and kind.itemsize > 2 and not given.buffer.is_sparse
+        is_real = kind.is_floating_point and not given.gradients[name].is_complex()
+        is_wide = is_real and kind.itemsize > 2 and not given.buffer.is_sparse
         if is_wide and isinstance(compressor_of(name), FP16):
             kind = torch.float16
         alike.setdefault(kind, []).append(name)
     return [DensePart(given, of_kind, kind) for kind, of_kind in alike.items()]
 
 
-def pay_debts(
-    debts: Mapping[str, npt.NDArray[Any]], given: Given, names: Sequence[str], finds_unused: bool = False
-) -> list[str]:
-    """Add what is owed of gradients that go uncompressed now.
+def pay_debts(debts: Mapping[str, npt.NDArray[Any]], given: Given, names: Iterable[str]) -> list[str]:
+    """Add what is owed of gradients that go uncompressed now; returns the names of those that were paid.
 
     Args:
         debts: by name.
         given: the bucket.
-        names: of its tensors that go uncompressed.
-        finds_unused: whether DDP leaves the gradient of a parameter alone that no rank has used. It gives zeros here,
-            so that zeros are not paid to: they wait for a step in which this rank uses the parameter.
-
-    Returns:
-        The names of those that were paid.
+        names: of its tensors that go uncompressed, and that this rank has used: DDP leaves the gradient of a parameter
+            alone that no rank has.
     """
-    paid = [name for name in names if name in debts and (not finds_unused or bool(given.gradients[name].any()))]
+    paid = [name for name in names if name in debts]
     for name in paid:
         owed = torch.from_numpy(debts[name]).view(given.gradients[name].shape)
         given.gradients[name].add_(owed.to(given.buffer.device, given.buffer.dtype))

@@ -63,10 +63,11 @@ def fsdp_all_reduce_hook(
 
     Raises:
         TypeError: the model is not under `fully_shard`, or there is no compressor.
-        ValueError: a setting out of its range, or a pattern of a `Policy` that matches no parameter.
+        ValueError: a setting out of its range, a pattern of a `Policy` that matches no parameter, or a group in which
+            ranks keep different shards.
         MismatchError: on all ranks of `group`, where settings or parameters differ.
-        UnsupportedError: a mesh of two dimensions, between whose replicas FSDP sums itself; a torch without
-            `set_all_reduce_hook`.
+        UnsupportedError: a mesh of two dimensions, between whose replicas FSDP sums itself; modules that `fully_shard`
+            was given in a list; a torch without `set_all_reduce_hook`.
         LostRankError: a rank does not come.
 
     Source: the method `set_all_reduce_hook` of PyTorch's FSDP2.
@@ -78,6 +79,8 @@ def fsdp_all_reduce_hook(
         ddp.fsdp_all_reduce_hook(model, mesh["replicate"], compression=Adaptive(pi=64))
     """
     group = group.get_group() if hasattr(group, "get_group") else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r}: give the process group of the ranks that keep the same shard, or their mesh")
     modules = _sharded(model)
     compression = Adaptive(pi=64) if compression is None else compression
     routing = routing_of("ddp.fsdp_all_reduce_hook", compression, exchange, min_numel, _APART)
@@ -88,14 +91,19 @@ def fsdp_all_reduce_hook(
         for parameter, (shape, p) in of_module.items()
     }
     of_modules = {name: {n: shape for n, (shape, _) in of_module.items()} for name, of_module in shapes.items()}
+    kept = {n: p for of_module in shapes.values() for n, (_, p) in of_module.items()}
+    _refuse_other_shards(group, kept)
     size = dist.get_world_size(group)
+    for name in modules.keys() - shapes.keys():
+        # its parameters may be unfrozen
+        modules[name].set_all_reduce_hook(partial(_cut, name, {}))
     if size == 1:
         check_patterns(routing.compressor, tensors)
         alone = Alone(tensors, scaler, partial(_hook_alone, weakref.WeakValueDictionary(modules), of_modules))
         keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict))
         return
-    talk, ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None)
-    kept = {n: p for of_module in shapes.values() for n, (_, p) in of_module.items()}
+    shard = {p.device_mesh.get_local_rank() for p in kept.values()}
+    talk, ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None, shard=sorted(shard))
     like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
     ledger = new_ledger(routing, talk, like, [tuple(names) for names in of_modules.values()], hosts)
     del like
@@ -104,6 +112,18 @@ def fsdp_all_reduce_hook(
         modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
     keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))
     weakref.finalize(model, replicas.pipeline.close).atexit = False
+
+
+def _refuse_other_shards(group: dist.ProcessGroup, kept: Mapping[str, Any]) -> None:
+    """Raise ValueError for a group in which ranks have different shards: their mean would be of nothing."""
+    mine, others = dist.get_rank(), set(dist.get_process_group_ranks(group))
+    for name, p in kept.items():
+        if both := sorted(others.intersection(p.device_mesh.mesh.flatten().tolist()) - {mine}):
+            raise ValueError(
+                f"ddp.fsdp_all_reduce_hook: the ranks {both} of the group keep other shards of {name!r} than this one "
+                f"({mine}). Give the ranks that keep the same shard, such as mesh['replicate'] of a mesh of two "
+                "dimensions; a model without replicas has none"
+            )
 
 
 def _hook_alone(modules: Mapping[str, Any], shapes: Mapping[str, Shapes], alone: Alone) -> None:
@@ -151,7 +171,8 @@ class _Replicas:
             self._ledger.set_loss_scale(float(self._scaler.get_scale()))
         dense = job.take_exchanges(self._ledger)
         if self._ledger.debts:
-            job.paid = pay_debts(self._ledger.debts, job.given, dense)
+            packed = [name for name in job.given.names if name in self._ledger.packs]
+            job.paid = pay_debts(self._ledger.debts, job.given, [*dense, *packed])
         job.dense = dense_parts(job.given, dense, self._ledger.routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)
@@ -175,12 +196,25 @@ def _sharded(model: torch.nn.Module) -> dict[str, Any]:
     }
     if not modules:
         raise TypeError(f"ddp.fsdp_all_reduce_hook of a {type(model).__name__}: give a model under fully_shard")
+    _refuse_shared_groups(modules)
     if not all(hasattr(module, "set_all_reduce_hook") for module in modules.values()):
         raise UnsupportedError(
             f"ddp.fsdp_all_reduce_hook with torch {torch.__version__}, whose FSDPModule has no set_all_reduce_hook: "
             "install a newer torch"
         )
     return modules
+
+
+def _refuse_shared_groups(modules: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for modules that FSDP reduces together."""
+    names: dict[int, str] = {}
+    for name, module in modules.items():
+        first = names.setdefault(id(module._get_fsdp_state()), name)
+        if first != name:
+            raise UnsupportedError(
+                f"ddp.fsdp_all_reduce_hook: {first!r} and {name!r} were given to fully_shard together, in a list, and "
+                "have one hook. Call fully_shard for each of them"
+            )
 
 
 def _shards(prefix: str, module: torch.nn.Module) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -236,8 +270,9 @@ def _cut(module: str, shapes: Mapping[str, tuple[int, ...]], reduced: torch.Tens
     if sum(numels) != reduced.numel():
         raise GradientError(
             f"FSDP has reduced {reduced.numel()} elements of {module or 'the model'!r}, whose shards have "
-            f"{sum(numels)}: a parameter has no gradient in this step, was frozen since ddp.fsdp_all_reduce_hook was "
-            "called, or shares its group with another module. Use each parameter in each step, on all ranks"
+            f"{sum(numels)}: a parameter has no gradient in this step, or was frozen or unfrozen since "
+            "ddp.fsdp_all_reduce_hook was called. Use each parameter in each step, on all ranks, and call "
+            "ddp.fsdp_all_reduce_hook again after parameters were frozen or unfrozen"
         )
     starts = accumulate(numels, initial=0)
     return {

@@ -28,12 +28,16 @@ def views_of(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[t
     """
     views, at = [], 0
     for p in parameters:
-        part = buffer[at : at + p.numel()]
-        if part.numel() != p.numel():
+        # DDP shows complex numbers as pairs of real ones, or before torch 2.10 as they are
+        numel = p.numel() * (2 if p.is_complex() and not buffer.is_complex() else 1)
+        part = buffer[at : at + numel]
+        if part.numel() != numel:
             break
+        if numel != p.numel():
+            part = torch.view_as_complex(part.view(-1, 2))
         is_dense = _is_dense(p)
         views.append(part.as_strided(p.shape, p.stride()) if is_dense else part.view(p.shape))
-        at += p.numel()
+        at += numel
     if at != buffer.numel() or len(views) != len(parameters):
         raise GradientError(
             f"a bucket of DDP has {buffer.numel()} elements, and its {len(parameters)} parameters have "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import described, memories
+from hvd_compress._torch.thrown_away import THROWN_AWAY, Combined
 from hvd_compress.ddp._dense import dense_parts, pay_debts
 from hvd_compress.ddp._given import BoundHook, Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
@@ -129,25 +131,42 @@ class CommHook(BoundHook):
         self._step: Step | None = None
         self._jobs: list[Job] = []
         """Those of the step that has begun."""
+        self._combined: Combined | None = None
+        """Of the last step, once buckets stay as they are."""
+        self._takes_back = False
+        """Whether what is owed is kept aside before each step: gradients were thrown away before."""
+        self._before: dict[str, Any] | None = None
+        """What was owed before the last step."""
+        self._used: set[str] | None = None
+        """The parameters whose gradients this rank has computed since they were shown last."""
+        if self._finds_unused():
+            self._used = set()
+            for name, p in tensors.items():
+                p.register_post_accumulate_grad_hook(partial(_note_use, weakref.ref(self), name))
         self._sides = Sides()
 
     def __call__(self, bucket: GradBucket) -> FutureTensor:
         """Take a bucket; returns what DDP waits for."""
-        given = self._given(bucket)
-        if given.number == 0:
+        if self._step is None or self._step.is_whole:
             self._begin()
-        step = self._step
-        if step is None or given.number != len(self._jobs):
+        step, given = self._step, self._given(bucket)
+        shown = {name for job in self._jobs for name in job.given.names}
+        if step is None or not shown.isdisjoint(given.names):
             raise GradientError(
-                f"a backward pass brings bucket {given.number} of DDP where bucket {len(self._jobs)} was to come: a "
+                f"a backward pass brings {given.names[0]!r} a second time, and other tensors of DDP have not come: a "
                 "pass before it has failed, or went on at the same time. Begin again with a model wrapped anew"
             )
         inner: FutureTensor = torch.futures.Future(devices=[given.buffer.device] if given.buffer.is_cuda else None)
         job = Job(step, given, inner)
+        if self._used is not None:
+            job.used = self._used.intersection(given.names)
+            self._used.difference_update(given.names)
         self._jobs.append(job)
         future = inner.then(partial(_result, step))
         step.is_whole = given.is_last
         self._proceed(job)
+        if given.is_last and self._is_settled:
+            self._watch(bucket.parameters())
         return future
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -160,8 +179,27 @@ class CommHook(BoundHook):
                 "a backward pass begins before the one before it has ended; DDP takes one after another"
             )
         self._refuse_join()
+        self._look_back()
+        self._before = self.ledger.state_dict() if self._takes_back and self._is_settled else None
         self._step, self._jobs = Step(), []
         _raise_at_end(self._step)
+
+    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Remember a parameter of this step, to see whether its gradient is used."""
+        small = min((p for p in parameters if p.grad is not None), key=torch.Tensor.numel, default=None)
+        is_warm = self.ledger.steps >= self._start_step
+        self._combined = Combined(small) if small is not None and is_warm and self.ledger.owes else None
+
+    def _look_back(self) -> None:
+        """Owe what was owed before the last step if nobody has used its gradients."""
+        combined, self._combined = self._combined, None
+        if combined is None or self._step is None or not self._step.is_kept or not combined.were_thrown_away():
+            return
+        if self._before is not None:
+            self.ledger.go_back_to(self._before)
+        elif self.ledger.may_owe:
+            self._takes_back = True
+            warnings.warn(THROWN_AWAY, stacklevel=2)
 
     def _proceed(self, job: Job) -> None:
         """Hand over this bucket, or all of the step with its last one."""
@@ -214,7 +252,10 @@ class CommHook(BoundHook):
         dense = job.take_exchanges(self.ledger) if is_warm else list(job.given.names)
         job.finds_unused = is_warm and self._finds_unused()
         if is_warm and self.ledger.debts:
-            job.paid = pay_debts(self.ledger.debts, job.given, dense, job.finds_unused)
+            # what is packed goes uncompressed, too
+            uncompressed = [*dense, *(name for name in job.given.names if name in self.ledger.packs)]
+            of = [name for name in uncompressed if not job.finds_unused or job.has_used(name)]
+            job.paid = pay_debts(self.ledger.debts, job.given, of)
         job.dense = dense_parts(job.given, dense, self._routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)
@@ -230,7 +271,10 @@ class CommHook(BoundHook):
         names = [self._name_of(p) for p in parameters]
         views = [buffer] if buffer.is_sparse else views_of(buffer, parameters)
         side = self._sides.of(buffer.device)
-        return Given(bucket.index(), buffer, dict(zip(names, views, strict=True)), bucket.is_last(), side)
+        # in the first step of a static graph DDP shows all buckets at its end, and calls each of them the first
+        count = sum(len(job.given.names) for job in self._jobs) + len(names)
+        is_last = bucket.is_last() or count == len(self._tensors)
+        return Given(len(self._jobs), buffer, dict(zip(names, views, strict=True)), is_last, side)
 
     def _name_of(self, p: torch.Tensor) -> str:
         name = self._names.get(p)
@@ -261,6 +305,13 @@ class CommHook(BoundHook):
         """Take over a state, now and in the buckets that DDP will show."""
         self.ledger.load_state_dict(state)
         self._loaded = state
+
+
+def _note_use(hook: weakref.ref[CommHook], name: str, p: torch.Tensor) -> None:
+    """Note that a backward pass has computed a gradient; this comes before DDP hears of it."""
+    alive = hook()
+    if alive is not None and alive._used is not None:
+        alive._used.add(name)
 
 
 def _result(step: Step, future: FutureTensor) -> torch.Tensor:

@@ -49,6 +49,8 @@ class Step:
         """What has ended it: whoever waits for a future gets that."""
         self.is_whole = False
         """Whether its last bucket has come."""
+        self.is_kept = False
+        """Whether what is owed has changed with it: all of it was finite."""
         self.has_ended = threading.Event()
         """Set when all results are there, or will never be."""
 
@@ -73,12 +75,18 @@ class Job:
         self.paid: list[str] = []
         """Those of its tensors to whose gradients what is owed of them was added."""
         self.finds_unused = False
-        """Whether a gradient that is zero on all ranks is left out: it may be none."""
+        """Whether a gradient that no rank has computed is left out: it may be none."""
+        self.used: set[str] | None = None
+        """Those of its tensors whose gradients this rank has computed; None where only zeros tell."""
         self.unused: list[str] = []
         """Those that are left out."""
         self.before: Callable[[], None] | None = None
         """What is to be done first."""
         self.is_finite = True
+
+    def has_used(self, name: str) -> bool:
+        """Whether this rank has computed a gradient."""
+        return bool(self.given.gradients[name].any()) if self.used is None else name in self.used
 
     def take_exchanges(self, ledger: Ledger[Staged]) -> list[str]:
         """Find the exchanges of its tensors; returns the names of those that none has."""
@@ -132,16 +140,16 @@ class Pipeline:
     # -- on the thread of `talk` -------------------------------------------------------------------------------------
 
     def _ask(self, job: Job, ledger: Ledger[Staged]) -> None:
-        """Find the compressed tensors whose gradients are zero on all ranks, the same on all of them.
+        """Find the compressed tensors that no rank has used, the same on all of them.
 
-        DDP gives zeros where no rank has used a parameter, and leaves its `.grad` alone afterwards: what is owed must
-        not be paid there.
+        DDP gives zeros there, or what `.grad` holds from a step before, and leaves `.grad` alone afterwards: what is
+        owed must not be paid there.
         """
         if job.exchanges:
             compressed = {name for staged in job.exchanges for name in staged.bucket.accounts}
             names = [name for name in job.given.gradients if name in compressed]
             with job.given.beside():
-                mine = [bool(job.given.gradients[name].any()) for name in names]
+                mine = [job.has_used(name) for name in names]
             label = f"{job.exchanges[0].bucket.name}, which of it is used"
             used = self._talk.move("allreduce", label, np.array(mine, np.int32))
             job.unused = [name for name, count in zip(names, used.tolist(), strict=True) if not count]
@@ -213,6 +221,7 @@ class Pipeline:
                 means = [part.wait() for part in job.dense]
                 if ledger.owes:
                     keep = keep and all(map(_is_finite, means))
+        step.is_kept = keep
         for staged in {id(staged): staged for job in step.jobs for staged in job.exchanges}.values():
             staged.combine(keep, self._scale)
         for job in step.jobs:

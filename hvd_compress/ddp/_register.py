@@ -114,7 +114,7 @@ def _checked(model: Any) -> Any:
 
     Raises:
         TypeError: something else.
-        UnsupportedError: a sharded model, or one with a hook.
+        UnsupportedError: a sharded model, one with a hook, or one that shows hooks some buckets only.
     """
     model = unwrapped(model)
     kinds = {kind.__name__ for kind in type(model).__mro__}
@@ -127,6 +127,12 @@ def _checked(model: Any) -> Any:
         )
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"ddp.register_comm_hook of a {type(model).__name__}: give a DistributedDataParallel")
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise UnsupportedError(
+            "ddp.register_comm_hook of DistributedDataParallel(skip_all_reduce_unused_params=True): it shows hooks "
+            "some buckets only, and a step is over when all have come. Leave it out; what no rank has used is not sent "
+            "compressed"
+        )
     if getattr(model, "_comm_hooks", None):
         raise UnsupportedError(
             "ddp.register_comm_hook of a model that has a hook: DDP takes one, and its mixed_precision= sets one. Wrap "

@@ -195,6 +195,11 @@ class Ledger(Generic[AnyBucket]):
         return bool(self.buckets) or bool(self.debts) or self.accumulators is not None
 
     @property
+    def may_owe(self) -> bool:
+        """Whether anything may be owed: not where all compressors are without error feedback."""
+        return any(a.may_owe for a in self.accounts.values()) or bool(self.debts) or self.accumulators is not None
+
+    @property
     def only_way(self) -> Compressor | None:
         """The compressor of all tensors if all go dense in the same way and nothing is owed; else None."""
         if self.owes:

@@ -17,6 +17,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress._torch.device import described
+from hvd_compress._torch.thrown_away import THROWN_AWAY
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import LedgerAlone, Lost
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
@@ -281,14 +282,9 @@ class Combiner:
         if before is not None and engine is not None:
             engine.go_back_to(before)
             return
-        self._takes_back = True
-        warnings.warn(
-            "gradients were combined, and then thrown away without a step, as in the generator's pass through a "
-            "discriminator. What was not sent of them stays owed this once. From now on what is owed is copied before "
-            "each exchange, to go back to. Save the copies, and the exchange, with model.requires_grad_(False) during "
-            "such a pass, or torch.autograd.grad()",
-            stacklevel=2,
-        )
+        if engine is not None and engine.may_owe:
+            self._takes_back = True
+            warnings.warn(THROWN_AWAY, stacklevel=2)
 
     def close(self) -> None:
         """The step is made, or given up."""

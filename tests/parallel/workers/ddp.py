@@ -8,6 +8,7 @@ import functools
 import io
 import pickle
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -112,6 +113,13 @@ def wrapped(module: nn.Module, compression: Any, **settings: Any) -> Any:
 
 def hook_of(model: Any) -> Any:
     return model._comm_hooks[0][1]
+
+
+def use(model: Any) -> None:
+    """Write to parameters, as a step does; they stay what they are."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.zeros_like(p))
 
 
 def check_equal(tensors: Iterable[torch.Tensor]) -> None:
@@ -276,6 +284,7 @@ def what_takes_how_long_changes_no_bit() -> None:
         for model in models:
             model.zero_grad()
             model(x, "left right").square().mean().backward()
+            use(model)
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in models), strict=True))
     assert len(hook_of(models[1]).ledger.buckets) > 2
 
@@ -289,6 +298,7 @@ def hosts_and_a_root_too() -> None:
             model(step).backward()
             account.deliver()
             check_equal(p.grad for p in model.parameters())
+            use(model)
             model.zero_grad()
         account.check()
 
@@ -369,8 +379,88 @@ def what_no_rank_uses_stays_as_it_is() -> None:
             model(step, used).backward()
             assert (model.module.c.grad is not None) == ("c" in used)
             account.deliver()
+            use(model)
             model.zero_grad()
         account.check()
+
+
+@cases.add
+def what_no_rank_uses_may_keep_its_gradient() -> None:
+    model = wrapped(Known(), OneBit(), _find_unused_parameters=True)
+    for step in range(4):
+        model.zero_grad()
+        model(step).backward()
+        use(model)
+    kept, left = model.module.c.grad.clone(), owed(model)["c"]
+    assert np.abs(left).max() > 0
+    for step in (4, 5):
+        for name in ("a", "b", "d"):
+            getattr(model.module, name).grad = None
+        model(step, ("a", "b", "d")).backward()
+        use(model)
+        assert torch.equal(model.module.c.grad, kept)
+        np.testing.assert_array_equal(owed(model)["c"], left)
+
+
+@cases.add
+def gradients_that_are_thrown_away_are_not_owed() -> None:
+    settings: dict[str, Any] = {"exchange": "allgather", "_bucket_cap_mb": 0.05}
+    model = wrapped(Known(), OneBit(), **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int, sets_to_none: bool = True, uses: bool = True) -> None:
+        optimizer.zero_grad(sets_to_none)
+        model(number).backward()
+        if uses:
+            optimizer.step()
+
+    for number in range(4):
+        step(number)
+    step(4, uses=False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step(5)
+    assert ["thrown away without a step" in str(w.message) for w in seen] == [True]
+    for sets_to_none in (True, False):
+        twin = wrapped(Known(), OneBit(), **settings)
+        twin.module.load_state_dict(model.module.state_dict())
+        ddp.load_state_dict(twin, ddp.state_dict(model))
+        step(6, uses=False)
+        step(7, sets_to_none)
+        twin(7).backward()
+        for (name, p), q in zip(model.module.named_parameters(), twin.parameters(), strict=True):
+            np.testing.assert_allclose(p.grad.numpy(), q.grad.numpy(), atol=1e-5, err_msg=name)
+    # several passes that add up are one step
+    optimizer.zero_grad()
+    for number in range(8, 12):
+        model(number).backward()
+    optimizer.step()
+    check_equal(model.parameters())
+
+
+@cases.add
+def a_static_graph_of_several_types_and_complex_parameters() -> None:
+    class Types(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Parameter(torch.ones(48, 601)), nn.Parameter(torch.ones(37, 803, dtype=torch.float64))
+            self.z = nn.Parameter(torch.ones(7, 9, dtype=torch.complex64))
+
+        def forward(self, step: int) -> torch.Tensor:
+            real = [(p * gradient(n, step, p)).sum().double() for n, p in (("a", self.a), ("c", self.c))]
+            turned = torch.from_numpy(numbers("z", dist.get_rank(), step, (7, 9)))
+            return torch.stack(real).sum() + (self.z * torch.complex(turned, -turned)).real.sum().double()
+
+    for graph in (True, False):
+        model, stock = wrapped(Types(), OneBit(), _static_graph=graph), DistributedDataParallel(Types())
+        for step in range(5):
+            for one in (model, stock):
+                one.zero_grad()
+                one(step).backward()
+                use(one)
+            torch.testing.assert_close(model.module.z.grad, stock.module.z.grad)
+            check_equal(torch.view_as_real(p.grad) if p.is_complex() else p.grad for p in model.parameters())
+        assert ddp.stats(model)["total"]["residual_norm"] > 0
 
 
 @cases.add
@@ -383,6 +473,7 @@ def the_first_steps_are_those_of_ddp() -> None:
         for model in (ours, stock):
             model.zero_grad()
             model(x, "left right").square().mean().backward()
+        use(ours)
         same = [torch.equal(p.grad, q.grad) for p, q in zip(ours.parameters(), stock.parameters(), strict=True)]
         assert all(same) == (step < 3), step
     assert ddp.stats(ours)["total"]["steps"] == 5
@@ -452,6 +543,7 @@ def ranks_that_have_joined_pay_what_they_owe() -> None:
         for step in range(3 + 2 * dist.get_rank()):
             model(step).backward()
             account.deliver()
+            use(model)
             model.zero_grad()
     most = 3 + 2 * (dist.get_world_size() - 1)
     # ranks that have left saw no results: the last one saw all
@@ -586,6 +678,7 @@ def trained(model: Any, steps: Iterable[int]) -> list[bytes]:
     for step in steps:
         model(step).backward()
         found.append(b"".join(p.grad.numpy().tobytes() for p in model.parameters()))
+        use(model)
         model.zero_grad()
     return found
 
@@ -653,18 +746,30 @@ def with_a_debt_of_c() -> tuple[Any, np.ndarray]:
     return again, owed(model)["c"]
 
 
-def check_the_debt_travels(model: Any, step: int, debt: np.ndarray) -> None:
+def check_the_debt_travels(model: Any, step: int, debt: np.ndarray, name: str = "c") -> None:
     model(step).backward()
-    given = summed(gradient("c", step, model.module.c).double().numpy().ravel())
-    came = model.module.c.grad.double().numpy().ravel() * dist.get_world_size()
+    p = getattr(model.module, name)
+    given = summed(gradient(name, step, p).double().numpy().ravel())
+    came = p.grad.double().numpy().ravel() * dist.get_world_size()
     np.testing.assert_allclose(came, given + debt, atol=1e-3)
-    assert "c" not in ddp.state_dict(model)["residuals"]
+    assert name not in ddp.state_dict(model)["residuals"]
 
 
 @cases.add
 def what_a_tensor_owes_that_goes_uncompressed_now_travels_once() -> None:
     model, debt = with_a_debt_of_c()
     check_the_debt_travels(model, 3, debt)
+
+
+@cases.add
+def what_a_small_tensor_owes_that_goes_beside_others_now_travels_once() -> None:
+    model = wrapped(Known(), OneBit(), min_numel=40)
+    trained(model, range(3))
+    debt = owed(model)["b"]
+    assert np.abs(debt).max() > 0
+    again = wrapped(Known(), OneBit())
+    ddp.load_state_dict(again, ddp.state_dict(model))
+    check_the_debt_travels(again, 3, debt, "b")
 
 
 @cases.add
@@ -709,6 +814,8 @@ def what_cannot_be_is_refused() -> None:
     raises(ValueError, lambda: ddp.register_comm_hook(fresh, OneBit(), start_step=-1), "start_step=-1")
     raises(ValueError, lambda: ddp.register_comm_hook(fresh, OneBit(), min_numel=-1), "min_numel=-1")
     raises(ValueError, lambda: ddp.register_comm_hook(fresh, "gzip"), "gzip")
+    some = DistributedDataParallel(Known(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    raises(UnsupportedError, lambda: ddp.register_comm_hook(some, OneBit()), "Leave it out")
     raises(TypeError, lambda: pickle.dumps(model), "ddp.state_dict(model)")
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)

@@ -39,6 +39,14 @@ def sharded(over: Any = None, **settings: Any) -> Any:
     return fully_shard(model, mesh=over or mesh()["shard"], **settings)
 
 
+def sharded_with_a_frozen_layer() -> Any:
+    model = nn.Sequential(nn.Linear(61, 81), nn.ReLU(), nn.Linear(81, 51), nn.ReLU(), nn.Linear(51, 10))
+    model[2].requires_grad_(False)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh()["shard"])
+    return fully_shard(model, mesh=mesh()["shard"])
+
+
 def trained(model: Any, steps: int, first: int = 0) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(first, first + steps):
@@ -163,6 +171,19 @@ def what_cannot_be_is_refused() -> None:
     raises(TypeError, lambda: hook(nn.Linear(3, 3), mesh()["replicate"]), "fully_shard")
     number = 500 + dist.get_rank()
     raises(MismatchError, lambda: hook(sharded(), mesh()["replicate"], min_numel=number), "min_numel")
+    raises(TypeError, lambda: hook(sharded(), None), "give the process group")
+    for group in (dist.group.WORLD, mesh()["shard"]):
+        raises(ValueError, lambda group=group: hook(sharded(), group), "keep other shards")
+    together = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard([together[1], together[2]], mesh=mesh()["shard"])
+    fully_shard(together, mesh=mesh()["shard"])
+    raises(UnsupportedError, lambda: hook(together, mesh()["replicate"]), "in a list")
+    # of a module whose parameters were all frozen
+    model = sharded_with_a_frozen_layer()
+    hook(model, mesh()["replicate"], min_numel=MIN_NUMEL)
+    trained(model, 2)
+    model[2].requires_grad_(True)
+    raises(GradientError, lambda: trained(model, 1), "frozen or unfrozen since")
     model = sharded()
     ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
     # frozen since
