@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -78,6 +79,7 @@ class BroadcastGlobalVariablesCallback(EdgeCallback):
         self.root_rank = root_rank
         self.device = device
         self.broadcast_done = False
+        self._of: weakref.ref[Any] | None = None
         several = isinstance(local_variables, Iterable) and not hasattr(local_variables, "assign")
         local = list(local_variables) if several else [local_variables]
         self._local = [v for v in local if v is not None]
@@ -85,9 +87,13 @@ class BroadcastGlobalVariablesCallback(EdgeCallback):
     def set_model(self, model: Any) -> None:
         """Called by Keras before training."""
         super().set_model(model)
-        optimizer = distributed(getattr(model, "optimizer", None))
-        if optimizer is not None:
-            optimizer._hvd.is_broadcast = True
+        optimizer = getattr(model, "optimizer", None)
+        if self._of is None or self._of() is not optimizer:
+            # another model, or another optimizer: its variables are to be made equal, too
+            self.broadcast_done = False
+            self._of = None if optimizer is None else weakref.ref(optimizer)
+        if (ours := distributed(optimizer)) is not None:
+            ours._hvd.is_broadcast = True
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable to each rank."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_compress import saved
 from hvd_compress._keras.averaging import AveragingCallback
+from hvd_compress._keras.optimizer import uses_averages
 from hvd_compress._keras.weights import arrays_of, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoMember, DasoSettings, number_of
@@ -90,6 +91,9 @@ class DASOCallback(AveragingCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """What is evaluated from here on is no validation."""
         self._trains = False
+        if self._member is not None and uses_averages(self.model.optimizer):
+            # weights are moving averages of each rank's from here on
+            self._average(self._weights())
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make ranks equal before validation, if the last batch has not done it."""
@@ -117,10 +121,13 @@ class DASOCallback(AveragingCallback):
                 stacklevel=2,
             )
         self._change(self._weights(), lambda arrays: member.end_epoch(arrays, number_of(loss)))
-        others = self._others()
-        named = {f"{i}": x for i, x in enumerate(arrays_of(self.edge, others))}
-        member.average(named)
-        write(others, list(named.values()))
+        self._average(self._others())
+
+    def _average(self, weights: list[Any]) -> None:
+        """Make some weights the mean over all ranks; a collective call."""
+        named = {f"{i}": x for i, x in enumerate(arrays_of(self.edge, weights))}
+        self._member_of().average(named)
+        write(weights, list(named.values()))
 
     def daso_stats(self) -> dict[str, Any]:
         """What this rank has done so far, as `daso_stats` of `DASO`; {} before the first batch."""

@@ -11,7 +11,15 @@ from hvd_compress.engine import empty_state, is_carried, refuse_loading_apart, r
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
 
-__all__ = ["DistributedMethods", "Distribution", "distributed", "keras_of", "local_variables", "wrap"]
+__all__ = [
+    "DistributedMethods",
+    "Distribution",
+    "distributed",
+    "keras_of",
+    "local_variables",
+    "uses_averages",
+    "wrap",
+]
 
 
 class Distribution:
@@ -44,9 +52,14 @@ class Distribution:
         self.given: list[Any] = []
         """What Keras 2 is asked to step, also without a gradient."""
         self.local: list[Any] = []
+        self.adds_scale = False
+        """Whether a LossScaleOptimizer was put around the user's optimizer."""
+        self.has_scaled = False
+        """Whether a loss was scaled by it."""
         self.is_broadcast = False
         """Whether a callback makes the variables of all ranks the same, but those that are to differ."""
         self._edge = edge
+        self.key = edge.key
         self._groups = groups
         self._scale_local = scale_local_gradients
         self._scale = scale
@@ -74,6 +87,9 @@ class Distribution:
         if self._scale != 1.0:
             combined = [edge.divided(g, 1.0 / self._scale) for g in combined]
         by_key.update({key(v): g for v, g in zip(self._variables, combined, strict=True) if g is not None})
+        if self._scale != 1.0:
+            local = [key(v) for v in self.local if by_key.get(key(v)) is not None]
+            by_key.update({k: edge.divided(by_key[k], 1.0 / self._scale) for k in local})
         if self._scale_local and self.local:
             ranks = edge.divisor_of(self.settings["process_set"])
             by_key.update({key(v): edge.divided(by_key[key(v)], ranks) for v in self.local if key(v) in by_key})
@@ -110,8 +126,8 @@ class Distribution:
 
     @property
     def has_begun(self) -> bool:
-        """Whether gradients have been exchanged."""
-        return self.latest is not None
+        """Whether gradients have been exchanged, also before a state was saved that is loaded here."""
+        return self.latest is not None or bool(self._pending and self._pending["steps"])
 
     @property
     def latest(self) -> KerasExchange | None:
@@ -268,7 +284,18 @@ class _Keras3Apply(DistributedMethods):
     hands parts of them on to others.
     """
 
+    def scale_loss(self, loss: Any) -> Any:
+        self._hvd.has_scaled = True
+        return super().scale_loss(loss)  # type: ignore[misc]
+
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if self._hvd.adds_scale and not self._hvd.has_scaled:
+            raise UnsupportedError(
+                "hvd.DistributedOptimizer has put a LossScaleOptimizer around this optimizer, since the model computes "
+                "in float16, as model.compile does; and gradients come that were not scaled. In a loop of your own "
+                "call optimizer.scale_loss(loss) before you compute gradients, or wrap before you set the policy "
+                "mixed_float16"
+            )
         if not self.built:
             # the loss scale is a variable, which exists from here on
             self.build(list(trainable_variables))
@@ -283,14 +310,16 @@ class _Keras2(DistributedMethods):
     """Combines where Keras 2 aggregates: before clipping, and before a LossScaleOptimizer checks what is finite."""
 
     def aggregate_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
-        variables = [v for _, v in pairs]
-        combined = self._hvd.combine([g for g, _ in pairs], variables, self._hvd.given or variables)
-        return list(zip(combined, variables, strict=True))
+        pairs = list(grads_and_vars)
+        known = self._hvd.given or [v for _, v in pairs]
+        gradients, variables = [g for g, _ in pairs if g is not None], [v for g, v in pairs if g is not None]
+        combined = iter(self._hvd.combine(gradients, variables, known))
+        # Keras leaves out those without a gradient, and tells of them
+        return [(None if g is None else next(combined), v) for g, v in pairs]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         given = list(grads_and_vars)
-        # Keras leaves out those without a gradient before it aggregates, and they may have one in a later step
+        # the optimizers of Keras 1 leave out those without a gradient first, and they may have one in a later step
         self._hvd.given = [v for _, v in given]
         step = super().apply_gradients  # type: ignore[misc]
         if self._hvd.passes == 1:
@@ -298,7 +327,9 @@ class _Keras2(DistributedMethods):
         sums = self._hvd.accumulators.add([(g, v) for g, v in given if g is not None])
 
         def update() -> Any:
-            step([(total.read_value(), v) for total, v in sums], *args, **kwargs)
+            total_of = {self._hvd.key(v): total for total, v in sums}
+            totals = [(total_of.get(self._hvd.key(v)), v) for _, v in given]
+            step([(None if t is None else t.read_value(), v) for t, v in totals], *args, **kwargs)
             return self._hvd.accumulators.clear()
 
         def wait() -> Any:
@@ -361,14 +392,22 @@ def wrap(
     Raises:
         TypeError: no Keras optimizer.
         UnsupportedError: one that is distributed already.
-        ValueError: passes are accumulated twice.
+        ValueError: passes are accumulated twice, or what was made of this optimizer before has trained.
     """
     keras = keras_of(optimizer)
     if distributed(optimizer) is not None:
         raise UnsupportedError(
             "this optimizer is distributed already: wrap it once. To wrap one with other settings, as when a "
-            "cell of a notebook runs again, keep the plain optimizer and wrap that, or use "
+            "cell of a notebook runs again, make the plain optimizer anew and wrap that, or use "
             "optimizer.set_compression(...)"
+        )
+    # those of Keras 1 have no `build`, and make their variables with the first step
+    is_built = getattr(optimizer, "built", getattr(optimizer, "_built", not hasattr(optimizer, "build")))
+    if not is_built and int(optimizer.iterations) > 0:
+        raise ValueError(
+            "this optimizer was wrapped before, and what was made of it has trained: both share the number of steps "
+            "and the learning rate, and not the moments. Make a new one of its class, or begin with a copy: "
+            "optimizer.from_config(optimizer.get_config())"
         )
     if int(keras.__version__.partition(".")[0]) < 3:
         return _wrap_keras2(optimizer, edge, settings, groups, backward_passes_per_step,
@@ -380,14 +419,18 @@ def wrap(
         # an update of AdaGrad is the same whatever factor its gradients have
         is_free = average_aggregated_gradients or settings["adagrad"] is not None
         scale = 1.0 if is_free else float(backward_passes_per_step)
-    if not _is_scaled(keras, optimizer) and keras.config.dtype_policy().name == "mixed_float16":
+    adds_scale = not _is_scaled(keras, optimizer) and keras.config.dtype_policy().name == "mixed_float16"
+    if adds_scale:
         # what model.compile would do around our optimizer, where it would be too late
         optimizer = _with_loss_scale(keras, optimizer)
     if backward_passes_per_step > 1:
         optimizer = _accumulating(optimizer, backward_passes_per_step)
     has_own_apply = _has_own_apply(keras, optimizer)
     wrapped = _same_object(optimizer, _Keras3Apply if has_own_apply else _Keras3)
+    if backward_passes_per_step > 1:
+        getattr(wrapped, "inner_optimizer", wrapped).gradient_accumulation_steps = backward_passes_per_step
     wrapped._hvd = Distribution(edge, settings, groups, scale_local_gradients, scale)
+    wrapped._hvd.adds_scale = adds_scale
     edge.keep_uncompiled(wrapped, "apply")
     return wrapped
 
@@ -415,13 +458,10 @@ def _check_accumulation(keras: Any, optimizer: Any, passes: int) -> None:
 
 
 def _accumulating(optimizer: Any, passes: int) -> Any:
-    """An optimizer that adds up so many passes: the same one, or where that has its variables, one of its state."""
+    """A built optimizer that adds up so many passes: the same one, or one of its state and attributes."""
     counted = getattr(optimizer, "inner_optimizer", optimizer)
-    if counted.gradient_accumulation_steps == passes:
+    if not counted.built or counted.gradient_accumulation_steps == passes:
         # as it was saved by one that was wrapped
-        return optimizer
-    if not counted.built:
-        counted.gradient_accumulation_steps = passes
         return optimizer
     # Keras saves variables in the order in which they were made, and reads accumulators before those of the algorithm
     config = optimizer.get_config()
@@ -430,24 +470,37 @@ def _accumulating(optimizer: Any, passes: int) -> Any:
     fresh.build(counted._trainable_variables)
     now = getattr(fresh, "inner_optimizer", fresh)
     added = set(map(id, now._accumulated_gradients))
-    kept = [v for v in fresh.variables if id(v) not in added]
-    for variable, original in zip(kept, optimizer.variables, strict=True):
-        variable.assign(original)
-    # Keras counts passes, and divides them by how many an update has
-    now._iterations.assign(counted._iterations * passes)
+    _go_on_from(counted, now, [v for v in now.variables if id(v) not in added])
+    if counted is not optimizer and optimizer.built:
+        for name in ("step_counter", "dynamic_scale"):
+            getattr(fresh, name).assign(getattr(optimizer, name))
     return fresh
 
 
 def _with_loss_scale(keras: Any, optimizer: Any) -> Any:
     if not optimizer.built:
-        return keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
-    # a LossScaleOptimizer builds the optimizer in it, which would make the variables of a built one anew
-    fresh = type(optimizer).from_config(optimizer.get_config())
-    scaled = keras.optimizers.LossScaleOptimizer(fresh, name="loss_scale_optimizer")
-    scaled.build(optimizer._trainable_variables)
-    for variable, original in zip(fresh.variables, optimizer.variables, strict=True):
-        variable.assign(original)
+        scaled = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")
+    else:
+        # it builds the optimizer in it, which would make the variables of a built one anew
+        fresh = type(optimizer).from_config(optimizer.get_config())
+        scaled = keras.optimizers.LossScaleOptimizer(fresh, name="loss_scale_optimizer")
+        scaled.build(optimizer._trainable_variables)
+        _go_on_from(optimizer, fresh, fresh.variables)
     return scaled
+
+
+def _go_on_from(optimizer: Any, fresh: Any, variables: Sequence[Any]) -> None:
+    """Give variables of an optimizer of the same configuration the values of another one, and its other attributes."""
+    for variable, original in zip(variables, optimizer.variables, strict=True):
+        variable.assign(original)
+    # what weight decay leaves out is no part of a configuration
+    for name, value in vars(optimizer).items():
+        fresh.__dict__.setdefault(name, value)
+
+
+def uses_averages(optimizer: Any) -> bool:
+    """Whether the weights of a training become moving averages of theirs when it ends."""
+    return bool(getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False))
 
 
 def distributed(optimizer: Any) -> Any:

@@ -341,6 +341,26 @@ def a_variable_may_have_its_first_gradient_later(passes: int) -> None:
 
 
 @cases.add
+def an_optimizer_is_wrapped_once() -> None:
+    plain = keras.optimizers.Adam(0.01)
+    trained(wrapped(plain), epochs=1)
+    raises(ValueError, lambda: wrapped(plain), "was wrapped before", "get_config()")
+    trained(wrapped(type(plain).from_config(plain.get_config())), epochs=1)
+
+
+@cases.add
+def a_broadcast_callback_serves_several_models() -> None:
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    for _ in range(2):
+        # of another seed on each rank
+        model = network()
+        model.compile(wrapped(), loss)
+        model.fit(*data(), batch_size=16, verbose=0, callbacks=[first])
+        check_equal_on_all_ranks(model)
+
+
+@cases.add
 def a_layer_that_is_frozen_later_stays_as_it_is() -> None:
     # what is owed of it must not go on moving it
     model = trained(wrapped(), epochs=1)
@@ -358,6 +378,20 @@ def a_layer_that_is_frozen_later_stays_as_it_is() -> None:
     check_equal_on_all_ranks(model)
 
 
+def gradients_of_float16_that_were_not_scaled_are_refused() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        optimizer = wrapped(keras.optimizers.SGD(0.5), compression=NoCompression())
+        assert hasattr(optimizer, "inner_optimizer")
+        variable = keras.Variable(np.ones((3,), np.float32))
+        apply = functools.partial(optimizer.apply, [keras.ops.ones((3,))], [variable])
+        raises(UnsupportedError, apply, "optimizer.scale_loss(loss)")
+        assert float(optimizer.scale_loss(1.0)) > 1
+        apply()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
 def a_loss_scale_around_a_wrapped_optimizer_is_refused() -> None:
     raises(UnsupportedError, lambda: keras.optimizers.LossScaleOptimizer(wrapped()), "other way round")
 
@@ -365,10 +399,10 @@ def a_loss_scale_around_a_wrapped_optimizer_is_refused() -> None:
 def several_optimizers_in_one_train() -> None:
     inner = {"first/.*": keras.optimizers.SGD(0.05)}
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.01), inner))
+    raises(UnsupportedError, lambda: wrapped(several, backward_passes_per_step=2), "gradient_accumulation_steps")
     model = trained(wrapped(several))
     check_equal_on_all_ranks(model)
     assert model.optimizer.compression_stats()["total"]["steps"] == 12
-    raises(UnsupportedError, lambda: wrapped(several, backward_passes_per_step=2), "gradient_accumulation_steps")
 
 
 def sparse_gradients_are_scaled_and_accumulated() -> None:
@@ -526,6 +560,7 @@ def eventgrad_ends_with_equal_weights_after_different_numbers_of_batches(transpo
 
 if KERAS == 3:
     cases.add(a_loss_scale_around_a_wrapped_optimizer_is_refused)
+    cases.add(gradients_of_float16_that_were_not_scaled_are_refused)
     cases.add(several_optimizers_in_one_train)
     cases.add(sparse_gradients_are_scaled_and_accumulated)
     cases.add(a_trained_optimizer_keeps_its_state_under_a_loss_scale)

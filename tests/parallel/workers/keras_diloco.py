@@ -107,6 +107,17 @@ def compressed_local_steps_learn_and_end_with_equal_ranks(settings: dict[str, An
 
 
 @cases.add
+def averages_of_an_optimizer_are_equal_on_all_ranks_at_the_end() -> None:
+    model = linear()
+    model.compile(keras.optimizers.SGD(0.05, use_ema=True), "mse")
+    model.fit(*data(hvd.rank()), batch_size=16, verbose=0, callbacks=[*callbacks(sync_every=3)])
+    digests = np.asarray(
+        hvd.allgather(np.array([w.sum(dtype=np.float64) for w in model.get_weights()])[None], name="ema")
+    )
+    assert (digests == digests[0]).all()
+
+
+@cases.add
 def a_model_that_is_built_by_its_first_batch_begins_after_it() -> None:
     model = larger()
     model.compile(keras.optimizers.SGD(0.05), "mse")
