@@ -177,7 +177,9 @@ def _checked_option(what: str, given: Any, mine: Any) -> Any:
         return saved.flag(what, given)
     if isinstance(mine, int | float):
         number = saved.real(what, given)
-        return given if isinstance(given, int | float) else number
+        # torch takes no integers beyond 64 bits where it multiplies by an option
+        is_kept = isinstance(given, float) or (isinstance(given, int) and abs(given) < 2**31)
+        return given if is_kept else number
     if isinstance(mine, torch.Tensor):
         return _checked_value(what, given, mine)
     if not saved.equal(given, mine) and not isinstance(given, type(mine)):
