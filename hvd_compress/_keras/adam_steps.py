@@ -95,7 +95,8 @@ class AdamSteps:
         self._moving = list(range(len(variables.trained)))
         """Which variables this step is of: those that are frozen now stay as they are."""
         self._step_in_one_piece = self._using.one_piece(self._step)
-        self._asks = self._using.claimed("hvd_compress.late", compressed.settings["process_set"])
+        self._asks = ""
+        """The name of what ranks ask each other."""
 
     def apply(
         self, gradients: Sequence[Tensor], variables: Sequence[Any], decays: Sequence[float], learning_rate: Any
@@ -153,7 +154,10 @@ class AdamSteps:
             # a variable that a function makes while TensorFlow traces it has no value yet: an empty array
             schedule, steps = self._settings.schedule, int(self._edge.values(self._variables.steps).sum())
             told = {**vars(self._settings), "betas": vars(self._settings.betas), "schedule": vars(schedule)}
-            self._edge.ranks(process_set).agree({"optimizer": "CompressedAdam", "steps made": steps, **told})
+            # here, where all ranks come: one alone may make an optimizer, as to load a model
+            self._asks = self._using.claimed("hvd_compress.late", process_set)
+            told = {"optimizer": "CompressedAdam", "steps made": steps, "asks under": self._asks, **told}
+            self._edge.ranks(process_set).agree(told)
         self._plain.is_broadcast = self._compressed.is_broadcast
         for distribution in (self._plain, self._compressed):
             distribution.prepare(self._variables.trained)

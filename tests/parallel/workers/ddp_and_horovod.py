@@ -16,7 +16,7 @@ import hvd_compress.torch as hvd
 from hvd_compress import ddp
 from hvd_compress.exchange import kinds
 from tests.parallel.cases import Cases
-from tests.parallel.workers.ddp import MIN_NUMEL, Known, hook_of
+from tests.parallel.workers.ddp import MIN_NUMEL, Known, hook_of, use
 from tests.parallel.workers.neutral import COMPRESSORS_AND_EXCHANGES
 
 cases = Cases()
@@ -58,6 +58,7 @@ def the_bytes_are_those_of_horovod(setting: Any) -> None:
                 assert torch.equal(p.grad, q.grad), f"{name} in step {step}"
             with optimizer.skip_synchronize():
                 optimizer.step()
+            use(ours)
             ours.zero_grad()
             optimizer.zero_grad()
     mine, other = ddp.state_dict(ours), optimizer.compression_state_dict()

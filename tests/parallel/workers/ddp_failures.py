@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_compress import OneBit, ddp
-from tests.parallel.workers.ddp import Known
+from tests.parallel.workers.ddp import Known, use
 
 FRAMEWORK = "distributed"
 STEPS = 6
@@ -85,6 +85,7 @@ def main(report: Callable[..., None], kind: str) -> None:
                 KINDS[kind](model, step)
             begin = time.monotonic()
             model(step).backward()
+            use(model)
             model.zero_grad()
     except Exception as error:
         text = f"{type(error).__name__}: {error}"

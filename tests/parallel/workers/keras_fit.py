@@ -161,7 +161,7 @@ def backward_passes_are_accumulated(average: bool) -> None:
 
 if KERAS == 3:
 
-    @cases.each({"alone": False, "under a loss scale": True})
+    @cases.each({"alone": False, "under a loss scale": True}, witnesses=["alone"])
     def a_trained_optimizer_that_accumulates_since_is_saved_as_it_is(is_scaled: bool) -> None:
         adam = keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9))
         plain = network()
