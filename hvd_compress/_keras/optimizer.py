@@ -401,9 +401,10 @@ def wrap(
             "cell of a notebook runs again, make the plain optimizer anew and wrap that, or use "
             "optimizer.set_compression(...)"
         )
+    counted = getattr(optimizer, "inner_optimizer", optimizer)
     # those of Keras 1 have no `build`, and make their variables with the first step
-    is_built = getattr(optimizer, "built", getattr(optimizer, "_built", not hasattr(optimizer, "build")))
-    if not is_built and int(optimizer.iterations) > 0:
+    is_built = getattr(counted, "built", getattr(counted, "_built", not hasattr(counted, "build")))
+    if not is_built and int(counted.iterations) > 0:
         raise ValueError(
             "this optimizer was wrapped before, and what was made of it has trained: both share the number of steps "
             "and the learning rate, and not the moments. Make a new one of its class, or begin with a copy: "
