@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_compress._keras.callbacks import ALL_RANKS, EdgeCallback
 from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
-from hvd_compress.engine.states import empty_state
+from hvd_compress.engine import empty_state
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
 from hvd_compress.policy import meant

@@ -76,7 +76,7 @@ class DASOCallback(AveragingCallback):
         )
         self._settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
         self._monitor = monitor
-        # nothing else follows from it
+        # without patience nothing follows from the entry
         self._watches = patience is not None
         self._member: DasoMember | None = None
         self._saved: Any = None

@@ -103,8 +103,6 @@ def run(options: argparse.Namespace) -> int:
     """Print the table and the sentence, or JSON, on rank 0 only."""
     measured = options.measure or is_launched()
     _check(options, measured)
-    options.latency = _LATENCY if options.latency is None else options.latency
-    options.ranks_per_host = 1 if options.ranks_per_host is None else options.ranks_per_host
     step = options.step_seconds
     with working(options.json):
         shapes = _shapes(options)
@@ -127,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, measured: bool) -> None:
-    """Raise ValueError for arguments that do not fit, before anything takes time."""
+    """Raise ValueError for arguments that do not fit, before anything takes time; fill in what may be left out."""
     on_paper = (options.bandwidth, options.ranks, options.latency, options.ranks_per_host)
     if measured and any(option is not None for option in on_paper):
         raise ValueError("--bandwidth, --ranks, --latency and --ranks-per-host are for an estimate on paper: start it "
@@ -140,7 +138,9 @@ def _check(options: argparse.Namespace, measured: bool) -> None:
         return
     if options.bandwidth is None or options.ranks is None:
         raise ValueError("give --bandwidth and --ranks, or start it with horovodrun to measure the link")
-    ranks, per_host = options.ranks, 1 if options.ranks_per_host is None else options.ranks_per_host
+    options.latency = _LATENCY if options.latency is None else options.latency
+    options.ranks_per_host = 1 if options.ranks_per_host is None else options.ranks_per_host
+    ranks, per_host = options.ranks, options.ranks_per_host
     if not 1 <= ranks <= _MOST_RANKS:
         raise ValueError(f"--ranks {ranks}: must be 1 to {_MOST_RANKS}")
     if per_host < 1 or ranks % per_host:
@@ -149,7 +149,7 @@ def _check(options: argparse.Namespace, measured: bool) -> None:
         raise ValueError(f"--ranks {ranks} --ranks-per-host {per_host}: these are ranks of one host, and --bandwidth "
                          "is between hosts. Give more ranks, or start it with horovodrun to measure")  # fmt: skip
     parse_bandwidth(options.bandwidth)
-    parse_seconds(_LATENCY if options.latency is None else options.latency)
+    parse_seconds(options.latency)
 
 
 def _on_paper(shapes: list[Shape], options: argparse.Namespace) -> tuple[Network, list[Prediction]]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hvd_compress.compressors import Adaptive
 from hvd_compress.ddp._alone import Alone
 from hvd_compress.ddp._books import Books, keep_books
-from hvd_compress.ddp._dense import dense_parts, pay_debts
+from hvd_compress.ddp._dense import dense_parts
 from hvd_compress.ddp._given import Given, Sides
 from hvd_compress.ddp._hook import new_ledger
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
@@ -170,9 +170,7 @@ class _Replicas:
         if self._scaler is not None and step.counts:
             self._ledger.set_loss_scale(float(self._scaler.get_scale()))
         dense = job.take_exchanges(self._ledger)
-        if self._ledger.debts:
-            packed = [name for name in job.given.names if name in self._ledger.packs]
-            job.paid = pay_debts(self._ledger.debts, job.given, [*dense, *packed])
+        job.pay_debts(self._ledger, dense)
         job.dense = dense_parts(job.given, dense, self._ledger.routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)

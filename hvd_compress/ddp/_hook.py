@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import described, memories
-from hvd_compress._torch.thrown_away import THROWN_AWAY, Combined
-from hvd_compress.ddp._dense import dense_parts, pay_debts
+from hvd_compress._torch.thrown_away import Combined, KeptAside
+from hvd_compress.ddp._dense import dense_parts
 from hvd_compress.ddp._given import BoundHook, Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
 from hvd_compress.ddp._ranks import GlooRanks
@@ -133,10 +132,7 @@ class CommHook(BoundHook):
         """Those of the step that has begun."""
         self._combined: Combined | None = None
         """Of the last step, once buckets stay as they are."""
-        self._takes_back = False
-        """Whether what is owed is kept aside before each step: gradients were thrown away before."""
-        self._before: dict[str, Any] | None = None
-        """What was owed before the last step."""
+        self._kept_aside = KeptAside()
         self._used: set[str] | None = None
         """The parameters whose gradients this rank has computed since they were shown last."""
         if self._finds_unused():
@@ -180,7 +176,8 @@ class CommHook(BoundHook):
             )
         self._refuse_join()
         self._look_back()
-        self._before = self.ledger.state_dict() if self._takes_back and self._is_settled else None
+        if self._kept_aside.is_wanted:
+            self._kept_aside.keep(self.ledger if self._is_settled else None)
         self._step, self._jobs = Step(), []
         _raise_at_end(self._step)
 
@@ -193,13 +190,9 @@ class CommHook(BoundHook):
     def _look_back(self) -> None:
         """Owe what was owed before the last step if nobody has used its gradients."""
         combined, self._combined = self._combined, None
-        if combined is None or self._step is None or not self._step.is_kept or not combined.were_thrown_away():
-            return
-        if self._before is not None:
-            self.ledger.go_back_to(self._before)
-        elif self.ledger.may_owe:
-            self._takes_back = True
-            warnings.warn(THROWN_AWAY, stacklevel=2)
+        is_kept = self._step is not None and self._step.is_kept
+        if combined is not None and is_kept and combined.were_thrown_away():
+            self._kept_aside.go_back(self.ledger)
 
     def _proceed(self, job: Job) -> None:
         """Hand over this bucket, or all of the step with its last one."""
@@ -251,11 +244,8 @@ class CommHook(BoundHook):
         is_warm = self.ledger.steps >= self._start_step
         dense = job.take_exchanges(self.ledger) if is_warm else list(job.given.names)
         job.finds_unused = is_warm and self._finds_unused()
-        if is_warm and self.ledger.debts:
-            # what is packed goes uncompressed, too
-            uncompressed = [*dense, *(name for name in job.given.names if name in self.ledger.packs)]
-            of = [name for name in uncompressed if not job.finds_unused or job.has_used(name)]
-            job.paid = pay_debts(self.ledger.debts, job.given, of)
+        if is_warm:
+            job.pay_debts(self.ledger, dense)
         job.dense = dense_parts(job.given, dense, self._routing.compressor_of) if dense else []
         for part in job.dense:
             part.start(self._group)

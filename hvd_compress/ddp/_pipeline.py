@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hvd_compress.ddp._call_thread import CallThread
-from hvd_compress.ddp._dense import DensePart
+from hvd_compress.ddp._dense import DensePart, pay_debts
 from hvd_compress.ddp._given import Given, Staged
 from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.engine import Ledger
@@ -94,6 +94,13 @@ class Job:
         staged = [ledger.bucket_of(name) for name in exchanged]
         self.exchanges = list({id(each): each for each in staged}.values())
         return [name for name in self.given.names if name not in exchanged]
+
+    def pay_debts(self, ledger: Ledger[Staged], dense: Sequence[str]) -> None:
+        """Add what is owed of those of its tensors that go uncompressed: of `dense`, and of what is packed."""
+        if ledger.debts:
+            names = [*dense, *(name for name in self.given.names if name in ledger.packs)]
+            used = [name for name in names if not self.finds_unused or self.has_used(name)]
+            self.paid = pay_debts(ledger.debts, self.given, used)
 
 
 class Pipeline:

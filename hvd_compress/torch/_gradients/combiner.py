@@ -17,7 +17,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress._torch.device import described
-from hvd_compress._torch.thrown_away import THROWN_AWAY
+from hvd_compress._torch.thrown_away import KeptAside
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import LedgerAlone, Lost
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
@@ -74,10 +74,7 @@ class Combiner:
         """Whether the user was told of gradients that were changed before the last of their passes."""
         self._unused: tuple[torch.Tensor, int] | None = None
         """Of an exchange that has changed what is owed: a parameter, and how often it had been written to by then."""
-        self._takes_back = False
-        """Whether what is owed is kept aside before each exchange: gradients were thrown away before."""
-        self._before: dict[str, Any] | None = None
-        """What was owed before the last exchange."""
+        self._kept_aside = KeptAside()
         self._queued_in: int | None = None
         """The backward pass whose end will be told."""
         self._new: dict[str, torch.Tensor] = {}
@@ -263,7 +260,8 @@ class Combiner:
             self._stopped = str(error)
             raise
         engine = self.sender.engine
-        self._before = engine.state_dict() if self._takes_back and engine is not None and engine.owes else None
+        if self._kept_aside.is_wanted:
+            self._kept_aside.keep(engine)
         self.is_open, self._queued_in = True, None
 
     def drop(self) -> None:
@@ -274,17 +272,8 @@ class Combiner:
 
     def _look_back(self, p: torch.Tensor, version: int) -> None:
         """Owe what was combined if nobody has used it: a step, whoever makes it, writes to all parameters."""
-        if p._version == version:
-            self._take_back()
-
-    def _take_back(self) -> None:
-        engine, before, self._before = self.sender.engine, self._before, None
-        if before is not None and engine is not None:
-            engine.go_back_to(before)
-            return
-        if engine is not None and engine.may_owe:
-            self._takes_back = True
-            warnings.warn(THROWN_AWAY, stacklevel=2)
+        if p._version == version and self.sender.engine is not None:
+            self._kept_aside.go_back(self.sender.engine)
 
     def close(self) -> None:
         """The step is made, or given up."""
