@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-keras2 demo test test-rest test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage test-faults fuzz-states soak lint format bench reproduce test-engines docs docs-links clean
+.PHONY: help setup setup-keras2 demo test test-rest test-exhaustive test-keras2 test-all fresh test-cuda-build test-gpu bench-gpu coverage test-faults fuzz-states soak lint format bench reproduce test-engines docs docs-links clean
 
 PYTHON_VENV := .venv/bin/python
 # horovodrun, mpirun and the linters come from the environment
@@ -25,8 +25,11 @@ else
 	@$(WITH_VENV) bash ci/test.sh
 endif
 
-test-rest: setup     ## what `make test` leaves out: the same with other numbers of ranks and launchers (about 50 minutes)
+test-rest: setup     ## the same with other numbers of ranks, launchers and settings (about 30 minutes)
 	@$(WITH_VENV) bash ci/test.sh rest
+
+test-exhaustive: setup  ## all that those two leave out: products of settings whose parts they have shown (before a release)
+	@$(WITH_VENV) bash ci/test.sh exhaustive
 
 # tracing the ranks takes a quarter more, so that `test` goes without
 coverage: setup      ## the tests of `make test` and `make test-rest`, and which lines of the package they have run
@@ -37,7 +40,7 @@ test-keras2: setup-keras2  ## the TensorFlow and Keras tests, and those of the c
 		--ignore-glob "tests/unit/test_cuda_*" --ignore tests/unit/test_device_memory.py --ignore tests/unit/test_ddp.py \
 		tests/parallel/test_tensorflow.py tests/parallel/test_keras.py $(ARGS)
 
-test-all: test test-rest test-keras2  ## all three
+test-all: test test-rest test-exhaustive test-keras2  ## all four
 
 fresh:               ## `make demo` in clean roots of Debian 12, 13 and testing (root and debootstrap; an hour; ARGS: see ci/fresh.sh)
 	@ci/fresh.sh $(ARGS)

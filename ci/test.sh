@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# `ci/test.sh` runs every test that is not marked as thorough, `ci/test.sh rest` the others; `python` is that of .venv.
+# `ci/test.sh` runs each guarantee once. `ci/test.sh rest` shows them among other ranks, under other launchers and with
+# other settings; `ci/test.sh exhaustive` repeats them with what those two leave out. `python` is that of .venv.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-marks="not thorough"
-if [[ ${1:-} == rest ]]; then
-    marks=thorough
-fi
+case ${1:-} in
+    "") marks="not thorough and not exhaustive" ;;
+    rest) marks="thorough and not exhaustive" ;;
+    exhaustive) marks=exhaustive ;;
+    *)
+        printf 'ci/test.sh: %s: must be rest, exhaustive, or nothing\n' "$1" >&2
+        exit 2
+        ;;
+esac
 elastic=(tests/parallel/test_elastic*.py)
 
 # Ranks wait for each other for a third of the time, and those of elastic runs for half of it. So the tests of one

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,21 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as thorough what interpreted kernels are tested with, but for the first of each test."""
-    kept: dict[Any, pytest.Item] = {}
-    slow = [
-        item for item in items if item.path.name.startswith(("test_cuda_", "test_device_memory", "test_golden_device"))
-    ]
-    for item in slow:
+    """Of what interpreted kernels are tested with, keep each value of each parameter, and leave the products to GPUs.
+
+    An interpreted kernel takes seconds where one on a GPU takes microseconds. The first item of a test is one of
+    `make test`, those with a value that none before them has are thorough, and the others are exhaustive.
+    """
+    seen: dict[tuple[Path, str], set[tuple[str, str]]] = {}
+    for item in items:
+        if not item.path.name.startswith(("test_cuda_", "test_device_memory", "test_golden_device")):
+            continue
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        # tests of kernels show each compressor, those of steps with them need not do so again
-        kind = type(parameters.get("compressor")) if item.path.name.startswith("test_cuda_") else None
-        of = item.path, getattr(item, "originalname", item.name), kind
-        kept.setdefault(of, item)
-    witnesses = set(kept.values())
-    for item in slow:
-        if item not in witnesses:
-            item.add_marker(pytest.mark.thorough)
+        values = {(name, repr(value)) for name, value in parameters.items()}
+        of = item.path, getattr(item, "originalname", item.name)
+        if of in seen:
+            item.add_marker(pytest.mark.thorough if values - seen[of] else pytest.mark.exhaustive)
+        seen.setdefault(of, set()).update(values)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -37,6 +37,7 @@ _TORCH = {
     "training": "test_training",
     "values": "test_values",
 }
+_OVER_GLOO_TOO = ("functions", "training", "values")
 _TENSORFLOW = {
     "ranks_tensorflow": "test_ranks",
     "tensorflow_adagrad": "test_adagrad",
@@ -44,8 +45,8 @@ _TENSORFLOW = {
     "parameter_server_tensorflow": "test_parameter_server",
 }
 # What topics share a start if the test files that ask for them are run together. Most of a short start is the import of
-# a framework on each rank, and was 40 % of the time of all. Of the tests that ask for one start all are thorough, or
-# none: else `make test` and `make test-rest` would both make it.
+# a framework on each rank, and was 40 % of the time of all. The tests that ask for one start are all marked alike: else
+# two of `make test`, `test-rest` and `test-exhaustive` would both make it.
 TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     (2, "mpi"): (
         {
@@ -63,7 +64,8 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     ),
     (2, "gloo"): (
         {"ranks": "test_ranks", "async_gloo": "test_async_server", "frameworks": "test_frameworks"},
-        {topic: file for topic, file in _TORCH.items() if topic != "ranks"},
+        {topic: _TORCH[topic] for topic in _OVER_GLOO_TOO},
+        {topic: file for topic, file in _TORCH.items() if topic not in ("ranks", *_OVER_GLOO_TOO)},
         {**_TENSORFLOW, "tensorflow_eventgrad": "test_eventgrad"},
     ),
     (2, "torchrun"): ({"ddp": "test_ddp", "ddp_diloco": "test_ddp"},),
@@ -94,9 +96,16 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-STARTS = [(2, "mpi"), thorough(2, "gloo"), thorough(4, "mpi")]
+def exhaustive(*values: Any) -> Any:
+    """Parameters of a test that `make test-rest` leaves out, too: a setting whose parts others have shown apart."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+STARTS = [(2, "mpi"), thorough(4, "mpi"), exhaustive(2, "gloo")]
 """Of most topics. While a rank of Horovod waits for another one, Gloo's thread asks for bytes that it has no place for
 yet, again and again: the same cases took 60 seconds over MPI and 200 over Gloo, 120 of them in system calls."""
+STARTS_OVER_GLOO_TOO = [(2, "mpi"), thorough(4, "mpi"), thorough(2, "gloo")]
+"""Of the topics that show what a launcher could change: all that is sent, and every kind of step."""
 
 
 def _mpirun(ranks: int) -> list[str]:

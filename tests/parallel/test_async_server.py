@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import Outcome, launched, run, thorough
+from tests.parallel.launch import Outcome, exhaustive, launched, run, thorough
 
-STARTS = [thorough(2), 4, thorough(8)]
+STARTS = [thorough(2), 4, exhaustive(8)]
 # modules of workers that start MPI are not imported here: `mpirun` refuses to start below a process that has
 NUMPY_CASES = 16
 TORCH_CASES = 19

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import exhaustive, launched, thorough
 
-STARTS = [thorough(1, "gloo"), thorough(2, "gloo"), (4, "mpi")]
+STARTS = [thorough(1, "gloo"), exhaustive(2, "gloo"), (4, "mpi")]
 
 
 def cases() -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.elastic_run import elastic_run
+from tests.parallel.launch import thorough
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 
@@ -151,9 +152,9 @@ def check_daso(processes: list[list[Line]]) -> None:
 @pytest.mark.parametrize(
     ("setting", "check"),
     [
-        ("diloco", check_diloco),
-        pytest.param("eventgrad", check_eventgrad, marks=pytest.mark.thorough),
-        pytest.param("daso", check_daso, marks=pytest.mark.thorough),
+        thorough("diloco", check_diloco),
+        thorough("eventgrad", check_eventgrad),
+        thorough("daso", check_daso),
     ],
 )
 def test_ranks_come_and_go(tmp_path: Path, setting: str, check: Any) -> None:

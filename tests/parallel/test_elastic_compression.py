@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.elastic_run import elastic_run
+from tests.parallel.launch import exhaustive, thorough
 
 has_torch = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 has_keras3 = pytest.mark.skipif(
@@ -142,61 +143,57 @@ def test_one_dies_and_another_joins(tmp_path: Path) -> None:
     check(tmp_path, "compression", "onebit", "replace")
 
 
-@pytest.mark.thorough
 @has_torch
 @pytest.mark.parametrize(
     ("setting", "scenario"),
     [
-        ("onebit", "three"),
-        ("onebit", "alone"),
-        ("onebit", "asked"),
-        ("topk", "three"),
-        ("sum", "asked"),
-        ("policy", "replace"),
-        ("auto", "replace"),
-        ("adagrad", "alone"),
-        ("adagrad", "three"),
-        ("server", "three"),
-        ("powersgd", "three"),
-        ("calls", "alone"),
-        ("calls", "three"),
-        ("adam", "three"),
-        ("demo", "three"),
-        ("dgc", "three"),
-        ("signum", "three"),
+        thorough("onebit", "three"),
+        exhaustive("onebit", "alone"),
+        thorough("onebit", "asked"),
+        exhaustive("topk", "three"),
+        exhaustive("sum", "asked"),
+        exhaustive("policy", "replace"),
+        thorough("auto", "replace"),
+        thorough("adagrad", "alone"),
+        exhaustive("adagrad", "three"),
+        exhaustive("server", "three"),
+        thorough("powersgd", "three"),
+        exhaustive("calls", "alone"),
+        thorough("calls", "three"),
+        thorough("adam", "three"),
+        exhaustive("demo", "three"),
+        exhaustive("dgc", "three"),
+        exhaustive("signum", "three"),
     ],
 )
 def test_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:
     check(tmp_path, "compression", setting, scenario)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("setting", "scenario"),
     [
-        ("onebit", "three"),
-        ("onebit", "alone"),
-        ("sum", "asked"),
-        ("auto", "replace"),
-        ("adagrad", "alone"),
-        ("powersgd", "three"),
-        ("calls", "alone"),
+        exhaustive("onebit", "three"),
+        exhaustive("onebit", "alone"),
+        thorough("sum", "asked"),
+        exhaustive("auto", "replace"),
+        thorough("adagrad", "alone"),
+        exhaustive("powersgd", "three"),
+        exhaustive("calls", "alone"),
     ],
 )
 def test_a_traced_function_goes_on_when_ranks_come_and_go(tmp_path: Path, setting: str, scenario: str) -> None:
     check(tmp_path, "tensorflow", setting, scenario)
 
 
-@pytest.mark.thorough
 @has_torch
 @has_keras3
-@pytest.mark.parametrize(("setting", "scenario"), [("onebit", "three"), ("adagrad", "alone")])
+@pytest.mark.parametrize(("setting", "scenario"), [thorough("onebit", "three"), exhaustive("adagrad", "alone")])
 def test_ranks_come_and_go_under_keras_on_torch(tmp_path: Path, setting: str, scenario: str) -> None:
     check(tmp_path, "keras", setting, scenario, KERAS_BACKEND="torch")
 
 
-@pytest.mark.thorough
 @has_keras3
-@pytest.mark.parametrize(("setting", "scenario"), [("onebit", "three"), ("policy", "asked")])
+@pytest.mark.parametrize(("setting", "scenario"), [exhaustive("onebit", "three"), thorough("policy", "asked")])
 def test_ranks_come_and_go_under_keras_on_tensorflow(tmp_path: Path, setting: str, scenario: str) -> None:
     check(tmp_path, "keras", setting, scenario, KERAS_BACKEND="tensorflow")

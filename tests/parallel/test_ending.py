@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import run, thorough
+from tests.parallel.launch import exhaustive, run, thorough
 
 # a rank that has failed leaves its messages some seconds to be taken
 SECONDS = 45.0
@@ -12,28 +12,27 @@ LIMIT_SECONDS = 90.0
 RANKS = 3
 WHO_STARTS_MPI = "TESTS_MPI_IS_STARTED_FIRST"
 
-WITNESS = ("root", "after-backward", "raises", "")
 ENDS = [
-    WITNESS,
-    ("one_sided", "wrapping", "raises", ""),
-    ("one_sided", "after-backward", "raises", ""),
-    ("one_sided", "training", "exits", ""),
-    ("one_sided", "training", "shutdown", ""),
-    ("one_sided", "closing", "raises", "1"),
-    ("alltoall", "after-backward", "raises", ""),
-    ("root", "wrapping", "raises", ""),
-    ("root", "training", "raises", "1"),
-    ("root", "training", "exits", "1"),
-    ("async", "wrapping", "raises", ""),
-    ("async", "training", "raises", ""),
-    ("async", "serving", "raises", ""),
-    ("async", "closing", "exits", "1"),
-    ("daso", "training", "raises", ""),
-    ("diloco", "training", "raises", ""),
+    ("root", "after-backward", "raises", ""),
+    exhaustive("one_sided", "wrapping", "raises", ""),
+    thorough("one_sided", "after-backward", "raises", ""),
+    exhaustive("one_sided", "training", "exits", ""),
+    thorough("one_sided", "training", "shutdown", ""),
+    thorough("one_sided", "closing", "raises", "1"),
+    thorough("alltoall", "after-backward", "raises", ""),
+    exhaustive("root", "wrapping", "raises", ""),
+    exhaustive("root", "training", "raises", "1"),
+    thorough("root", "training", "exits", "1"),
+    exhaustive("async", "wrapping", "raises", ""),
+    thorough("async", "training", "raises", ""),
+    exhaustive("async", "serving", "raises", ""),
+    thorough("async", "closing", "exits", "1"),
+    thorough("daso", "training", "raises", ""),
+    exhaustive("diloco", "training", "raises", ""),
 ]
 
 
-@pytest.mark.parametrize(("what", "when", "how", "first"), [end if end == WITNESS else thorough(*end) for end in ENDS])
+@pytest.mark.parametrize(("what", "when", "how", "first"), ENDS)
 def test_a_rank_that_ends_ends_all_without_a_crash(what: str, when: str, how: str, first: str) -> None:
     environment = {WHO_STARTS_MPI: first}
     outcome = run("ending", RANKS, "mpi", what, when, how, limit_seconds=LIMIT_SECONDS, environment=environment)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import exhaustive, launched, thorough
 from tests.parallel.workers import eventgrad, one_sided
 
 STARTS = [thorough(1, "gloo"), (2, "gloo"), thorough(4, "mpi")]
@@ -37,7 +37,7 @@ def test_every_rank_took_part_one_sided(ranks: int, launcher: str) -> None:
     check_all_took_part("one_sided", ranks, launcher)
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(2, "gloo"), thorough(3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), exhaustive(2, "gloo"), thorough(3, "mpi")])
 def test_tensorflow(ranks: int, launcher: str) -> None:
     outcome = launched("tensorflow_eventgrad", ranks, launcher)
     outcome.check_ended_well()

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import exhaustive, launched, thorough
 
 hierarchical_tensorflow = of_tensorflow("hierarchical_tensorflow")
 
 # ranks were started host by host; one on each host in turn; so that Horovod's own numbers of hosts are wrong; on one
-STARTS = [("aabb", "mpi"), thorough("abab", "mpi"), thorough("abba", "gloo"), thorough("", "mpi")]
+STARTS = [("aabb", "mpi"), exhaustive("abab", "gloo"), thorough("abba", "mpi"), thorough("", "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")

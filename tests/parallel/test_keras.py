@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import exhaustive, launched, thorough
 from tests.thorough import witnessed_by
 
 MAIN = {
@@ -19,9 +19,17 @@ MAIN = {
 SECOND = {"keras2": {"HVD_COMPRESS_KERAS": "2"}}
 FLAVOURS = SECOND if version("keras").startswith("2.") else MAIN
 
-# Keras 2 runs at four ranks in the second environment
-FIT = [(2, "gloo" if flavour in ("torch", "tf_keras") else "mpi", flavour) for flavour in FLAVOURS]
-FIT += [(4, "mpi", flavour) for flavour in FLAVOURS if flavour != "tf_keras"]
+# most of a start is the import of a framework and of Keras; Keras 2 runs at four ranks in the second environment
+FIT = [
+    (2, "mpi", "tensorflow"),
+    thorough(2, "gloo", "tf_keras"),
+    # two ranks fit with every compressor, and this start leaves none out
+    thorough(2, "horovodrun-mpi", "torch"),
+    exhaustive(4, "mpi", "torch"),
+    exhaustive(4, "mpi", "tensorflow"),
+]
+if FLAVOURS is SECOND:
+    FIT = [(2, "mpi", "keras2"), (4, "mpi", "keras2")]
 
 
 def check_all(topic: str, ranks: int, launcher: str, flavour: str) -> None:
@@ -38,22 +46,33 @@ def check_all(topic: str, ranks: int, launcher: str, flavour: str) -> None:
         outcome.check(case)
 
 
-# most of a start is the import of a framework and of Keras
-@pytest.mark.parametrize(
-    ("ranks", "launcher", "flavour"),
-    [start if start == (2, "mpi", "tensorflow") else thorough(*start) for start in FIT],
-)
+@pytest.mark.parametrize(("ranks", "launcher", "flavour"), FIT)
 def test_fit_and_averaging(ranks: int, launcher: str, flavour: str) -> None:
+    topics = ["keras_fit"]
+    if (ranks, launcher, flavour) != (2, "mpi", "tensorflow"):
+        topics += ["keras_adam", "keras_diloco"]
     # two nodes of two ranks; in the main environment Keras 2 has two of one
-    with_daso = flavour == "tf_keras" or ranks == 4
-    topics = "keras_fit+keras_adam+keras_diloco"
-    check_all(f"{topics}+keras_daso" if with_daso else topics, ranks, launcher, flavour)
+    if flavour == "tf_keras" or ranks == 4:
+        topics += ["keras_daso"]
+    check_all("+".join(topics), ranks, launcher, flavour)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(FLAVOURS is SECOND, reason="Keras 2 has shown it with what it fits")
+def test_averaging_and_adam_on_tensorflow() -> None:
+    check_all("keras_diloco+keras_adam", 2, "mpi", "tensorflow")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(FLAVOURS is SECOND, reason="Keras 2 has shown it among its four ranks")
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_nodes_of_two_ranks(backend: str) -> None:
+    check_all("keras_daso", 4, "mpi", backend)
 
 
 @pytest.mark.parametrize("flavour", witnessed_by(["torch"], FLAVOURS))
 def test_corners_and_adagrad(flavour: str) -> None:
     topics = "keras_corners+keras_adagrad"
-    # the other backend has shown it in `make test` where it fits models
     check_all(f"{topics}+keras_adam" if flavour == "torch" else topics, 2, "mpi", flavour)
 
 

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import launched, thorough
+from tests.parallel.launch import exhaustive, launched, thorough
 
 parameter_server_tensorflow = of_tensorflow("parameter_server_tensorflow")
 
-STARTS = [(2, "mpi"), thorough(2, "gloo"), thorough(3, "mpi"), thorough(4, "mpi")]
+STARTS = [(2, "mpi"), exhaustive(2, "gloo"), exhaustive(3, "mpi"), thorough(4, "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
@@ -27,7 +27,7 @@ def test_torch(ranks: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", parameter_server_tensorflow.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(2, "gloo"), thorough(3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), exhaustive(2, "gloo"), thorough(3, "mpi")])
 def test_tensorflow(ranks: int, launcher: str, case: str) -> None:
     outcome = launched("parameter_server_tensorflow", ranks, launcher)
     outcome.check(case)

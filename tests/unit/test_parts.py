@@ -1,4 +1,4 @@
-"""`make test` and `make test-rest` together run every test once, and every case of a worker in some start."""
+"""`make test`, `test-rest` and `test-exhaustive` together run every test once, and every case in some start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ with open(sys.argv[2], "w") as file:
 
 def sessions_of(folder: Path, *part: str) -> list[list[str]]:
     """The arguments of each call of pytest that `ci/test.sh` makes for a part."""
-    noted, python = folder / f"noted-{len(part)}", folder / "python"
+    noted, python = folder / f"noted-{'-'.join(part)}", folder / "python"
     python.write_text(NOTE.format(python=sys.executable, file=str(noted)))
     python.chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
@@ -69,8 +69,8 @@ def _place(arguments: list[str]) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
-def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
-    of_parts = sessions_of(tmp_path), sessions_of(tmp_path, "rest")
+def test_all_parts_together_are_all_tests_once(tmp_path: Path) -> None:
+    of_parts = [sessions_of(tmp_path, *part) for part in ([], ["rest"], ["exhaustive"])]
     # those of one process first: in this order the frameworks that they import get along in one process
     sessions = [arguments for sessions in zip(*of_parts, strict=True) for arguments in sessions]
     done = subprocess.run(
@@ -81,7 +81,7 @@ def test_both_parts_together_are_all_tests_once(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found").read_text())
     done_once = sum((Counter(ids) for ids, _ in found), Counter())
     # a session of each kind looks at all tests of its kind
-    everything = sum((Counter(found[i][0] + found[i][1]) for i in (0, 2, -1)), Counter())
+    everything = sum((Counter(found[i][0] + found[i][1]) for i in range(0, len(found), len(of_parts))), Counter())
     # `Thorough` cases are no tests of one start, which another start of the same cases makes up for
     elsewhere = {_without_start(name) for name in done_once}
     left_out = [name for name in everything - done_once if _without_start(name) not in elsewhere]
