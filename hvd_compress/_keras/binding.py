@@ -14,7 +14,7 @@ from hvd_compress._keras.interface import Interface
 
 __all__ = ["bound"]
 
-_NO_CALLBACKS = ("ALL_RANKS", "EdgeCallback", "variables_of")
+_NO_CALLBACKS = ("ALL_RANKS", "EdgeCallback", "sums_of_passes", "variables_of")
 
 _MIXINS = [
     *(callbacks.__dict__[name] for name in callbacks.__all__ if name not in _NO_CALLBACKS),

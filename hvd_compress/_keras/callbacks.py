@@ -11,6 +11,7 @@ import numpy as np
 
 from hvd_compress._keras.edge import Edge
 from hvd_compress._keras.optimizer import distributed
+from hvd_compress.elastic import is_elastic
 
 __all__ = [
     "ALL_RANKS",
@@ -19,6 +20,7 @@ __all__ = [
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "sums_of_passes",
     "variables_of",
 ]
 
@@ -118,7 +120,8 @@ class BroadcastGlobalVariablesCallback(EdgeCallback):
         if self.broadcast_done:
             return
         variables = variables_of(self.model, self.model.optimizer)
-        self.edge.broadcast([v for v in variables if not any(v is local for local in self._local)], self.root_rank)
+        own = [*self._local, *(sums_of_passes(self.model.optimizer) if is_elastic() else ())]
+        self.edge.broadcast([v for v in variables if not any(v is local for local in own)], self.root_rank)
         self.broadcast_done = True
 
 
@@ -126,6 +129,12 @@ def variables_of(model: Any, optimizer: Any) -> list[Any]:
     """The weights of a model and the variables of an optimizer, as far as they exist."""
     of_optimizer = optimizer.variables
     return [*model.weights, *(of_optimizer if isinstance(of_optimizer, list) else of_optimizer())]
+
+
+def sums_of_passes(optimizer: Any) -> list[Any]:
+    """The variables in which Keras 3 sums up gradients until an update; each rank has its own values there."""
+    counted = optimizer, getattr(optimizer, "inner_optimizer", None)
+    return [total for one in counted for total in getattr(one, "_accumulated_gradients", ())]
 
 
 class MetricAverageCallback(EdgeCallback):

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvd_compress._keras.callbacks import EdgeCallback, variables_of
+from hvd_compress._keras.callbacks import EdgeCallback, sums_of_passes, variables_of
 from hvd_compress.engine import Carried, CarryingState
+from hvd_compress.errors import UnsupportedError
 from hvd_compress.ranks import Ranks
 
 __all__ = [
@@ -33,6 +34,10 @@ class VariablesState(CarryingState):
 
     def _variables(self) -> Sequence[Any]:
         raise NotImplementedError
+
+    def _shared(self) -> Sequence[Any]:
+        """Those that have the same values on all ranks."""
+        return self._variables()
 
     def _carried(self) -> Sequence[Carried]:
         return [self.edge.book]
@@ -63,16 +68,16 @@ class VariablesState(CarryingState):
         """Take the values of rank 0, and carry over what this rank owes; a collective call."""
         self._know_places()
         with self.edge.collectives():
-            self.edge.broadcast(self._variables(), 0)
+            self.edge.broadcast(self._shared(), 0)
             super().sync()
 
     def check_host_updates(self) -> None:
         with self.edge.collectives():
             super().check_host_updates()
 
-    def _share(self, live: bool) -> None:
+    def _share(self) -> None:
         with self.edge.collectives():
-            super()._share(live)
+            super()._share()
 
     def _copies(self) -> list[Any]:
         return [np.array(self.edge.values(variable)) for variable in self._variables()]
@@ -91,6 +96,7 @@ class KerasState(VariablesState):
 
     Raises:
         ValueError: the model has no weights yet, or no optimizer.
+        UnsupportedError: an optimizer of Keras 2 that sums gradients up over several passes.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
@@ -100,13 +106,24 @@ class KerasState(VariablesState):
         self.optimizer = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
             raise ValueError("the model has no optimizer: compile it, or give KerasState(model, optimizer)")
+        if getattr(getattr(self.optimizer, "_hvd", None), "accumulators", None) is not None:
+            raise UnsupportedError(
+                "KerasState with backward_passes_per_step and Keras 2: a rank that joins would be in another pass than "
+                "the others, and wait for them for ever. Leave backward_passes_per_step out, or use Keras 3"
+            )
         # its variables would come with the first step only, and who joins has done none
-        if hasattr(self.optimizer, "build") and not getattr(self.optimizer, "built", False):
+        if not hasattr(self.optimizer, "build"):
+            # optimizers of before TensorFlow 2.11
+            self.optimizer._create_all_weights(model.trainable_variables)
+        elif not getattr(self.optimizer, "built", False):
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
 
     def _variables(self) -> Sequence[Any]:
         return variables_of(self.model, self.optimizer)
+
+    def _shared(self) -> Sequence[Any]:
+        return [v for v in self._variables() if not any(v is own for own in sums_of_passes(self.optimizer))]
 
 
 class CommitStateCallback(EdgeCallback):

@@ -107,8 +107,6 @@ class CarriedExchange(Generic[Of]):
         self._former: Of | None = None
         """The one among other ranks, for its counters."""
         self._replaces: CarriedExchange[Of] | None = None
-        self._held: dict[str, Any] = {}
-        """With AdaGrad, what owners owe while there is one rank, which sends everything."""
         book.add(self)
 
     @property
@@ -143,18 +141,21 @@ class CarriedExchange(Generic[Of]):
         ranks.agree({"number of the exchange": self.number, "steps made before": steps})
         if self._former is not None:
             new.inherit_counters(self._former)
-        if owed is not None and owed.is_as_saved:
-            new.load_state_dict(owed.state)
-        elif owed is not None:
-            # of Average and Sum, only one is divided
-            factor = ranks.size / owed.state["size"] if self._averages else 1.0
-            state, self._held = taken_up(owed.state, owed.united, ranks.size, ranks.position, factor)
-            new.load_state_dict(state)
+        if owed is not None:
+            new.load_state_dict(self._taken_up(owed, ranks))
         elif self._replaces is not None:
             new.inherit(self._replaces.exchange())
             self._replaces.retire(self)
         self._replaces = None
         return new
+
+    def _taken_up(self, owed: Owed, ranks: Ranks) -> State:
+        """What this rank goes on with among the ranks that there are."""
+        if owed.is_as_saved:
+            return owed.state
+        # of Average and Sum, only one is divided
+        factor = ranks.size / owed.state["size"] if self._averages else 1.0
+        return taken_up(owed.state, owed.united, ranks.size, ranks.position, factor)
 
     def give_up(self) -> None:
         """Ranks have come or gone: the exchange is not used any more."""
@@ -162,7 +163,6 @@ class CarriedExchange(Generic[Of]):
             # its collectives have failed, or will never be complete: nothing of it is waited for
             self._made.rest()
             self._former, self._made = self._made, None
-        self._held = {}
 
     def retire(self, heir: CarriedExchange[Of]) -> None:
         """Another exchange has taken over what is owed."""
@@ -186,9 +186,8 @@ class CarriedExchange(Generic[Of]):
         """What this rank owes; see `hvd_compress.feedback`."""
         if self._made is None:
             owed = self._book.owed_of(self)
-            return empty_state() if owed is None else {**owed.state, **(owed.united or {})}
-        state = self._made.state_dict()
-        return {**state, "owner_residuals": {**self._held, **state["owner_residuals"]}}
+            return empty_state() if owed is None else self._taken_up(owed, self._book.all_ranks())
+        return self._made.state_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Take over what `state_dict` returned on this rank, now or in the next step.

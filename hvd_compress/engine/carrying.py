@@ -71,21 +71,22 @@ class Carried(ABC):
         """
 
     @abstractmethod
-    def _owing(self, live: bool) -> list[State]:
-        """States as they are now, or as they were when they were kept or restored; arrays of NumPy."""
+    def _owing(self) -> list[State]:
+        """States as they are now; arrays of NumPy."""
 
-    def share(self, live: bool) -> None:
+    def share(self) -> Callable[[], None]:
         """Let all ranks know what each of them would take with it; a collective call.
 
-        Args:
-            live: of what is now, not of what was kept.
+        Returns:
+            What takes over what was heard. A rank may be lost while ranks tell each other, so that some have heard
+            everything and others have not: until this is called, all is as it was at the last commit.
         """
-        norms = [norm_owed(state) for state in self._owing(live)]
+        norms = [norm_owed(state) for state in self._owing()]
         mine = np.array([self._process, float(np.hypot.reduce(norms)) if norms else 0.0])
         everyone = self._ranks().run("allgather", f"{self._label}.norms", mine).reshape(-1, 2).tolist()
-        self.settle(dict(everyone))
+        return lambda: self._settle(dict(everyone))
 
-    def settle(self, norms: dict[float, float]) -> None:
+    def _settle(self, norms: dict[float, float]) -> None:
         """Note what each process would take with it, and that what was lost until now is counted."""
         self._norms, self._lost = norms, self.lost
 
@@ -167,17 +168,16 @@ class CarriedStates(Carried):
     def restore(self) -> None:
         self._go_back(self._saved)
 
-    def _owing(self, live: bool) -> list[State]:
-        return [owed.state for owed in (self._owed() if live else self._saved).values()]
+    def _owing(self) -> list[State]:
+        return [owed.state for owed in self._owed().values()]
 
-    def share(self, live: bool) -> None:
-        owed = self._owed() if live else self._saved
+    def share(self) -> Callable[[], None]:
+        owed = self._owed()
         self._shared = max(self._shared, _shared_of(owed))
         if self._shared is _Shared.NOTHING:
-            self.settle({})
-            return
-        super().share(live)
-        self._united = {key: one.united for key, one in owed.items() if one.united is not None}
+            return lambda: self._settle({})
+        settle = super().share()
+        united = {key: one.united for key, one in owed.items() if one.united is not None}
         parts = {
             key: {**one.state, "residuals": {}}
             for key, one in owed.items()
@@ -188,7 +188,13 @@ class CarriedStates(Carried):
             everyone = [{self._heard(said): state for said, state in of_rank} for of_rank in told]
             for key in parts:
                 if all(key in of_rank for of_rank in everyone):
-                    self._united[key] = united_accumulators([of_rank[key] for of_rank in everyone])
+                    united[key] = united_accumulators([of_rank[key] for of_rank in everyone])
+
+        def take() -> None:
+            settle()
+            self._united = united
+
+        return take
 
     def sync(self, commits: int) -> None:
         mine = self._owed()

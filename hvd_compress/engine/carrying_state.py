@@ -45,8 +45,9 @@ class CarryingState:
         Raises:
             HostsUpdatedInterrupt: other hosts are there, which `hvd.elastic.run` waits for.
         """
+        # a rank that is lost now leaves all others at the commit before: they have not kept this one yet
+        self._share()
         self.save()
-        self._share(live=False)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -55,8 +56,9 @@ class CarryingState:
         try:
             super().check_host_updates()  # type: ignore[misc]
         except interrupt:
-            # all ranks are still here, with what is lost if they go
-            self._share(live=True)
+            # all ranks are still here, with what is lost if they go; plain values go on with the weights, as they are
+            self._share()
+            self.save()
             # exchanges have to be made anew also where nobody joins
             raise interrupt(skip_sync=False) from None
 
@@ -87,9 +89,11 @@ class CarryingState:
         mine = np.array([self._commits], np.int64)
         self._commits = max(0, int(self._all_ranks().run("broadcast", "hvd_compress.elastic.commits", mine)[0]))
         # a step that fails before the next commit goes back to here, on ranks that have joined, too
+        self._share()
         self.save()
-        self._share(live=False)
 
-    def _share(self, live: bool) -> None:
-        for carried in self._carried():
-            carried.share(live)
+    def _share(self) -> None:
+        told = [carried.share() for carried in self._carried()]
+        # none takes over anything before all have heard everything
+        for take in told:
+            take()

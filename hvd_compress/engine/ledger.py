@@ -250,6 +250,7 @@ class Ledger(Generic[AnyBucket]):
             else:
                 # the randomness of its first steps has been used
                 account.step = other._steps
+        self._late_updates = {n: update for n, update in other._late_updates.items() if n not in self.accounts}
         self.inherit_counters(other)
         self._steps = other._steps
         self._loss_scale = other._loss_scale
@@ -442,6 +443,7 @@ class Ledger(Generic[AnyBucket]):
         if self.accumulators is not None and "accumulators" in state:
             accumulated = self.accumulators.needed(state, "accumulators")
             owned = self.accumulators.needed(state, "owner_residuals")
+            self._check_updates(owned)
         factors = self._checked_factors(state)
         self.abandon()
         for name, account in self.accounts.items():
@@ -485,6 +487,17 @@ class Ledger(Generic[AnyBucket]):
             f"{self.routing.compressor_of(name)!r} keeps no residual of {name!r}, of which {norm:.3g} is still owed: "
             "take a compressor with error feedback, such as the last one"
         )
+
+    def _check_updates(self, owned: Mapping[str, Array]) -> None:
+        """Raise StateError if owners owe updates of what they send whole now."""
+        for name, values in owned.items():
+            account = self.accounts.get(name)
+            if account is not None and not account.owner_keeps_residual and values.any():
+                raise StateError(
+                    f"compressor state has updates that an owner still owes of {name!r}, and {account.plan.exchange!r} "
+                    "sends them uncompressed, so that nothing is ever owed. Load it with the exchange that it was "
+                    "saved with"
+                )
 
     def _owe(self, name: str, dtype: npt.DTypeLike) -> Array:
         return self.debts.setdefault(name, np.zeros(math.prod(self._shapes[name]), dtype))

@@ -118,9 +118,7 @@ def survivor_state(state: State, size: int, rank: int, factor: float) -> State:
     return {**rest, "size": size, "rank": rank, "residuals": owed, "owner_residuals": {}}
 
 
-def taken_up(
-    state: State, united: Mapping[str, Any] | None, size: int, rank: int, factor: float
-) -> tuple[State, dict[str, Any]]:
+def taken_up(state: State, united: Mapping[str, Any] | None, size: int, rank: int, factor: float) -> State:
     """Make of the state of a rank what it goes on with, with what belongs to elements where AdaGrad is used.
 
     Args:
@@ -129,16 +127,11 @@ def taken_up(
         size: see `survivor_state`.
         rank: likewise.
         factor: likewise.
-
-    Returns:
-        The state to load; and what owners owe while there is one rank, which sends everything and owns nothing.
     """
     new = survivor_state(state, size, rank, factor)
     if not united:
-        return new, {}
-    held = united["owner_residuals"] if size == 1 else {}
-    owners = {} if size == 1 else united["owner_residuals"]
-    return {**new, "accumulators": united["accumulators"], "owner_residuals": owners}, dict(held)
+        return new
+    return {**new, "accumulators": united["accumulators"], "owner_residuals": united["owner_residuals"]}
 
 
 def united_accumulators(states: Sequence[State]) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def keep(key: CallKey, ranks: int, engine: Engine, averages: bool) -> None:
 
 def pay_at_once(key: CallKey, tensors: Sequence[torch.Tensor], averages: bool) -> list[torch.Tensor]:
     """Add what is owed of such calls to their tensors, where one rank is left, which sends everything."""
-    state = _owed.pop(key, None)
+    state = _owed.get(key)
     if state is None:
         return list(tensors)
     owed = survivor_state(state, 1, 0, 1 / state["size"] if averages else 1.0)["residuals"]
@@ -96,6 +96,9 @@ def pay_at_once(key: CallKey, tensors: Sequence[torch.Tensor], averages: bool) -
             values = torch.from_numpy(owed[name]["values"]).to(tensor.device, tensor.dtype)
             tensor = tensor + values.view(tensor.shape)
         added.append(tensor)
+    # a step that is skipped pays nothing
+    if all(bool(torch.isfinite(tensor).all()) for tensor in added):
+        del _owed[key]
     return added
 
 

@@ -189,7 +189,13 @@ def _exchanged(real: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], ca
             if engine.exchanges(its_name):
                 engine.start(its_name, tensor, keep=True)
         results = engine.combine(engine.wait())
-        return [results[n] if n in results else plain(t, n) for t, n in zip(real, names, strict=True)]
+        dense = {n: t for n, t in zip(names, real, strict=True) if n not in results}
+        # since other ranks have come in an elastic run, something may be owed of what is not worth compressing any more
+        paid = {n: engine.with_debt(n, t, keep=True) for n, t in dense.items()} if engine.debts else dense
+        results.update({n: plain(t, n) for n, t in paid.items()})
+        if engine.debts:
+            engine.settle(keep=all(bool(torch.isfinite(results[n]).all()) for n in paid))
+        return [results[n] for n in names]
     except HorovodInternalError as error:
         if "Mismatched" not in str(error):
             raise
@@ -305,7 +311,7 @@ def _engine(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> E
     engine = engine_of(key, ranks)
     if engine is None:
         routing = Routing(call.compressor, min_numel=0)
-        engine = Engine(routing, scale, call.process_set, zip(names, tensors, strict=True))
+        engine = Engine(routing, scale, call.process_set, zip(names, tensors, strict=True), pays_debts=True)
         if call.is_named:
             keep(key, ranks, engine, call.op == hvd.Average)
     if call.scope in agreed:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_compress import AdaGrad, Auto, OneBit, TopK
+from hvd_compress import AdaGrad, Auto, OneBit, ParameterServer, TopK
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, LedgerAlone, Routing, Tensor, exchange_of, refuse_residuals
 from hvd_compress.errors import StateError, UnsupportedError
@@ -283,3 +283,19 @@ def test_auto_moves_tensors_and_is_refused() -> None:
         exchange_of(AdaGrad(), "auto", Auto())
     assert exchange_of(None, "auto", Auto()).id == "auto"
     assert exchange_of(AdaGrad(), "auto", OneBit()) == TwoPhase()
+
+
+def test_updates_that_nobody_would_send_any_more_are_refused() -> None:
+    def of_root(answer: str) -> Ledger[Bucket]:
+        routing = Routing(OneBit(), ParameterServer(answer=answer), 100, 0)
+        return Ledger(routing, 2, 0, [Tensor("w", SHAPES["w"])], Bucket, adagrad=ADAGRAD, scale=1 / 2)
+
+    state = of_root("compressed").state_dict()
+    values = np.ones(math.prod(SHAPES["w"]), np.float32)
+    state["owner_residuals"]["w"] = {"shape": list(SHAPES["w"]), "start": 0, "values": values}
+    of_root("compressed").load_state_dict(copy.deepcopy(state))
+    ledger = of_root("dense")
+    before = ledger.state_dict()
+    with pytest.raises(StateError, match=r"updates that an owner still owes of 'w'.*ParameterServer"):
+        ledger.load_state_dict(state)
+    assert ledger.state_dict() == before

@@ -46,15 +46,16 @@ class _Process:
         )
 
     def commit(self) -> None:
+        take = self.book.share()
         self.commits += 1
+        take()
         self.book.save()
-        self.book.share(live=False)
 
     def meet(self) -> None:
         self.book.sync(self.commits)
         self.commits = max(0, self.commits)
+        self.book.share()()
         self.book.save()
-        self.book.share(live=False)
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +176,43 @@ def test_accumulators_are_all_there(ranks: int) -> None:
         for kind in ("accumulators", "owner_residuals"):
             assert whole(kind, states, name).any()
             np.testing.assert_allclose(whole(kind, after, name), whole(kind, states, name), rtol=1e-6)
+
+
+def test_a_rank_that_is_lost_while_ranks_commit_leaves_them_the_commit_before() -> None:
+    processes, states = trained(3, adagrad=ADAGRAD)
+    train([process.exchange.exchange() for process in processes], STEPS)
+    # they tell each other, and the third is lost before all have heard it
+    together(processes, lambda process: process.book.share())
+    for process in processes:
+        process.book.restore()
+    after = [check_state(exchange.state_dict()) for exchange in begun(processes[:2])]
+    for name in NAMES:
+        for kind in ("accumulators", "owner_residuals"):
+            whole = [sum(float(np.abs(s[kind][name]["values"]).sum()) for s in of if name in s[kind]) for of in
+                     (states, after)]  # fmt: skip
+            assert whole[1] == pytest.approx(whole[0], rel=1e-5)
+            assert whole[0] > 0
+
+
+@pytest.mark.parametrize("adagrad", [None, ADAGRAD])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_that_is_saved_before_the_first_step_is_that_of_this_rank(ranks: int, adagrad: Any) -> None:
+    processes, _ = trained(3, adagrad=adagrad)
+    now = processes[1 : 1 + ranks]
+    together(now, _Process.meet)
+    early = [check_state(process.exchange.state_dict()) for process in now]
+    assert [(state["size"], state["rank"]) for state in early] == [(ranks, rank) for rank in range(ranks)]
+    made = [e.state_dict() for e in together(now, lambda process: process.exchange.exchange())]
+    for name in NAMES if adagrad is None else ():
+        np.testing.assert_allclose(owed(early, name), owed(made, name), rtol=1e-6)
+    # with AdaGrad each of them has what all owners owe, and takes its part
+    fresh = [_Process(adagrad=adagrad) for _ in now]
+    together(fresh, _Process.meet)
+    for process, state in zip(fresh, early, strict=True):
+        process.exchange.load_state_dict(state)
+    again = [e.state_dict() for e in together(fresh, lambda process: process.exchange.exchange())]
+    for name in NAMES:
+        np.testing.assert_allclose(owed(again, name), owed(made, name), rtol=1e-6)
 
 
 def test_exchanges_of_tensors_of_the_same_names_are_told_apart() -> None:

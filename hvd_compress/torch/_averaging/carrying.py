@@ -106,25 +106,26 @@ class CarriedAveraging(Carried):
         self._optimizer = optimizer
         self._averaging: Averaging = optimizer._averaging
         self._saved: Any = None
-        self._owed_at_save: dict[str, Any] = self._state()
+        self._kept: Any = None
+        """Of `share`, for the `save` after it: a copy as large as the parameters."""
         self._keeps = False
         self._seen: Sequence[Seen] = ()
 
     def save(self) -> None:
-        self._saved = self._averaging.save()
-        self._owed_at_save = self._state()
+        self._saved = self._averaging.save() if self._kept is None else self._kept
+        self._kept = None
 
     def restore(self) -> None:
+        self._kept = None
         self._averaging.restore(self._saved)
 
     def _state(self) -> dict[str, Any]:
         owed = {name: {"shape": [x.size], "values": x} for name, x in self._averaging.owed().items()}
         return {"steps": self._averaging.steps, "residuals": owed, "owner_residuals": {}}
 
-    def _owing(self, live: bool) -> list[dict[str, Any]]:
-        if not live:
-            return [self._owed_at_save]
-        self._averaging.save()
+    def _owing(self) -> list[dict[str, Any]]:
+        # what is under way has arrived then
+        self._kept = self._averaging.save()
         return [self._state()]
 
     def gather(self, commits: int) -> None:

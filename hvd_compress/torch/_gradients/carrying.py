@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.torch as hvd
@@ -35,8 +35,6 @@ class CarriedOptimizer(Carried):
         self._saved: State | None = None
         self._united: dict[str, Any] = {}
         """With AdaGrad, what belongs to elements, as all ranks know it."""
-        self._held: dict[str, Any] = {}
-        """With AdaGrad, what owners owe while there is one rank, which sends everything."""
 
     def save(self) -> None:
         self._saved = self._state()
@@ -57,19 +55,25 @@ class CarriedOptimizer(Carried):
         self._combiner.refuse_while_open("commit()", StateError)
         sender.count_plain()
         # not those of the engine, which are tensors
-        state = Ledger.state_dict(sender.engine)
-        return {**state, "owner_residuals": {**self._held, **state["owner_residuals"]}}
+        return Ledger.state_dict(sender.engine)
 
-    def _owing(self, live: bool) -> list[State]:
-        state = self._state() if live else self._saved
+    def _owing(self) -> list[State]:
+        state = self._state()
         return [] if state is None else [state]
 
-    def share(self, live: bool) -> None:
-        super().share(live)
-        if self._combiner.wrapping.adagrad is not None:
-            mine = [{**state, "residuals": {}} for state in self._owing(live)]
-            states = [state for of_rank in self._gathered("accumulators", mine) for state in of_rank]
-            self._united = united_accumulators(states) if states else {}
+    def share(self) -> Callable[[], None]:
+        settle = super().share()
+        if self._combiner.wrapping.adagrad is None:
+            return settle
+        mine = [{**state, "residuals": {}} for state in self._owing()]
+        states = [state for of_rank in self._gathered("accumulators", mine) for state in of_rank]
+        united = united_accumulators(states) if states else {}
+
+        def take() -> None:
+            settle()
+            self._united = united
+
+        return take
 
     def sync(self, commits: int) -> None:
         """Make the exchanges for the ranks that there are, and take over what this one owes; a collective call.
@@ -108,6 +112,5 @@ class CarriedOptimizer(Carried):
         common = {**root, "residuals": {} if mine is None else mine["residuals"]}
         if mine is not None:
             common["owner_residuals"] = mine["owner_residuals"]
-        state, self._held = taken_up(common, united, ranks.size, ranks.position, factor)
         self._united = dict(united)
-        engine.load_state_dict(state)
+        engine.load_state_dict(taken_up(common, united, ranks.size, ranks.position, factor))

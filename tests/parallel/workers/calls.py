@@ -5,6 +5,7 @@ In a start of its own: an operation that stayed with Horovod would be found here
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from hvd_compress import BF16, QSGD, AdaGrad, OneBit, ParameterServer, Threshold
 from hvd_compress.engine import empty_state
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
 from hvd_compress.loopback import Loopback
-from hvd_compress.torch import _calls
+from hvd_compress.torch import _calls, _functions
 from hvd_compress.torch._agreement import Meeting
 from tests.hostile import same
 from tests.parallel.cases import Cases
@@ -250,6 +251,50 @@ def an_elastic_state_brings_back_what_calls_owe() -> None:
             owed + sum(to_numpy(mine(rank)).ravel() for rank in range(horovod.size())),
             rtol=1e-4,
         )
+
+
+@cases.each({"single": False, "group": True})
+def what_is_owed_of_a_tensor_that_is_not_compressed_any_more_goes_with_its_next_call(grouped: bool) -> None:
+    """As when so many ranks come that a tensor is not worth compressing."""
+    with elastic():
+        state = hvd.elastic.TorchState(step=0)
+        state.sync()
+        name = "late"
+        names = [f"{name}.0", f"{name}.1"] if grouped else [name]
+        tensors = tuple((n, (3,), torch.float32) for n in _functions.names_of_call(name, len(names)))
+        owed = {**empty_state(), "size": horovod.size(), "rank": horovod.rank()}
+        entry = {"shape": [3], "values": np.full(3, 1.0 + horovod.rank(), np.float32)}
+        owed["residuals"] = {n: copy.deepcopy(entry) for n, _, _ in tensors}
+        _calls._owed[_calls.CallKey(0, tensors, OneBit())] = owed
+        bad = torch.full((3,), float("inf"))
+        late = sum(1.0 + rank for rank in range(horovod.size()))
+        for gradient, wanted in ((bad, None), (torch.ones(3), late + horovod.size()), (torch.ones(3), horovod.size())):
+            if grouped:
+                results = hvd.grouped_allreduce([gradient] * 2, name=name, compression=OneBit(), op=hvd.Sum)
+            else:
+                results = [hvd.allreduce(gradient, name=name, compression=OneBit(), op=hvd.Sum)]
+            for result in results:
+                if wanted is None:
+                    assert not torch.isfinite(result).any()
+                else:
+                    assert result.tolist() == [wanted] * 3, (result, wanted)
+
+
+@cases.add
+def one_rank_that_is_left_pays_with_a_step_that_counts() -> None:
+    key = _calls.CallKey(0, (("alone", (3,), torch.float32),), OneBit())
+    state = {**empty_state(), "size": 2, "rank": 0}
+    state["residuals"] = {"alone": {"shape": [3], "values": np.full(3, 4.0, np.float32)}}
+    try:
+        _calls._owed[key] = state
+        (result,) = _calls.pay_at_once(key, [torch.tensor([1.0, float("nan"), 1.0])], averages=True)
+        assert result.isnan().any()
+        (result,) = _calls.pay_at_once(key, [torch.ones(3)], averages=True)
+        assert result.tolist() == [3.0] * 3
+        (result,) = _calls.pay_at_once(key, [torch.ones(3)], averages=True)
+        assert result.tolist() == [1.0] * 3
+    finally:
+        hvd.forget_residuals()
 
 
 def owed_in_all(*states: dict[str, Any]) -> Any:

@@ -450,6 +450,22 @@ def bfloat16_is_broadcast() -> None:
     assert float(keras.ops.convert_to_numpy(variable).max()) == 0.5
 
 
+def sums_of_passes_stay_on_their_rank_when_ranks_meet() -> None:
+    model = network()
+    model.compile(wrapped(keras.optimizers.SGD(0.05), backward_passes_per_step=2), "mse")
+    state = hvd.elastic.KerasState(model, step=0)
+    sums = model.optimizer._accumulated_gradients
+    assert sums
+    for total in sums:
+        total.assign(keras.ops.full(total.shape, 1.0 + hvd.rank()))
+    state.save()
+    state.sync()
+    state.restore()
+    for total in sums:
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(total), 1.0 + hvd.rank())
+    check_equal_on_all_ranks(model)
+
+
 def raw_variables_are_those_of_the_model() -> None:
     import tensorflow as tf
 
@@ -467,6 +483,16 @@ def legacy_optimizers_train() -> None:
     model.compile(wrapped(model.optimizer), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     check_equal_on_all_ranks(trained(model.optimizer, model=model, epochs=1))
     assert int(model.optimizer.iterations) == 12
+
+
+def elastic_states_of_keras_2_have_all_variables_or_are_refused() -> None:
+    model = network()
+    model.compile(wrapped(keras.optimizers.legacy.SGD(0.05, momentum=0.9)), "mse")
+    state = hvd.elastic.KerasState(model, step=0)
+    # its slots, too, which come with the first step else
+    assert len(state._values) > 2 * len(model.trainable_variables)
+    model.compile(wrapped(keras.optimizers.SGD(0.05), backward_passes_per_step=2), "mse")
+    raises(UnsupportedError, lambda: hvd.elastic.KerasState(model), "backward_passes_per_step", "Keras 3")
 
 
 def the_present_loss_scale_is_kept() -> None:
@@ -565,8 +591,10 @@ if KERAS == 3:
     cases.add(sparse_gradients_are_scaled_and_accumulated)
     cases.add(a_trained_optimizer_keeps_its_state_under_a_loss_scale)
     cases.add(bfloat16_is_broadcast)
+    cases.add(sums_of_passes_stay_on_their_rank_when_ranks_meet)
     if FRAMEWORK == "tensorflow":
         cases.add(raw_variables_are_those_of_the_model)
 else:
     cases.add(legacy_optimizers_train)
+    cases.add(elastic_states_of_keras_2_have_all_variables_or_are_refused)
     cases.add(the_present_loss_scale_is_kept)
