@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from hvd_compress._torch.checksum import checksum
 from hvd_compress.compressors import Adaptive
 from hvd_compress.ddp._alone import Alone
 from hvd_compress.ddp._books import Books, keep_books
@@ -20,8 +23,9 @@ from hvd_compress.ddp._dense import dense_parts
 from hvd_compress.ddp._given import Given, Sides
 from hvd_compress.ddp._hook import new_ledger
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
+from hvd_compress.ddp._ranks import GlooRanks
 from hvd_compress.ddp._settings import meet, routing_of
-from hvd_compress.engine import DEFAULT_MIN_NUMEL, Ledger
+from hvd_compress.engine import DEFAULT_MIN_NUMEL, NOT_COMPARED, Ledger, first_unequal
 from hvd_compress.errors import GradientError, UnsupportedError
 from hvd_compress.exchange import Exchange
 from hvd_compress.policy import check_patterns
@@ -107,7 +111,7 @@ def fsdp_all_reduce_hook(
     like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
     ledger = new_ledger(routing, talk, like, [tuple(names) for names in of_modules.values()], hosts)
     del like
-    replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler)
+    replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler, _Values(talk, group, kept))
     for name, parts in of_modules.items():
         modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
     keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))
@@ -137,6 +141,44 @@ def _hook_alone(modules: Mapping[str, Any], shapes: Mapping[str, Shapes], alone:
         modules[name].set_all_reduce_hook(partial(pay, name))
 
 
+class _Values:
+    """Compares the parameters of replicas once: neither FSDP nor a hook makes them equal.
+
+    Args:
+        talk: the ranks that keep the same shards.
+        group: of them.
+        kept: the shards of this rank.
+    """
+
+    def __init__(self, talk: GlooRanks, group: Any, kept: Mapping[str, Any]) -> None:
+        self._talk = talk
+        self._numbers = dist.get_process_group_ranks(group)
+        self._kept = {name: weakref.ref(p) for name, p in kept.items()}
+        self._compared: set[str] = set()
+
+    def compare(self, module: str, names: Iterable[str]) -> None:
+        """Warn of a shard that differs between replicas, the first time that its module comes; a collective call."""
+        if module in self._compared:
+            return
+        self._compared.add(module)
+        names = list(names)
+        sums = np.array([self._checksum(name) for name in names], np.int64)
+        rows = self._talk.run("allgather", f"values of {module}", sums).reshape(self._talk.size, -1)
+        unequal = first_unequal(rows, names)
+        if unequal is not None:
+            name, position = unequal
+            warnings.warn(
+                f"the shard of {name!r} on rank {self._numbers[position]} differs from that on rank "
+                f"{self._numbers[0]}, and will go on doing so: replicas exchange gradients only. Make the model from "
+                "one seed on all ranks, with torch.manual_seed, or load one checkpoint on all",
+                stacklevel=2,
+            )
+
+    def _checksum(self, name: str) -> int:
+        p = self._kept[name]()
+        return NOT_COMPARED if p is None or p.to_local().is_meta else checksum(p.to_local())
+
+
 class _Replicas:
     """Exchanges shards with the other replicas.
 
@@ -145,13 +187,15 @@ class _Replicas:
         pipeline: that runs the exchanges.
         group: of the replicas, for what goes uncompressed.
         scaler: see `fsdp_all_reduce_hook`.
+        values: of the parameters.
     """
 
-    def __init__(self, ledger: Ledger[Any], pipeline: Pipeline, group: Any, scaler: Any) -> None:
+    def __init__(self, ledger: Ledger[Any], pipeline: Pipeline, group: Any, scaler: Any, values: _Values) -> None:
         self._ledger = ledger
         self.pipeline = pipeline
         self._group = group
         self._scaler = scaler
+        self._values = values
         self._came: set[str] = set()
         """The modules of this step."""
         self._sides = Sides()
@@ -160,6 +204,8 @@ class _Replicas:
         """Make the sums that FSDP has reduced means over the replicas, in place."""
         if self.pipeline.failure is not None:
             raise self.pipeline.failure
+        # nothing is under way: FSDP waits for each module before the next one
+        self._values.compare(module, shapes)
         step = Step(counts=not self._came or module in self._came)
         self._came = {module} if step.counts else self._came | {module}
         side = self._sides.of(reduced.device)

@@ -12,6 +12,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_compress._keras.names import not_broadcast, stable_name, unique
+from hvd_compress._torch.checksum import checksum
 from hvd_compress._torch.device import described
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import (
@@ -36,7 +37,6 @@ from hvd_compress.fingerprint import Place
 from hvd_compress.policy import Auto, Policy, check_patterns
 from hvd_compress.torch._agreement import Meeting
 from hvd_compress.torch._collectives import allreduce_async, synchronize
-from hvd_compress.torch._gradients.beginning import checksum
 from hvd_compress.torch._gradients.bucket import collective_name
 from hvd_compress.torch._gradients.engine import Engine, precondition, with_debt
 from hvd_compress.torch._gradients.staging import all_finite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Generator, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -11,11 +10,12 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvd_compress._torch.checksum import checksum
 from hvd_compress.engine import first_unequal
 from hvd_compress.errors import MismatchError
 from hvd_compress.torch._gradients.waits import Wait
 
-__all__ = ["Beginning", "checksum", "compare_beginnings"]
+__all__ = ["Beginning", "compare_beginnings"]
 
 _NO_GRADIENT, _DENSE = 0, 1
 _SPARSE = 2  # and above: the number of sparse dimensions
@@ -89,12 +89,3 @@ def _kind_of(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return _NO_GRADIENT
     return _SPARSE + gradient.sparse_dim() if gradient.is_sparse else _DENSE
-
-
-def checksum(p: torch.Tensor) -> int:
-    """Of the bits of a tensor."""
-    values = p.detach().cpu().contiguous()
-    if 0 in values.stride():
-        # one element that stands for one: contiguous to torch, which refuses to see its bytes
-        values = values.clone(memory_format=torch.contiguous_format)
-    return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data) if values.numel() else 0

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -69,6 +70,19 @@ def replicas_stay_identical(compression: Any) -> None:
     total = ddp.stats(model)["total"]
     assert total["steps"] == 50
     assert total["dense_bytes"] > 1.9 * total["bytes_sent"]
+
+
+@cases.add
+def replicas_that_begin_with_other_values_are_told_once() -> None:
+    model = sharded()
+    if dist.get_rank() >= 2:
+        with torch.no_grad():
+            dict(model.named_parameters())["2.weight"].to_local().mul_(2.0)
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    first = dist.get_rank() % 2
+    with pytest.warns(UserWarning, match=rf"'2.weight' on rank {first + 2} differs from that on rank {first}.*seed"):
+        trained(model, 1)
+    trained(model, 1, first=1)
 
 
 @cases.add
