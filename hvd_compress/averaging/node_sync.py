@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,7 +129,13 @@ class NodeSync:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send(
-        self, kind: str, arrays: Sequence[Array], compression: Compressor | Policy, wait: int, decay: float = 1.0
+        self,
+        kind: str,
+        arrays: Sequence[Array],
+        compression: Compressor | Policy,
+        wait: int,
+        decay: float = 1.0,
+        resting: Collection[str] = (),
     ) -> None:
         """Start to synchronize these values; they may change as soon as this returns.
 
@@ -139,6 +145,7 @@ class NodeSync:
             compression: of changes.
             wait: batches until they are to arrive; 0 if nothing else happens before.
             decay: factor on residuals before a change is added to them.
+            resting: names of tensors that have not changed, on all ranks alike; of these no change is sent.
         """
         group, self._turn = self._turn, (self._turn + 1) % self._group_count
         self._flight = _Flight(kind, group)
@@ -149,7 +156,7 @@ class NodeSync:
         elif kind == VALUES:
             self._share_sync.send_values(arrays, wait)
         else:
-            self._share_sync.send_changes(arrays, self.reference, compression, wait, decay)
+            self._share_sync.send_changes(arrays, self.reference, compression, wait, decay, resting)
 
     def progress(self) -> None:
         """Start what is due; to be called once after each batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,8 @@ class ShareSync:
         self.is_decayed = False
         """Whether residuals have been decayed for a change that could not be taken."""
         self._debt: Array | None = None
+        self._resting: set[str] = set()
+        """The pieces of which nothing is sent with the change that is under way."""
         self._bucket: Bucket | None = None
         self._compression: Compressor | Policy = NoCompression()
         self._spare: dict[str, Array] = {}
@@ -150,16 +152,29 @@ class ShareSync:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def send_changes(
-        self, arrays: Sequence[Array], reference: Array, compression: Compressor | Policy, wait: int, decay: float
+        self,
+        arrays: Sequence[Array],
+        reference: Array,
+        compression: Compressor | Policy,
+        wait: int,
+        decay: float,
+        resting: Collection[str],
     ) -> None:
-        """Start to average the change since the reference, laid end to end; it may arrive `wait` batches later."""
+        """Start to average the change since the reference, laid end to end; it may arrive `wait` batches later.
+
+        Of tensors with names in `resting`, the same on all ranks, nothing is sent, and what is owed of them waits.
+        """
         bucket = self._bucket_of(compression)
+        self._resting = {key for key, piece in self._pieces.items() if piece.name in resting}
         if decay != 1.0 and not self.is_decayed:
             self._decay(bucket, decay)
         if self._restorable:
             accounts = bucket.accounts.items()
             self._before = {k: (_copied(a.residual), _copied(a.owner_residual)) for k, a in accounts}
         for key, piece in self._pieces.items():
+            if key in self._resting:
+                bucket.give(key, None)
+                continue
             x = piece.of(arrays)
             change = self._spare.pop(key, None)
             if change is None:
@@ -180,13 +195,25 @@ class ShareSync:
         # kernels take factors as float32
         is_narrow = self._dtype == np.float32
         for key, change in bucket.finish(keep=finite, scale=1 / self._across.size if is_narrow else 1.0).items():
-            assert change is not None
-            out[self.share.place(self._pieces[key])] = change if is_narrow else change / self._across.size
+            place = self.share.place(self._pieces[key])
+            if change is None:
+                out[place] = 0
+                continue
+            out[place] = change if is_narrow else change / self._across.size
             self._spare[key] = change
         if finite:
-            self._debt = None
+            self._debt = self._debt_of(self._resting)
             self.is_decayed = False
         return finite
+
+    def _debt_of(self, keys: Collection[str]) -> Array | None:
+        """The debt of these pieces alone; None if it is nothing."""
+        if self._debt is None or not keys:
+            return None
+        kept = np.zeros_like(self._debt)
+        for place in (self.share.place(self._pieces[key]) for key in keys):
+            kept[place] = self._debt[place]
+        return kept if kept.any() else None
 
     def take_back(self) -> None:
         """Owe what was owed before the last change, which has arrived and is not taken over; it must be restorable."""
@@ -197,12 +224,13 @@ class ShareSync:
             account.owner_residual = _restored(account.owner_residual, owner_residual)
 
     def _decay(self, bucket: Bucket, decay: float) -> None:
-        """Let what is owed fade, on both hops; once for all attempts at one change."""
-        for account in bucket.accounts.values():
-            account.residual = _decayed(account.residual, decay)
-            account.owner_residual = _decayed(account.owner_residual, decay)
-        if self._debt is not None:
-            self._debt *= self._debt.dtype.type(decay)
+        """Let what is owed, and is sent, fade on both hops; once for all attempts at one change."""
+        for key, account in bucket.accounts.items():
+            if key not in self._resting:
+                account.residual = _decayed(account.residual, decay)
+                account.owner_residual = _decayed(account.owner_residual, decay)
+                if self._debt is not None:
+                    self._debt[self.share.place(self._pieces[key])] *= self._debt.dtype.type(decay)
         self.is_decayed = True
 
     # -- in the place of a share that is not sent ----------------------------------------------------------------------

@@ -5,7 +5,7 @@ In an elastic run it may owe what it has not told ranks that are gone; that goes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,21 @@ class AloneSync:
         self._debt: Array | None = None
         self._debt_before: Array | None = None
         """What was owed before the last change, which may be taken back."""
+        self._resting: list[slice] = []
+        """Where tensors lie that have no part in the change."""
 
     def fit(self) -> Array:
         """Return the reference."""
         return self.reference
 
     def send(
-        self, kind: str, arrays: Sequence[Array], compression: Compressor | Policy, wait: int, decay: float = 1.0
+        self,
+        kind: str,
+        arrays: Sequence[Array],
+        compression: Compressor | Policy,
+        wait: int,
+        decay: float = 1.0,
+        resting: Collection[str] = (),
     ) -> None:
         """Keep the change since the reference, exactly: compression is for what is sent."""
         change = np.empty(self.flat.size, self.flat.dtype)
@@ -52,6 +60,9 @@ class AloneSync:
             change -= self.reference
         if self._debt is not None:
             change += self._debt
+        self._resting = [p.at for share in self.flat.shares for p in share.pieces if p.name in resting]
+        for at in self._resting:
+            change[at] = 0
         self._change = change
 
     def progress(self) -> None:
@@ -63,8 +74,11 @@ class AloneSync:
         assert change is not None
         is_finite = bool(np.isfinite(change).all())
         self._debt_before = self._debt
-        if is_finite:
-            self._debt = None
+        if is_finite and self._debt is not None:
+            kept = np.zeros_like(self._debt)
+            for at in self._resting:
+                kept[at] = self._debt[at]
+            self._debt = kept if kept.any() else None
         parts = [(share, change[share.at]) for share in self.flat.shares]
         return Arrived(CHANGES, parts if is_finite else [], is_finite, None)
 

@@ -116,11 +116,11 @@ class Fragment:
         """Return a number of what the ranks agreed on last, which differs where that does."""
         return "-".join(f"{zlib.crc32(sync.reference):08x}" for sync in self.syncs)
 
-    def send(self, arrays: Sequence[Array]) -> None:
-        """Start to average what these values have moved; they may change as soon as this returns."""
+    def send(self, arrays: Sequence[Array], frozen: Collection[str]) -> None:
+        """Start to average what these values have moved, but for frozen tensors; they may change when this returns."""
         settings = self._settings
         for sync in self.syncs:
-            sync.send(CHANGES, arrays, settings.compression, settings.delay, settings.feedback_decay)
+            sync.send(CHANGES, arrays, settings.compression, settings.delay, settings.feedback_decay, frozen)
 
     def receive(self) -> bool:
         """Wait for the average; returns whether it is finite."""

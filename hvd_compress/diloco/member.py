@@ -135,7 +135,8 @@ class DiLoCoMember:
             self._meeting.begin(f"a step after {self._steps} steps", facts)
             settled = self._settle_frozen(fragment, take)
             arrays = take(fragment.numbers)
-            fragment.send([settled.get(n, x) for n, x in zip(fragment.numbers, arrays, strict=True)])
+            sent = [settled.get(n, x) for n, x in zip(fragment.numbers, arrays, strict=True)]
+            fragment.send(sent, self._frozen)
             self._under_way = turn.sends
             self._sent += 1
         # what average_parameters() has received before its time does not arrive again

@@ -465,6 +465,39 @@ def test_a_frozen_parameter_stays_whatever_the_momentum(delay):
     World().run(NODES["2x1"], program)
 
 
+def owed_of(sync, name):
+    """What a rank owes of the part of a tensor that is in its share."""
+    share, owed = sync.share, sync.owed()
+    return [owed[share.place(piece)].copy() for piece in share.pieces if piece.name == name]
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("layout", ["2x1", "3x1", "2x2"])
+def test_what_is_owed_of_a_frozen_parameter_waits(layout, decay):
+    def program(groups):
+        settings = DiLoCoSettings(2, compression=OneBit(), feedback_decay=decay)
+        member, arrays = DiLoCoMember(TENSORS, settings, groups, NumpyOuter), start_of(TENSORS)
+        train(member, TENSORS, arrays, 0, 4)
+        sync = member._fragments[0].syncs[0]._share_sync
+        moving, before = owed_of(sync, "w"), owed_of(sync, "v")
+        for _ in range(4):
+            member.act(member.step(), taken(arrays), frozen=["v"])
+        moved, after = owed_of(sync, "w"), owed_of(sync, "v")
+        train(member, TENSORS, arrays, 8, 10)
+        return before, after, owed_of(sync, "v"), moving, moved
+
+    ranks = World().run(NODES[layout], program)
+    for before, after, unfrozen, moving, moved in ranks:
+        for old, new, sent_again in zip(before, after, unfrozen, strict=True):
+            np.testing.assert_array_equal(new, old)
+            assert not (old.any() and np.array_equal(sent_again, old))
+        for old, new in zip(moving, moved, strict=True):
+            # small pieces are sent as they are
+            assert not (old.any() and np.array_equal(new, old))
+    assert any(old.any() for before, *_ in ranks for old in before)
+    assert any(old.any() for *_, moving, _ in ranks for old in moving)
+
+
 def test_ranks_that_freeze_different_parameters_are_told_so():
     def program(groups):
         member, arrays = DiLoCoMember(TENSORS, DiLoCoSettings(1), groups, NumpyOuter), start_of(TENSORS)
