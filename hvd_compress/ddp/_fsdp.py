@@ -156,10 +156,16 @@ class _Values:
         self._kept = {name: weakref.ref(p) for name, p in kept.items()}
         self._compared: set[str] = set()
 
-    def compare(self, module: str, names: Iterable[str]) -> None:
-        """Warn of a shard that differs between replicas, the first time that its module comes; a collective call."""
+    def compare(self, module: str, names: Iterable[str], steps: int) -> None:
+        """Warn of a shard that differs between replicas, the first time that its module comes; a collective call.
+
+        Raises:
+            MismatchError: a state was loaded on some ranks only; raised on all of them.
+        """
         if module in self._compared:
             return
+        if not self._compared:
+            self._talk.agree({"steps made before": steps})
         self._compared.add(module)
         names = list(names)
         sums = np.array([self._checksum(name) for name in names], np.int64)
@@ -205,7 +211,7 @@ class _Replicas:
         if self.pipeline.failure is not None:
             raise self.pipeline.failure
         # nothing is under way: FSDP waits for each module before the next one
-        self._values.compare(module, shapes)
+        self._values.compare(module, shapes, self._ledger.steps)
         step = Step(counts=not self._came or module in self._came)
         self._came = {module} if step.counts else self._came | {module}
         side = self._sides.of(reduced.device)

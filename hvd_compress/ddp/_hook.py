@@ -127,6 +127,7 @@ class CommHook(BoundHook):
         self.ledger = self._new_ledger(self._plan)
         self._loaded: dict[str, Any] | None = None
         """A state that was loaded since the last step."""
+        self._has_begun = False
         self._step: Step | None = None
         self._jobs: list[Job] = []
         """Those of the step that has begun."""
@@ -175,6 +176,10 @@ class CommHook(BoundHook):
                 "a backward pass begins before the one before it has ended; DDP takes one after another"
             )
         self._refuse_join()
+        if not self._has_begun:
+            # a state that one rank alone has loaded: ranks would begin to compress, and draw numbers, at other steps
+            self._has_begun = True
+            self._talk.agree({"steps made before": self.ledger.steps})
         self._look_back()
         if self._kept_aside.is_wanted:
             self._kept_aside.keep(self.ledger if self._is_settled else None)

@@ -479,6 +479,19 @@ def the_first_steps_are_those_of_ddp() -> None:
     assert ddp.stats(ours)["total"]["steps"] == 5
 
 
+@cases.add
+def a_state_that_one_rank_alone_loads_is_told_to_all() -> None:
+    model = wrapped(Branches(), OneBit())
+    for _ in range(2):
+        model(torch.ones(4, 64), "left right").square().mean().backward()
+        use(model)
+    again = wrapped(Branches(), OneBit(), start_step=2)
+    if dist.get_rank() == 0:
+        ddp.load_state_dict(again, ddp.state_dict(model))
+    loss = again(torch.ones(4, 64), "left right").square().mean()
+    raises(MismatchError, loss.backward, "steps made before")
+
+
 @cases.each({"none": (NoCompression(), torch.float32), "fp16": (FP16(), torch.float16)})
 def what_goes_uncompressed_goes_as_ddp_sends_it(setting: tuple[Any, torch.dtype]) -> None:
     compression, kind = setting

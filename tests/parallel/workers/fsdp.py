@@ -86,6 +86,18 @@ def replicas_that_begin_with_other_values_are_told_once() -> None:
 
 
 @cases.add
+def a_state_that_one_replica_alone_loads_is_told_to_all() -> None:
+    model = sharded()
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    trained(model, 2)
+    state, model = ddp.state_dict(model), sharded()
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    if dist.get_rank() < 2:
+        ddp.load_state_dict(model, state)
+    raises(MismatchError, lambda: trained(model, 1), "steps made before")
+
+
+@cases.add
 def uncompressed_it_is_what_fsdp_does() -> None:
     model, native = sharded(), sharded(mesh())
     ddp.fsdp_all_reduce_hook(model, mesh()["replicate"].get_group(), NoCompression())
