@@ -95,6 +95,8 @@ class Loopback:
         self._adagrad = adagrad
         self._scale = 1.0 / ranks if op == "average" else 1.0
         self._accounts: dict[str, list[Account]] = {}
+        self._kinds: dict[str, Compressor] = {}
+        """What tensors are sent as, which their type may decide."""
         self._buckets: dict[tuple[str, ...], list[Bucket]] = {}
 
     def allreduce(self, arrays: Sequence[npt.ArrayLike], name: str = "tensor") -> list[Array]:
@@ -126,10 +128,24 @@ class Loopback:
         """
         grads = [{name: np.asarray(array) for name, array in of_rank.items()} for of_rank in arrays]
         self._check(grads)
+        flat = [{name: as_flat_floats(grad) for name, grad in of_rank.items()} for of_rank in grads]
         buckets = self._buckets_of(grads[0])
-        for bucket, of_rank in zip(buckets, grads, strict=True):
+        try:
+            sums = self._exchanged(buckets, flat)
+        except BaseException:
+            for bucket in buckets:
+                bucket.abandon()
+            raise
+        # every tensor was encoded, so every one has a sum; the buffers are ours, and used again
+        return [
+            {name: np.array(of_rank[name]).reshape(grad.shape) for name, grad in grads[0].items()} for of_rank in sums
+        ]
+
+    def _exchanged(self, buckets: Sequence[Bucket], flat: Sequence[Mapping[str, Array]]) -> list[dict[str, Any]]:
+        """What each rank decodes, in memory of its bucket."""
+        for bucket, of_rank in zip(buckets, flat, strict=True):
             for name, grad in of_rank.items():
-                bucket.give(name, as_flat_floats(grad))
+                bucket.give(name, grad)
         # parcel -> collective -> advance -> collective -> ... -> arrive
         parcels = [bucket.parcel() for bucket in buckets]
         *earlier, last = buckets[0].collectives
@@ -139,11 +155,7 @@ class Loopback:
         received = self._run(last, parcels, buckets[0].root)
 
         finite = [bucket.arrive(bytes_) for bucket, bytes_ in zip(buckets, received, strict=True)]
-        sums = [bucket.finish(keep=all(finite), scale=self._scale) for bucket in buckets]
-        # every tensor was encoded, so every one has a sum; the buffers are ours, and used again
-        return [
-            {name: np.array(of_rank[name]).reshape(grad.shape) for name, grad in grads[0].items()} for of_rank in sums
-        ]
+        return [bucket.finish(keep=all(finite), scale=self._scale) for bucket in buckets]
 
     def residual(self, name: str, rank: int) -> Array:
         """Return a flat copy of a rank's residual of a tensor."""
@@ -188,6 +200,8 @@ class Loopback:
             known = self._accounts.get(name)
             if known and known[0].plan.shape != grad.shape:
                 raise ValueError(f"{name!r} had shape {known[0].plan.shape} before, now {grad.shape}; use another name")
+            if known and (before := self._kinds[name]) != fitted(self.compressor, grad.dtype.name):
+                raise ValueError(f"{name!r} was sent as {before!r} before, which rounds {grad.dtype}; use another name")
 
     def _buckets_of(self, grads: Mapping[str, Array]) -> list[Bucket]:
         names = tuple(grads)
@@ -201,6 +215,7 @@ class Loopback:
                 exchange = self._exchange.with_owners()
             together = {name: (grad.shape, fitted(self.compressor, grad.dtype.name)) for name, grad in grads.items()}
             plans = plan_together(exchange, together, self.ranks)
+            self._kinds.update({name: kind for name, (_, kind) in together.items()})
             for name, plan in plans.items():
                 self._accounts[name] = [
                     account_of(name, plan, self.compressor, rank, self._hosts, accumulator=self._accumulator())

@@ -75,10 +75,18 @@ class Policy:
         object.__setattr__(self, "default", _checked_rule(("*", self.default))[1])
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a rule matches none of these tensors."""
+        """Raise ValueError if a rule matches none of these tensors, or none that a rule before it leaves."""
         known = list(names)
+        matched: list[tuple[str, set[str]]] = []
         for pattern, _ in self.rules:
-            if not any(fnmatchcase(name, pattern) for name in known):
+            matches = {name for name in known if fnmatchcase(name, pattern)}
+            if hides := next((before for before, all_ in matched if matches and matches < all_), None):
+                raise ValueError(
+                    f"Policy: the pattern {pattern!r} never applies, since {hides!r} stands before it and matches the "
+                    "same tensors, and others: the first rule that matches counts. Put the special rule first"
+                )
+            matched.append((pattern, matches))
+            if not matches:
                 near = get_close_matches(pattern, known, 3)
                 some = ", ".join(map(repr, near or known[:3])) or "none"
                 raise ValueError(

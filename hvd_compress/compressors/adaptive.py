@@ -19,6 +19,7 @@ from hvd_compress.kernels import signs as kernels
 __all__ = ["Adaptive"]
 
 _LONGEST_ROW = 32768  # what 15 bits of index reach
+_LONGEST_GROUP = 2**31 - 1  # what 31 bits do
 _EVERY = 2**40  # elements, more than any tensor has
 _SHORT, _LONG = np.dtype(np.uint16), np.dtype(np.uint32)
 
@@ -70,7 +71,13 @@ class Adaptive(TableCompressor):
         check_choice(self, "coding", self.coding, (None, "golomb"))
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
-        return group_numel(shape, self.group, _LONGEST_ROW)
+        group = group_numel(shape, self.group, _LONGEST_ROW)
+        if group > _LONGEST_GROUP:
+            raise ValueError(
+                f"{self!r} of a tensor of shape {shape}: a group of {group} elements; groups have at most "
+                f'{_LONGEST_GROUP}. Use group="row"'
+            )
+        return group
 
     def _most_entries(self, numel: int, group: int) -> int:
         def of_group(size: int) -> int:
@@ -81,7 +88,7 @@ class Adaptive(TableCompressor):
         return whole * of_group(group) + of_group(rest) * (rest > 0)
 
     def keeping(self, share: float) -> Adaptive:
-        return replace(self, pi=min(self.pi, round(1 / share)))
+        return replace(self, pi=min(self.pi, max(2, int(1 / share))))
 
     def kept_share(self, numel: int) -> float:
         return 2 / self.pi

@@ -309,8 +309,8 @@ class Compressor(ABC):
 
         Raises:
             TypeError: an array is of another dtype than stated above.
-            ValueError: an array is not flat, not contiguous, or of another size; or a residual is given to a compressor
-                that keeps none.
+            ValueError: an array is not flat, not contiguous, or of another size; or a residual is read-only, or is
+                given to a compressor that keeps none.
             ContractError: the class does not do what `Compressor` asks of it.
         """
         self._check_arrays(gradient, residual)
@@ -322,6 +322,7 @@ class Compressor(ABC):
         _check_flat("gradient", gradient, gradient)
         if residual is not None:
             _check_flat("residual", residual, gradient)
+            _check_writeable("residual", residual)
             if not self.feedback:
                 raise self._keeps_none()
 
@@ -472,7 +473,7 @@ class Compressor(ABC):
         Raises:
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
             TypeError: `out` is neither float32 nor float64.
-            ValueError: `out` is not flat, or not contiguous.
+            ValueError: `out` is not flat, not contiguous, or read-only.
         """
         return self.decode_opened(*wire.open_payload(payload), out, scale, add)
 
@@ -485,6 +486,7 @@ class Compressor(ABC):
         if header.numel != out.size:
             raise WireError(f"payload of {header.numel} elements, expected {out.size}")
         _check_flat("out", out, out)
+        _check_writeable("out", out)
         if header.nonfinite:
             body.finish()
             out[...] = np.nan
@@ -651,6 +653,9 @@ class TableCompressor(Compressor):
         return int(rows[0, table.USED])
 
     def _decode(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> None:
+        if not body.whole.size:
+            # NumPy gives what is empty the address of the memory that it is cut from
+            raise WireError(f"payload of {self.id}: {header.numel} elements, and no body")
         at = table.address_of(body.whole) - header.body_at
         rows = tables.row(table.address_of(out), out.size, header.group, tables.bytes_at(at, header.nbytes))
         is_coded = header.codec == self.coded_codec
@@ -748,7 +753,14 @@ def _checked_residual(residual: Array | None, flat: Array) -> Array | None:
             f"residual of shape {residual.shape} for a gradient of {flat.size} elements: it needs as many elements, "
             "contiguous"
         )
+    _check_writeable("residual", residual)
     return residual.reshape(-1)
+
+
+def _check_writeable(name: str, array: Array) -> None:
+    """Refuse memory that NumPy would not write to: kernels write by address."""
+    if not array.flags.writeable:
+        raise ValueError(f"{name} is read-only, and is to be written to: give a copy of it")
 
 
 def _check_flat(name: str, array: Array, like: Array) -> None:

@@ -86,7 +86,7 @@ class Blockwise(TableCompressor):
         return _kernels(self)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _device_kernels(self.bits, self.hadamard, group)
+        return _device_kernels(self.codec, self.bits, self.hadamard, group)
 
 
 @cache
@@ -96,9 +96,9 @@ def _kernels(compressor: Blockwise) -> Kernels:
 
 
 @cache
-def _device_kernels(bits: int, hadamard: bool, block: int) -> DeviceKernels:
+def _device_kernels(codec: int, bits: int, hadamard: bool, block: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import blockwise, qsgd
 
-    encode = partial(blockwise.encode, codec=Blockwise.codec, bits=bits, hadamard=hadamard, block=block)
+    encode = partial(blockwise.encode, codec=codec, bits=bits, hadamard=hadamard, block=block)
     verify = partial(qsgd.verify, bits=bits, bucket=block)
     return DeviceKernels(encode, verify, partial(blockwise.decode, bits=bits, block=block))

@@ -96,30 +96,30 @@ class ChunkedTopK(TableCompressor):
         return f"payload of values of {header.parameter} bits in chunks of {header.group} elements"
 
     def kernels(self, group: int) -> Kernels:
-        return _kernels(self.value_bits, self.ratio)
+        return _kernels(self)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
         if self.coding is not None:
             return None
-        return _device_kernels(self.value_bits, group, top_count(group, self.ratio))
+        return _device_kernels(self.codec, self.value_bits, group, top_count(group, self.ratio))
 
 
 @cache
-def _kernels(value_bits: int, ratio: float) -> Kernels:
+def _kernels(compressor: ChunkedTopK) -> Kernels:
     return Kernels(
-        partial(kernels.encode_rows, ChunkedTopK.codec, value_bits, ratio),
+        partial(kernels.encode_rows, compressor.codec, compressor.value_bits, compressor.ratio),
         kernels.decode_rows,
-        partial(coded.shorten_chunked_rows, ChunkedTopK.coded_codec),
+        partial(coded.shorten_chunked_rows, compressor.coded_codec),
         coded.decode_chunked_rows,
     )
 
 
 @cache
-def _device_kernels(bits: int, chunk: int, most: int) -> DeviceKernels:
+def _device_kernels(codec: int, bits: int, chunk: int, most: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import chunked
 
     return DeviceKernels(
-        partial(chunked.encode, codec=ChunkedTopK.codec, bits=bits, chunk=chunk, most=most),
+        partial(chunked.encode, codec=codec, bits=bits, chunk=chunk, most=most),
         partial(chunked.verify, bits=bits, chunk=chunk, most=most),
         partial(chunked.decode, bits=bits, chunk=chunk, most=most),
     )

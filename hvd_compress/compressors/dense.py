@@ -35,10 +35,10 @@ class NoCompression(TableCompressor):
         return 8 * numel
 
     def kernels(self, group: int) -> Kernels:
-        return _RAW
+        return _raw(self.codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _raw_on_device()
+        return _raw_on_device(self.codec)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor as it is, as Horovod's `Compression.none` does."""
@@ -82,10 +82,10 @@ class BF16(TableCompressor):
         return 2 * numel
 
     def kernels(self, group: int) -> Kernels:
-        return _BF16
+        return _bf16(self.codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _bf16_on_device()
+        return _bf16_on_device(self.codec)
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class FP16(TableCompressor):
         return 2 * numel
 
     def kernels(self, group: int) -> Kernels:
-        return _FP16
+        return _fp16(self.codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _fp16_on_device()
+        return _fp16_on_device(self.codec)
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return the tensor as float16, and the type to return to."""
@@ -131,29 +131,39 @@ class FP16(TableCompressor):
         return tensor.to(ctx) if framework.__name__ == "torch" else framework.cast(tensor, ctx)
 
 
-_RAW = Kernels(partial(cast.encode_raw_rows, NoCompression.codec, 0, False), partial(cast.decode_raw_rows, 0))
-_BF16 = Kernels(partial(cast.encode_bf16_rows, BF16.codec), cast.decode_bf16_rows)
-_FP16 = Kernels(partial(cast.encode_fp16_rows, FP16.codec, False), cast.decode_fp16_rows)
+@cache
+def _raw(codec: int) -> Kernels:
+    return Kernels(partial(cast.encode_raw_rows, codec, 0, False), partial(cast.decode_raw_rows, 0))
 
 
 @cache
-def _raw_on_device() -> DeviceKernels:
+def _bf16(codec: int) -> Kernels:
+    return Kernels(partial(cast.encode_bf16_rows, codec), cast.decode_bf16_rows)
+
+
+@cache
+def _fp16(codec: int) -> Kernels:
+    return Kernels(partial(cast.encode_fp16_rows, codec, False), cast.decode_fp16_rows)
+
+
+@cache
+def _raw_on_device(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import cast
 
-    encode = partial(cast.encode_raw, codec=NoCompression.codec, is_checked=False)
+    encode = partial(cast.encode_raw, codec=codec, is_checked=False)
     return DeviceKernels(encode, partial(cast.verify_raw, may_be_wide=True), cast.decode_raw)
 
 
 @cache
-def _bf16_on_device() -> DeviceKernels:
+def _bf16_on_device(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import cast
 
-    return DeviceKernels(partial(cast.encode_bfloat16, codec=BF16.codec), cast.verify_halves, cast.decode_bfloat16)
+    return DeviceKernels(partial(cast.encode_bfloat16, codec=codec), cast.verify_halves, cast.decode_bfloat16)
 
 
 @cache
-def _fp16_on_device() -> DeviceKernels:
+def _fp16_on_device(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import cast
 
-    encode = partial(cast.encode_float16, codec=FP16.codec, is_checked=False)
+    encode = partial(cast.encode_float16, codec=codec, is_checked=False)
     return DeviceKernels(encode, cast.verify_halves, cast.decode_float16)

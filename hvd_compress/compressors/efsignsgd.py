@@ -60,21 +60,23 @@ class EFSignSGD(TableCompressor):
         return wire.padded(4 * count_groups(numel, group)) + (numel + 7) // 8
 
     def kernels(self, group: int) -> Kernels:
-        return _KERNELS
+        return _kernels(self.codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _device_kernels()
-
-
-_KERNELS = Kernels(partial(kernels.encode_rows, EFSignSGD.codec, 0, 1), partial(kernels.decode_rows, 1))
+        return _device_kernels(self.codec)
 
 
 @cache
-def _device_kernels() -> DeviceKernels:
+def _kernels(codec: int) -> Kernels:
+    return Kernels(partial(kernels.encode_rows, codec, 0, 1), partial(kernels.decode_rows, 1))
+
+
+@cache
+def _device_kernels(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import onebit
 
     return DeviceKernels(
-        partial(onebit.encode, codec=EFSignSGD.codec, per_group=1),
+        partial(onebit.encode, codec=codec, per_group=1),
         partial(onebit.verify, per_group=1),
         partial(onebit.decode, per_group=1),
     )

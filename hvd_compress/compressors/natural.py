@@ -73,17 +73,19 @@ class Natural(TableCompressor):
         return True
 
     def kernels(self, group: int) -> Kernels:
-        return _KERNELS
+        return _kernels(self.codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _device_kernels() if group == _BLOCK else None
-
-
-_KERNELS = Kernels(partial(kernels.encode_rows, Natural.codec), kernels.decode_rows)
+        return _device_kernels(self.codec) if group == _BLOCK else None
 
 
 @cache
-def _device_kernels() -> DeviceKernels:
+def _kernels(codec: int) -> Kernels:
+    return Kernels(partial(kernels.encode_rows, codec), kernels.decode_rows)
+
+
+@cache
+def _device_kernels(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import natural
 
-    return DeviceKernels(partial(natural.encode, codec=Natural.codec), natural.verify, natural.decode)
+    return DeviceKernels(partial(natural.encode, codec=codec), natural.verify, natural.decode)

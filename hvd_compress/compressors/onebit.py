@@ -68,7 +68,7 @@ class OneBit(TableCompressor):
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
         # what is drawn is scattered, and few draw
-        return None if self.sample is not None else _device_kernels()
+        return None if self.sample is not None else _device_kernels(self.codec)
 
 
 @cache
@@ -78,7 +78,7 @@ def _kernels(compressor: OneBit) -> Kernels:
 
 
 @cache
-def _device_kernels() -> DeviceKernels:
+def _device_kernels(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import onebit
 
-    return DeviceKernels(partial(onebit.encode, codec=OneBit.codec), onebit.verify, onebit.decode)
+    return DeviceKernels(partial(onebit.encode, codec=codec), onebit.verify, onebit.decode)

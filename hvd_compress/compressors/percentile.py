@@ -110,26 +110,28 @@ class Percentile(TableCompressor):
         return self._kept(numel)
 
     def kernels(self, group: int) -> Kernels:
-        return _KERNELS
+        return _kernels(self.codec, self.coded_codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
         # coded gaps are for hosts
-        return None if self.coding is not None or group > entries.BLOCK else _device_kernels()
-
-
-_KERNELS = Kernels(
-    partial(kernels.encode_rows, Percentile.codec, _BITMAP, _INDICES),
-    partial(kernels.decode_rows, _BITMAP, _INDICES),
-    partial(coded.shorten_bitmap_rows, Percentile.coded_codec, _INDICES),
-    partial(coded.decode_bitmap_rows, _BITMAP, _INDICES),
-)
+        return None if self.coding is not None or group > entries.BLOCK else _device_kernels(self.codec)
 
 
 @cache
-def _device_kernels() -> DeviceKernels:
+def _kernels(codec: int, coded_codec: int | None) -> Kernels:
+    return Kernels(
+        partial(kernels.encode_rows, codec, _BITMAP, _INDICES),
+        partial(kernels.decode_rows, _BITMAP, _INDICES),
+        partial(coded.shorten_bitmap_rows, coded_codec, _INDICES),
+        partial(coded.decode_bitmap_rows, _BITMAP, _INDICES),
+    )
+
+
+@cache
+def _device_kernels(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import bitmap
 
-    return DeviceKernels(partial(bitmap.encode, codec=Percentile.codec), bitmap.verify, bitmap.decode)
+    return DeviceKernels(partial(bitmap.encode, codec=codec), bitmap.verify, bitmap.decode)
 
 
 @cache

@@ -77,7 +77,7 @@ class RandomK(Compressor):
         return top_count(numel, self.ratio)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _device_kernels() if group == 1 else None
+        return _device_kernels(self.codec) if group == 1 else None
 
     def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         if not add_gradient(x, gradient):
@@ -105,10 +105,10 @@ class RandomK(Compressor):
 
 
 @cache
-def _device_kernels() -> DeviceKernels:
+def _device_kernels(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import randomk
 
-    return DeviceKernels(partial(randomk.encode, codec=RandomK.codec), randomk.verify, randomk.decode)
+    return DeviceKernels(partial(randomk.encode, codec=codec), randomk.verify, randomk.decode)
 
 
 def _sizes(numel: int, entries: int) -> int:

@@ -88,7 +88,7 @@ class TernGrad(TableCompressor):
         return _kernels(self)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
-        return _device_kernels(self.clip)
+        return _device_kernels(self.codec, self.clip)
 
 
 @cache
@@ -97,10 +97,10 @@ def _kernels(compressor: TernGrad) -> Kernels:
 
 
 @cache
-def _device_kernels(clip: float | None) -> DeviceKernels:
+def _device_kernels(codec: int, clip: float | None) -> DeviceKernels:
     from hvd_compress.kernels.cuda import terngrad
 
-    encode = partial(terngrad.encode, codec=TernGrad.codec, clip=clip or 0.0)
+    encode = partial(terngrad.encode, codec=codec, clip=clip or 0.0)
     return DeviceKernels(encode, terngrad.verify, terngrad.decode)
 
 

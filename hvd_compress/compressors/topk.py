@@ -122,11 +122,11 @@ class TopK(TableCompressor):
         return self._kept(numel)
 
     def kernels(self, group: int) -> Kernels:
-        return _KERNELS
+        return _kernels(self.codec, self.coded_codec)
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
         # coded gaps are for hosts
-        return None if self.coding is not None or group > entries.BLOCK else _device_kernels()
+        return None if self.coding is not None or group > entries.BLOCK else _device_kernels(self.codec)
 
 
 def _of_chunks(
@@ -145,16 +145,18 @@ def _of_chunks(
     return ChunkedTopK(ratio, chunk, 2 if value_bits is None else value_bits, error_feedback, coding)
 
 
-_KERNELS = Kernels(
-    partial(kernels.encode_rows, TopK.codec),
-    kernels.decode_rows,
-    partial(coded.shorten_topk_rows, TopK.coded_codec),
-    coded.decode_topk_rows,
-)
+@cache
+def _kernels(codec: int, coded_codec: int | None) -> Kernels:
+    return Kernels(
+        partial(kernels.encode_rows, codec),
+        kernels.decode_rows,
+        partial(coded.shorten_topk_rows, coded_codec),
+        coded.decode_topk_rows,
+    )
 
 
 @cache
-def _device_kernels() -> DeviceKernels:
+def _device_kernels(codec: int) -> DeviceKernels:
     from hvd_compress.kernels.cuda import topk
 
-    return DeviceKernels(partial(topk.encode, codec=TopK.codec), topk.verify, topk.decode)
+    return DeviceKernels(partial(topk.encode, codec=codec), topk.verify, topk.decode)

@@ -133,7 +133,8 @@ def seal(rows, i, like, codec, parameter, entries, body_bytes, is_finite):
     words[1] = np.uint64(rows[i, NUMEL])
     words[2] = np.uint64(nbytes)
     words[3] = np.uint64(rows[i, GROUP]) | np.uint64(parameter) << np.uint64(32)
-    words[4] = np.uint64(entries)
+    # readers of what has more elements do not ask for their number
+    words[4] = np.uint64(entries) & _LOW
     words[4] |= np.uint64(checksum(words, CHECKSUM_WORD)) << np.uint64(32)
     rows[i, USED] = nbytes
 
@@ -164,7 +165,8 @@ def reseal(rows, i, codec, parameter, entries, body_bytes):
     words[0] = words[0] & ~(_BYTE << np.uint64(40)) | np.uint64(codec) << np.uint64(40)
     words[2] = np.uint64(nbytes)
     words[3] = words[3] & _LOW | np.uint64(parameter) << np.uint64(32)
-    words[4] = np.uint64(entries)
+    # readers of what has more elements do not ask for their number
+    words[4] = np.uint64(entries) & _LOW
     words[4] |= np.uint64(checksum(words, CHECKSUM_WORD)) << np.uint64(32)
     rows[i, USED] = nbytes
 

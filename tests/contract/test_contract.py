@@ -347,6 +347,21 @@ def test_unfit_residuals_are_refused(row):
         row.compressor.encode(x, np.zeros(500, np.float64))
 
 
+@every_row
+def test_memory_that_is_read_only_is_not_written_to(row):
+    x, kept = make("normal", (500,), "float32"), bytes(2000)
+    payload, read_only = row.compressor.encode(x, key=KEY), np.frombuffer(kept, np.float32)
+    with pytest.raises(ValueError, match="out is read-only"):
+        row.compressor.decode_into(payload, read_only)
+    if row.compressor.feedback:
+        with pytest.raises(ValueError, match="residual is read-only"):
+            row.compressor.encode(x, read_only)
+        group, into = row.compressor.group_numel((500,)), np.zeros(10000, np.uint8)
+        with pytest.raises(ValueError, match="residual is read-only"):
+            row.compressor.encode_into(x, read_only, into, group, KEY)
+    assert kept == bytes(2000)
+
+
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.compressor.feedback], ids=lambda row: row.id)
 def test_without_error_feedback_a_residual_is_refused(row):
     residual = np.full(8, 0.25, np.float32)

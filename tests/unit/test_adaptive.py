@@ -101,3 +101,16 @@ def test_groups_whose_squares_overflow(scale):
     x = (np.random.default_rng(0).standard_normal((50, 700)) * scale).astype(np.float32)
     y = Adaptive(pi=32).decode(Adaptive(pi=32).encode(x))
     np.testing.assert_allclose(y, oracle(x, 700, 32), rtol=2e-7)
+
+
+def test_a_warm_up_sends_at_least_what_it_is_asked_for():
+    for share in (1.0, 0.9, 0.5, 0.34, 0.22, 0.25, 0.0625, 1e-6):
+        assert Adaptive(pi=64).keeping(share).kept_share(1000) >= min(share, 2 / 64)
+    assert Adaptive(pi=64).keeping(0.25).pi == 4
+    assert Adaptive(pi=64).keeping(0.001) == Adaptive(pi=64)
+
+
+def test_a_group_that_indices_cannot_reach_is_refused():
+    assert Adaptive(group="tensor").group_numel((2**31 - 1,)) == 2**31 - 1
+    with pytest.raises(ValueError, match=r"a group of 2147483648 elements; .* Use group=\"row\""):
+        Adaptive(group="tensor").group_numel((2**16, 2**15))

@@ -508,3 +508,26 @@ def test_adagrad_of_sums_that_no_rank_owns_is_refused(compressor: Any) -> None:
 
 def test_a_compressor_may_be_named() -> None:
     assert Loopback(2, "onebit").compressor == OneBit()
+
+
+def test_a_call_that_raises_leaves_nothing_behind() -> None:
+    rng = np.random.default_rng(0)
+    # so large that it is encoded when it is given
+    large, small = rng.standard_normal(2**18).astype(np.float32), rng.standard_normal(700).astype(np.float32)
+    ranks, others = (Loopback(2, OneBit(), exchange="two_phase") for _ in range(2))
+    for wrong in ({"a": large, "b": np.arange(700)}, {"a": large, "b": np.array(["x"] * 700)}):
+        with pytest.raises(TypeError, match="cannot encode"):
+            ranks.grouped_allreduce([wrong] * 2)
+    for _ in range(2):
+        results = [each.grouped_allreduce([{"a": large, "b": small}] * 2)[0] for each in (ranks, others)]
+        for name in ("a", "b"):
+            np.testing.assert_array_equal(results[0][name], results[1][name])
+            np.testing.assert_array_equal(ranks.residual(name, 0), others.residual(name, 0))
+
+
+def test_a_name_keeps_the_precision_that_it_is_sent_in() -> None:
+    ranks = Loopback(2, NoCompression(), exchange="parameter_server")
+    ranks.allreduce([np.ones(5, np.float32)] * 2, "w")
+    with pytest.raises(ValueError, match=r"'w' was sent as .* before, which rounds float64; use another name"):
+        ranks.allreduce([np.full(5, 1 / 3)] * 2, "w")
+    np.testing.assert_array_equal(ranks.allreduce([np.full(5, 1 / 3)] * 2, "x")[0], np.full(5, 1 / 3))

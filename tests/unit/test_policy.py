@@ -304,3 +304,13 @@ def test_what_auto_chose_is_for_exact_names() -> None:
     assert chosen.for_tensor("a*") == OneBit()
     assert chosen.for_tensor("ab") == NoCompression()
     assert chosen.get_config()["compressors"]["a*"] == OneBit().get_config()
+
+
+def test_a_rule_that_stands_behind_a_more_general_one_is_told() -> None:
+    names = ["body.weight", "body.bias", "head.weight", "head.bias"]
+    with pytest.raises(ValueError, match=r"'head\*' never applies, since '\*' stands before it .* special rule first"):
+        Policy({"*": OneBit(), "head*": NoCompression()}).check_names(names)
+    Policy({"head*": NoCompression(), "*": OneBit()}).check_names(names)
+    # what is left for tensors of other models, or the same in other words
+    Policy({"head*": NoCompression(), "body*": OneBit(), "*": TopK(0.1)}).check_names(names)
+    Policy({"*.weight": NoCompression(), "head.*": OneBit()}).check_names(names)

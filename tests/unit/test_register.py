@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.metadata
 import re
@@ -13,7 +14,32 @@ import numpy as np
 import pytest
 
 import hvd_compress
-from hvd_compress import Auto, Compressor, ConstantThreshold, ParameterServer, Policy, Ring, from_config, register
+from hvd_compress import (
+    BF16,
+    FP16,
+    QSGD,
+    Adaptive,
+    Auto,
+    Blockwise,
+    Compressor,
+    ConstantThreshold,
+    EFSignSGD,
+    Key,
+    Natural,
+    NoCompression,
+    OneBit,
+    ParameterServer,
+    Percentile,
+    Policy,
+    RandomK,
+    Ring,
+    SignSGD,
+    TernGrad,
+    Threshold,
+    TopK,
+    from_config,
+    register,
+)
 from hvd_compress._keras.warmup import tightened
 from hvd_compress.cli.predict import predict
 from hvd_compress.compressors import NOT_FINITE, Body, named, registry
@@ -23,6 +49,7 @@ from hvd_compress.errors import ContractError, WireError
 from hvd_compress.gossip.settings import GossipSettings
 from hvd_compress.loopback import Loopback
 from hvd_compress.testing import check_compressor
+from hvd_compress.wire import open_payload
 from tests.outsider import SignSum
 
 
@@ -326,3 +353,26 @@ def test_event_triggered_averaging_takes_it() -> None:
     settings = GossipSettings(ConstantThreshold(0), Ring(), compression="signsum:2")
     assert settings.compression == SignSum(2)
     assert settings.mixing == "mean_preserving"
+
+
+# classes of this package, of which users derive their own
+DERIVED: list[Compressor] = [
+    OneBit(), Threshold(0.5), Adaptive(pi=4), TopK(0.2), TopK(0.2, coding="golomb"), TopK(0.25, chunk=64), QSGD(bits=4),
+    Percentile(90), Percentile(90, coding="golomb"), EFSignSGD(), SignSGD(), TernGrad(), Natural(), Blockwise(bits=8),
+    RandomK(0.2), NoCompression(), BF16(), FP16(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compressor", DERIVED, ids=repr)
+def test_a_class_that_is_derived_from_one_of_ours_reads_what_it_has_written(compressor: Compressor) -> None:
+    kind = type(compressor)
+    members = {"id": "derived", "codec": 230, "coded_codec": None if kind.coded_codec is None else 231}
+    derived = copy.copy(compressor)
+    # as a class statement does, for compressors that are dataclasses
+    object.__setattr__(derived, "__class__", type("Derived", (kind,), members))
+    x = np.random.default_rng(0).standard_normal(512).astype(np.float32)
+    payload = derived.encode(x, key=Key("w"))
+    assert open_payload(payload)[0].codec in (230, 231)
+    np.testing.assert_array_equal(derived.decode(payload), compressor.decode(compressor.encode(x, key=Key("w"))))
+    with pytest.raises(WireError, match="payload of codec"):
+        compressor.decode(payload)

@@ -595,3 +595,20 @@ def test_sections_hand_out_padded_views_and_no_more_than_there_is():
 def test_open_payload_takes_flat_contiguous_bytes_only(bad):
     with pytest.raises(WireError, match="flat contiguous uint8"):
         wire.open_payload(bad)
+
+
+@every_row
+@pytest.mark.parametrize("shape", [(64,), (8, 8)])
+def test_a_header_without_its_body_is_refused_whatever_stands_before_it(row, shape):
+    at = wire.header_bytes(shape)
+    group = row.compressor.group_numel(shape)
+    buffer = np.zeros(3 * at, np.uint8)
+    payload = buffer[at : 2 * at]
+    wire.seal(
+        payload, codec=row.compressor.codec, shape=shape, group=group, parameter=0, entries=0, float64=False,
+        nonfinite=False,
+    )  # fmt: skip
+    # such bytes before it as kernels would take for a header of a payload that is as long as it has to be
+    words = buffer[:at].view("<u8")
+    words[0], words[1], words[2], words[3] = 1 << 56, 64, 3 * at, group
+    assert_refused(row.compressor, payload, 64)

@@ -67,6 +67,8 @@ class Sender:
         """Those that are handed over in this step, but for those in `waiting`."""
         self._in_flight: dict[_Key, tuple[Any, Any, Any]] = {}
         """Of a tensor or a group that Horovod reduces: handle, context, compression."""
+        self._given: dict[str, torch.Tensor] = {}
+        """The gradients whose own memory Horovod sums in."""
         self._group_counts: Counter[tuple[str, ...]] = Counter()
         """How many gradients of each group have come in this step."""
         self._plain_steps = 0
@@ -193,8 +195,9 @@ class Sender:
                 p.grad = self.known_engine().with_debt(name, p.grad)
         dense = [cast(torch.Tensor, p.grad) for p in params]
         sent, ctxs = zip(*[way.compress(g.to_dense() if g.is_sparse else g) for g in dense], strict=True)
+        held = [self._held(n, g) if s is g else s for n, g, s in zip(group, dense, sent, strict=True)]
         handle = hvd.grouped_allreduce_async_(
-            list(sent), name=group[0] + self.wrapping.label, op=self.wrapping.op, process_set=self.wrapping.process_set
+            held, name=group[0] + self.wrapping.label, op=self.wrapping.op, process_set=self.wrapping.process_set
         )
         self._in_flight[group] = handle, ctxs, way
 
@@ -232,12 +235,19 @@ class Sender:
             self._in_flight[name] = gathered, None, compression
             return
         sent, ctx = compression.compress(gradient.to_dense() if gradient.is_sparse else gradient)
+        if sent is gradient:
+            sent = self._held(name, gradient)
         factor = wrapping.gradient_predivide_factor if wrapping.op == hvd.Average else 1.0
         handle = hvd.allreduce_async_(
             sent, name=name + wrapping.label, op=wrapping.op, prescale_factor=1.0 / factor,
             postscale_factor=factor, process_set=wrapping.process_set,
         )  # fmt: skip
         self._in_flight[name] = handle, ctx, compression
+
+    def _held(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient as Horovod's thread is given it: it stays where it is if the user gives `.grad` other memory."""
+        self._given[name] = gradient
+        return gradient.detach()
 
     def _dense_compression(self, name: str) -> Any:
         """How a tensor goes through Horovod's allreduce; Horovod itself knows one way for all."""
@@ -335,13 +345,18 @@ class Sender:
                 yield cast(str, key), handle()
             elif isinstance(key, tuple):
                 for name, output, its_ctx in zip(key, hvd.synchronize(handle), ctx, strict=True):
-                    yield name, compression.decompress(output, its_ctx)
+                    yield name, self._where_it_lies(name, compression.decompress(output, its_ctx))
             else:
-                yield key, compression.decompress(hvd.synchronize(handle), ctx)
+                yield key, self._where_it_lies(key, compression.decompress(hvd.synchronize(handle), ctx))
+
+    def _where_it_lies(self, name: str, output: torch.Tensor) -> torch.Tensor:
+        """The gradient itself, if the sum was written over it and it has not moved; else the sum."""
+        given = self._given.get(name)
+        return output if given is None or given.data_ptr() != output.data_ptr() else given
 
     def forget(self) -> None:
         """Forget what was handed over in a step that has ended."""
-        self._sent, self._in_flight = set(), {}
+        self._sent, self._in_flight, self._given = set(), {}, {}
         self._sparse_now.clear()
         self._group_counts.clear()
 

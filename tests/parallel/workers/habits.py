@@ -498,6 +498,21 @@ def a_gradient_that_has_moved_gets_its_result_where_it_lies(compression: Any) ->
     check_equal_on_all_ranks(model)
 
 
+@cases.add
+def a_gradient_that_moves_while_horovod_sums_it_is_the_sum() -> None:
+    # so large that a sum takes longer than moving it
+    large, other = torch.nn.Parameter(torch.zeros(2**21)), torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([large, other], lr=0.0), [("large", large), ("other", other)])
+    for step in range(6):
+        optimizer.zero_grad()
+        # the gradient of `other` is missing until step()
+        (large * (step + horovod.rank())).sum().backward()
+        large.grad.data = large.grad.data.clone()
+        optimizer.step()
+        mean = step + (horovod.size() - 1) / 2
+        assert large.grad.eq(mean).all(), (step, mean, large.grad.unique())
+
+
 @cases.each({"alone": 0, "together": 2**25})
 def what_a_step_that_is_given_up_was_to_send_is_dropped_or_stays_owed(bucket_bytes: int) -> None:
     for is_cleared in (False, True):
