@@ -37,7 +37,6 @@ _TORCH = {
     "training": "test_training",
     "values": "test_values",
 }
-_OVER_GLOO_TOO = ("functions", "training", "values")
 _TENSORFLOW = {
     "ranks_tensorflow": "test_ranks",
     "tensorflow_adagrad": "test_adagrad",
@@ -64,15 +63,15 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
     ),
     (2, "gloo"): (
         {"ranks": "test_ranks", "async_gloo": "test_async_server", "frameworks": "test_frameworks"},
-        {topic: _TORCH[topic] for topic in _OVER_GLOO_TOO},
-        {topic: file for topic, file in _TORCH.items() if topic not in ("ranks", *_OVER_GLOO_TOO)},
+        {topic: file for topic, file in _TORCH.items() if topic != "ranks"},
         {**_TENSORFLOW, "tensorflow_eventgrad": "test_eventgrad"},
     ),
+    (2, "horovodrun-mpi"): ({**_TENSORFLOW, "choosing_tensorflow": "test_choosing"},),
     (2, "torchrun"): ({"ddp": "test_ddp", "ddp_diloco": "test_ddp"},),
     (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (
         {**_TORCH, "choosing": "test_choosing", "momentum": "test_momentum"},
-        {**_TENSORFLOW, "choosing_tensorflow": "test_choosing", "tensorflow_process_sets": "test_tensorflow"},
+        {**_TENSORFLOW, "choosing_tensorflow": "test_choosing"},
     ),
 }
 WITNESSES_STARTS = {(2, "mpi"), (2, "gloo"), (3, "gloo"), (2, "torchrun")}
@@ -104,8 +103,8 @@ def exhaustive(*values: Any) -> Any:
 STARTS = [(2, "mpi"), thorough(4, "mpi"), exhaustive(2, "gloo")]
 """Of most topics. While a rank of Horovod waits for another one, Gloo's thread asks for bytes that it has no place for
 yet, again and again: the same cases took 60 seconds over MPI and 200 over Gloo, 120 of them in system calls."""
-STARTS_OVER_GLOO_TOO = [(2, "mpi"), thorough(4, "mpi"), thorough(2, "gloo")]
-"""Of the topics that show what a launcher could change: all that is sent, and every kind of step."""
+STARTS_OF_TENSORFLOW = [(2, "mpi"), thorough(2, "horovodrun-mpi"), exhaustive(4, "mpi"), exhaustive(2, "gloo")]
+"""The second one leaves no cases out. Among four ranks each traces every graph, on two cores."""
 
 
 def _mpirun(ranks: int) -> list[str]:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import is_left_out, launched, thorough
+from tests.parallel.launch import exhaustive, is_left_out, launched, thorough
 
 choosing_tensorflow = of_tensorflow("choosing_tensorflow")
 
@@ -25,6 +25,6 @@ def test_torch(ranks: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", choosing_tensorflow.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(2, "horovodrun-mpi"), exhaustive(4, "mpi")])
 def test_tensorflow(ranks: int, launcher: str, case: str) -> None:
     launched("choosing_tensorflow", ranks, launcher).check(case)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launch import BIN, LAUNCHERS, ROOT, launched, run, thorough
+from tests.parallel.launch import BIN, LAUNCHERS, ROOT, exhaustive, launched, run, thorough
 from tests.parallel.workers import ddp, ddp_diloco, fsdp
 
 STARTS = [(2, "torchrun"), thorough(4, "torchrun")]
@@ -39,7 +39,7 @@ def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     ("kind", "told"),
     [
         ("dies", "LostRankError"),
-        thorough("raises_in_its_loss", "LostRankError"),
+        exhaustive("raises_in_its_loss", "LostRankError"),
         thorough("does_not_answer", "LostRankError"),
         thorough("gets_damaged_bytes", "LostRankError"),
     ],

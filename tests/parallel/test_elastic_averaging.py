@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.elastic_run import elastic_run
-from tests.parallel.launch import thorough
+from tests.parallel.launch import exhaustive, thorough
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
 
@@ -153,7 +153,7 @@ def check_daso(processes: list[list[Line]]) -> None:
     ("setting", "check"),
     [
         thorough("diloco", check_diloco),
-        thorough("eventgrad", check_eventgrad),
+        exhaustive("eventgrad", check_eventgrad),
         thorough("daso", check_daso),
     ],
 )
