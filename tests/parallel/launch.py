@@ -37,6 +37,10 @@ _TORCH = {
     "training": "test_training",
     "values": "test_values",
 }
+_OF_TWO = {
+    **{topic: _TORCH[topic] for topic in ("resuming", "habits", "functions", "interface")},
+    "choosing": "test_choosing",
+}
 _TENSORFLOW = {
     "ranks_tensorflow": "test_ranks",
     "tensorflow_adagrad": "test_adagrad",
@@ -66,11 +70,12 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
         {topic: file for topic, file in _TORCH.items() if topic != "ranks"},
         {**_TENSORFLOW, "tensorflow_eventgrad": "test_eventgrad"},
     ),
-    (2, "horovodrun-mpi"): ({**_TENSORFLOW, "choosing_tensorflow": "test_choosing"},),
+    (2, "horovodrun-mpi"): (_OF_TWO, {**_TENSORFLOW, "choosing_tensorflow": "test_choosing"}),
     (2, "torchrun"): ({"ddp": "test_ddp", "ddp_diloco": "test_ddp"},),
     (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (
-        {**_TORCH, "choosing": "test_choosing", "momentum": "test_momentum"},
+        {**{topic: file for topic, file in _TORCH.items() if topic not in _OF_TWO}, "momentum": "test_momentum"},
+        _OF_TWO,
         {**_TENSORFLOW, "choosing_tensorflow": "test_choosing"},
     ),
 }
@@ -103,8 +108,8 @@ def exhaustive(*values: Any) -> Any:
 STARTS = [(2, "mpi"), thorough(4, "mpi"), exhaustive(2, "gloo")]
 """Of most topics. While a rank of Horovod waits for another one, Gloo's thread asks for bytes that it has no place for
 yet, again and again: the same cases took 60 seconds over MPI and 200 over Gloo, 120 of them in system calls."""
-STARTS_OF_TENSORFLOW = [(2, "mpi"), thorough(2, "horovodrun-mpi"), exhaustive(4, "mpi"), exhaustive(2, "gloo")]
-"""The second one leaves no cases out. Among four ranks each traces every graph, on two cores."""
+STARTS_OF_TWO = [(2, "mpi"), thorough(2, "horovodrun-mpi"), exhaustive(4, "mpi"), exhaustive(2, "gloo")]
+"""Of topics to which more ranks add little, and take long on two cores. The second one leaves no cases out."""
 
 
 def _mpirun(ranks: int) -> list[str]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import STARTS, STARTS_OF_TENSORFLOW, launched
+from tests.parallel.launch import STARTS, STARTS_OF_TWO, launched
 from tests.parallel.workers import adagrad
 
 tensorflow_adagrad = of_tensorflow("tensorflow_adagrad")
@@ -18,7 +18,7 @@ def test_adagrad(case: str, ranks: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", tensorflow_adagrad.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), STARTS_OF_TENSORFLOW)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS_OF_TWO)
 def test_adagrad_of_a_tape(case: str, ranks: int, launcher: str) -> None:
     launched("tensorflow_adagrad", ranks, launcher).check(case)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parallel.launch import Outcome, exhaustive, launched, run, thorough
 
-STARTS = [thorough(2), 4, exhaustive(8)]
+STARTS = [exhaustive(2), 4, exhaustive(8)]
 # modules of workers that start MPI are not imported here: `mpirun` refuses to start below a process that has
 NUMPY_CASES = 16
 TORCH_CASES = 19

@@ -9,7 +9,7 @@ from tests.parallel.launch import exhaustive, is_left_out, launched, thorough
 
 choosing_tensorflow = of_tensorflow("choosing_tensorflow")
 
-STARTS = [(2, "mpi"), thorough(4, "mpi")]
+STARTS = [(2, "mpi"), thorough(2, "horovodrun-mpi"), exhaustive(4, "mpi")]
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="this environment has no torch (`make test-keras2`)")
@@ -25,6 +25,6 @@ def test_torch(ranks: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", choosing_tensorflow.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(2, "horovodrun-mpi"), exhaustive(4, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS)
 def test_tensorflow(ranks: int, launcher: str, case: str) -> None:
     launched("choosing_tensorflow", ranks, launcher).check(case)

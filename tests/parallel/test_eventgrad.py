@@ -6,7 +6,7 @@ from tests.parallel.launch import exhaustive, launched, thorough
 from tests.parallel.workers import eventgrad, one_sided
 
 STARTS = [thorough(1, "gloo"), (2, "gloo"), thorough(4, "mpi")]
-STARTS_ONE_SIDED = [thorough(1, "mpi"), (2, "horovodrun-mpi"), thorough(4, "mpi")]
+STARTS_ONE_SIDED = [exhaustive(1, "mpi"), (2, "horovodrun-mpi"), thorough(4, "mpi")]
 
 
 @pytest.mark.parametrize("case", eventgrad.cases)

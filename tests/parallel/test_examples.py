@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.launch import BIN, LAUNCHERS, thorough
+from tests.parallel.launch import BIN, LAUNCHERS, exhaustive, thorough
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--limit-train", "1280", "--width", "256", "--batch-size", "16", "--epochs", "3"]
@@ -40,12 +40,12 @@ OPTIONS = {
     [
         ("pytorch_mnist.py", {}),
         thorough("eventgrad_mnist.py", {}),
-        thorough("daso_mnist.py", {}),
+        exhaustive("daso_mnist.py", {}),
         thorough("diloco_mnist.py", {}),
         thorough("async_mnist.py", {}),
         thorough("tensorflow2_mnist.py", {}),
         thorough("keras_mnist.py", {"KERAS_BACKEND": "tensorflow"}),
-        thorough("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
+        exhaustive("keras_mnist.py", {"KERAS_BACKEND": "torch"}),
     ],
 )
 def test_an_example_learns(monkeypatch: pytest.MonkeyPatch, script: str, environment: dict[str, str]) -> None:

@@ -26,9 +26,8 @@ def test_torch(hosts: str, launcher: str) -> None:
         outcome.check(name)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", hierarchical_tensorflow.cases)
-@pytest.mark.parametrize(("hosts", "launcher"), [("aabb", "mpi"), ("", "mpi")])
+@pytest.mark.parametrize(("hosts", "launcher"), [thorough("aabb", "mpi"), exhaustive("", "mpi")])
 def test_tensorflow(hosts: str, launcher: str, case: str) -> None:
     outcome = launched("hierarchical_tensorflow", 4, launcher, HVD_COMPRESS_HOSTS=hosts)
     outcome.check(case)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import STARTS_OF_TENSORFLOW, exhaustive, launched, thorough
+from tests.parallel.launch import STARTS_OF_TWO, exhaustive, launched, thorough
 
 parameter_server_tensorflow = of_tensorflow("parameter_server_tensorflow")
 
@@ -27,7 +27,7 @@ def test_torch(ranks: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", parameter_server_tensorflow.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), [*STARTS_OF_TENSORFLOW, exhaustive(3, "mpi")])
+@pytest.mark.parametrize(("ranks", "launcher"), [*STARTS_OF_TWO, exhaustive(3, "mpi")])
 def test_tensorflow(ranks: int, launcher: str, case: str) -> None:
     outcome = launched("parameter_server_tensorflow", ranks, launcher)
     outcome.check(case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.cases import of_tensorflow
-from tests.parallel.launch import STARTS_OF_TENSORFLOW, launched, thorough
+from tests.parallel.launch import STARTS_OF_TWO, launched, thorough
 from tests.parallel.workers import ranks
 
 ranks_tensorflow = of_tensorflow("ranks_tensorflow")
@@ -21,7 +21,7 @@ def test_ranks(case: str, size: int, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("case", ranks_tensorflow.cases)
-@pytest.mark.parametrize(("size", "launcher"), STARTS_OF_TENSORFLOW)
+@pytest.mark.parametrize(("size", "launcher"), STARTS_OF_TWO)
 def test_ranks_with_tensorflow(case: str, size: int, launcher: str) -> None:
     launched("ranks_tensorflow", size, launcher).check(case)
 
@@ -31,7 +31,7 @@ def test_every_rank_took_part(size: int, launcher: str) -> None:
     check_all_took_part("ranks", size, launcher)
 
 
-@pytest.mark.parametrize(("size", "launcher"), STARTS_OF_TENSORFLOW)
+@pytest.mark.parametrize(("size", "launcher"), STARTS_OF_TWO)
 def test_every_rank_took_part_with_tensorflow(size: int, launcher: str) -> None:
     check_all_took_part("ranks_tensorflow", size, launcher)
 

@@ -16,7 +16,7 @@ from reproduce.runner import run
 from reproduce.store import Record, Store
 
 import hvd_compress
-from tests.parallel.launch import ROOT, launched
+from tests.parallel.launch import ROOT, exhaustive, launched, thorough
 from tests.parallel.workers.reproduce import cases
 
 
@@ -68,7 +68,7 @@ def test_dryden_starts(tmp_path: Path) -> None:
     assert result["watched"]["step"] == list(range(40))
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_qsgd_starts(tmp_path: Path) -> None:
     result = tiny("qsgd", tmp_path, "MNIST, 4 bits, Elias coded")["result"]
     assert result["replicas_identical"]
@@ -76,8 +76,9 @@ def test_qsgd_starts(tmp_path: Path) -> None:
     assert 0 < result["bytes_sent"][0] < dense / 8
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["adaptive(64), Golomb coded", "Percentile(90), error feedback"])
+@pytest.mark.parametrize(
+    "method", [thorough("adaptive(64), Golomb coded"), exhaustive("Percentile(90), error feedback")]
+)
 def test_methods_start(method: str, tmp_path: Path) -> None:
     result = tiny("methods", tmp_path, f"MNIST, {method}")["result"]
     assert result["replicas_identical"]
@@ -85,7 +86,7 @@ def test_methods_start(method: str, tmp_path: Path) -> None:
     assert 0 < result["bytes_sent"][0] < dense / 7
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_lam_starts(tmp_path: Path) -> None:
     needs("Percentile", "ParameterServer")
     needs_cifar()
@@ -106,8 +107,9 @@ def test_lam_times_all_methods_in_turns(tmp_path: Path) -> None:
     assert {"dense, allreduce", "Percentile(90)", "Percentile(90), error feedback"} <= set(result["rows"])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["adaptive(64)", "DASO", "DiLoCo, adaptive(64)", "D-PSGD"])
+@pytest.mark.parametrize(
+    "method", [thorough("adaptive(64)"), *map(exhaustive, ("DASO", "DiLoCo, adaptive(64)", "D-PSGD"))]
+)
 def test_the_transformer_learns(tmp_path: Path, method: str) -> None:
     result = tiny("gpt", tmp_path, method)["result"]
     assert result["step"] == [4, 8]
@@ -137,7 +139,7 @@ def test_steps_of_the_transformer_are_timed(tmp_path: Path) -> None:
     assert {len(row["seconds"]) for row in rows.values()} == {2}
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 def test_sievert_starts(tmp_path: Path) -> None:
     needs("ParameterServer")
     needs_cifar()

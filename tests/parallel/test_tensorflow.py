@@ -4,17 +4,17 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import STARTS_OF_TENSORFLOW, launched, run
+from tests.parallel.launch import STARTS_OF_TWO, launched, run
 from tests.parallel.workers import tensorflow_process_sets, tensorflow_values
 
 
 @pytest.mark.parametrize("case", tensorflow_values.cases)
-@pytest.mark.parametrize(("ranks", "launcher"), STARTS_OF_TENSORFLOW)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS_OF_TWO)
 def test_values(case: str, ranks: int, launcher: str) -> None:
     launched("tensorflow_values", ranks, launcher).check(case)
 
 
-@pytest.mark.parametrize(("ranks", "launcher"), STARTS_OF_TENSORFLOW)
+@pytest.mark.parametrize(("ranks", "launcher"), STARTS_OF_TWO)
 def test_every_rank_took_part(ranks: int, launcher: str) -> None:
     outcome = launched("tensorflow_values", ranks, launcher)
     outcome.check_ended_well()
