@@ -28,8 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of what interpreted kernels are tested with, keep each value of each parameter, and leave the products to GPUs.
 
-    An interpreted kernel takes seconds where one on a GPU takes microseconds. The first item of a test is one of
-    `make test`, those with a value that none before them has are thorough, and the others are exhaustive.
+    An interpreted kernel takes seconds where one on a GPU takes microseconds. Items with a value of a parameter that
+    none before them has are thorough, as is the first of each test, and the others are exhaustive.
     """
     seen: dict[tuple[Path, str], set[tuple[str, str]]] = {}
     for item in items:
@@ -38,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         values = {(name, repr(value)) for name, value in parameters.items()}
         of = item.path, getattr(item, "originalname", item.name)
-        if of in seen:
-            item.add_marker(pytest.mark.thorough if values - seen[of] else pytest.mark.exhaustive)
+        is_new = of not in seen or values - seen[of]
+        item.add_marker(pytest.mark.thorough if is_new else pytest.mark.exhaustive)
         seen.setdefault(of, set()).update(values)
 
 

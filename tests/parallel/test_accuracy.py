@@ -57,7 +57,7 @@ def test_every_compressor_trains_and_is_made_once(folder: Path) -> None:
     assert same["rows"] == record["rows"]
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("network", ["MLP", "transformer"])
 def test_all_optimizers_train_the_other_networks(folder: Path, network: str) -> None:
     done, record = made(folder, network, "TopK(0.01)")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.launch import exhaustive, launched, thorough
-from tests.thorough import witnessed_by
 
 MAIN = {
     "tensorflow": {"KERAS_BACKEND": "tensorflow"},
@@ -22,7 +21,7 @@ FLAVOURS = SECOND if version("keras").startswith("2.") else MAIN
 # most of a start is the import of a framework and of Keras; Keras 2 runs at four ranks in the second environment
 FIT = [
     (2, "mpi", "tensorflow"),
-    thorough(2, "gloo", "tf_keras"),
+    exhaustive(2, "gloo", "tf_keras"),
     # two ranks fit with every compressor, and this start leaves none out
     thorough(2, "horovodrun-mpi", "torch"),
     exhaustive(4, "mpi", "torch"),
@@ -63,20 +62,18 @@ def test_averaging_and_adam_on_tensorflow() -> None:
     check_all("keras_diloco+keras_adam", 2, "mpi", "tensorflow")
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(FLAVOURS is SECOND, reason="Keras 2 has shown it among its four ranks")
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize("backend", [exhaustive("tensorflow"), thorough("torch")])
 def test_nodes_of_two_ranks(backend: str) -> None:
     check_all("keras_daso", 4, "mpi", backend)
 
 
-@pytest.mark.parametrize("flavour", witnessed_by(["torch"], FLAVOURS))
+@pytest.mark.parametrize("flavour", [(exhaustive if f == "tensorflow" else thorough)(f) for f in FLAVOURS])
 def test_corners_and_adagrad(flavour: str) -> None:
     topics = "keras_corners+keras_adagrad"
     check_all(f"{topics}+keras_adam" if flavour == "torch" else topics, 2, "mpi", flavour)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("flavour", [(thorough if f != "torch" else exhaustive)(f) for f in FLAVOURS])
 def test_one_rank(flavour: str) -> None:
     check_all("keras_adagrad+keras_alone", 1, "gloo", flavour)

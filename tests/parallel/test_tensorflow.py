@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.parallel.launch import STARTS_OF_TWO, launched, run
+from tests.parallel.launch import STARTS_OF_TWO, exhaustive, launched, run, thorough
 from tests.parallel.workers import tensorflow_process_sets, tensorflow_values
 
 
@@ -27,8 +27,7 @@ def test_process_sets(case: str) -> None:
     launched("tensorflow_process_sets", 4, "mpi").check(case)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("inter_op", ["1", "2"])
+@pytest.mark.parametrize("inter_op", [exhaustive("1"), thorough("2")])
 def test_64_variables_in_one_function_never_stall(inter_op: str) -> None:
     environment = {"TF_NUM_INTEROP_THREADS": inter_op}
     outcome = run("tensorflow_many", 4, "mpi", limit_seconds=280.0, environment=environment)

@@ -55,6 +55,7 @@ def run(program: str, *arguments: str, **environment: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("edge", ["torch", "tensorflow", "tensorflow.keras"])
 def test_an_edge_has_all_of_horovods_names(edge: str) -> None:
     if edge == "torch" and find_spec("torch") is None:
@@ -79,6 +80,7 @@ def names_in(module: str) -> set[str]:
     return {name for name in imported | defined if not name.startswith("_")}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_keras_has_all_of_horovods_names(backend: str) -> None:
     if version("keras").startswith("2."):
