@@ -165,6 +165,9 @@ def main() -> None:
     """Train, and note it."""
     setting, folder = sys.argv[1:]
     be_strict()
+    if setting == "daso":
+        # an odd number: nothing is under way at the commit that those who are left go back to
+        STAGES[0] = STAGES[0]._replace(steps=7)
     hvd.init()
     run = _Run(setting, Path(folder))
     state = hvd.elastic.TorchState(run.model, run.optimizer, step=0, stage=0, made=0)
