@@ -71,9 +71,6 @@ class Carried(ABC):
         """
 
     @abstractmethod
-    def _owing(self) -> list[State]:
-        """States as they are now; arrays of NumPy."""
-
     def share(self) -> Callable[[], None]:
         """Let all ranks know what each of them would take with it; a collective call.
 
@@ -81,7 +78,10 @@ class Carried(ABC):
             What takes over what was heard. A rank may be lost while ranks tell each other, so that some have heard
             everything and others have not: until this is called, all is as it was at the last commit.
         """
-        norms = [norm_owed(state) for state in self._owing()]
+
+    def _tell(self, states: Sequence[State]) -> Callable[[], None]:
+        """Tell all ranks the norm of what these states owe, with arrays of NumPy; see `share`."""
+        norms = [norm_owed(state) for state in states]
         mine = np.array([self._process, float(np.hypot.reduce(norms)) if norms else 0.0])
         everyone = self._ranks().run("allgather", f"{self._label}.norms", mine).reshape(-1, 2).tolist()
         return lambda: self._settle(dict(everyone))
@@ -168,15 +168,12 @@ class CarriedStates(Carried):
     def restore(self) -> None:
         self._go_back(self._saved)
 
-    def _owing(self) -> list[State]:
-        return [owed.state for owed in self._owed().values()]
-
     def share(self) -> Callable[[], None]:
         owed = self._owed()
         self._shared = max(self._shared, _shared_of(owed))
         if self._shared is _Shared.NOTHING:
             return lambda: self._settle({})
-        settle = super().share()
+        settle = self._tell([one.state for one in owed.values()])
         united = {key: one.united for key, one in owed.items() if one.united is not None}
         parts = {
             key: {**one.state, "residuals": {}}

@@ -7,7 +7,7 @@ of those that stay, and all go on from there with what rank 0 knows of what all 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -123,10 +123,10 @@ class CarriedAveraging(Carried):
         owed = {name: {"shape": [x.size], "values": x} for name, x in self._averaging.owed().items()}
         return {"steps": self._averaging.steps, "residuals": owed, "owner_residuals": {}}
 
-    def _owing(self) -> list[dict[str, Any]]:
+    def share(self) -> Callable[[], None]:
         # what is under way has arrived then
         self._kept = self._averaging.save()
-        return [self._state()]
+        return self._tell([self._state()])
 
     def gather(self, commits: int) -> None:
         """Make parameters and buffers the mean of the ranks that stay; a collective call.

@@ -57,15 +57,13 @@ class CarriedOptimizer(Carried):
         # not those of the engine, which are tensors
         return Ledger.state_dict(sender.engine)
 
-    def _owing(self) -> list[State]:
-        state = self._state()
-        return [] if state is None else [state]
-
     def share(self) -> Callable[[], None]:
-        settle = super().share()
+        state = self._state()
+        mine = [] if state is None else [state]
+        settle = self._tell(mine)
         if self._combiner.wrapping.adagrad is None:
             return settle
-        mine = [{**state, "residuals": {}} for state in self._owing()]
+        mine = [{**state, "residuals": {}} for state in mine]
         states = [state for of_rank in self._gathered("accumulators", mine) for state in of_rank]
         united = united_accumulators(states) if states else {}
 
