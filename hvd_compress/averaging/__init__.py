@@ -6,7 +6,7 @@ carries arrays between ranks is `hvd_compress.ranks.Ranks`.
 
 from __future__ import annotations
 
-from hvd_compress.averaging.flat_tensors import Array, FlatTensors, Share
+from hvd_compress.averaging.flat_tensors import Array, FlatTensors, Share, kept_at
 from hvd_compress.averaging.groups import Groups
 from hvd_compress.averaging.meeting import Meeting
 from hvd_compress.averaging.node_sync import CHANGES, FORMS, VALUES, Arrived, NodeSync
@@ -25,5 +25,6 @@ __all__ = [
     "NodeSync",
     "Nodes",
     "Share",
+    "kept_at",
     "own_state",
 ]

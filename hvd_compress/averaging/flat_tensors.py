@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Array", "FlatTensors", "Piece", "Share"]
+__all__ = ["Array", "FlatTensors", "Piece", "Share", "kept_at"]
 
 Array = npt.NDArray[Any]
 
@@ -126,3 +126,13 @@ def _shape_of(tensor: ParameterSpec, within: slice) -> tuple[int, ...]:
     if len(tensor.shape) > 1 and within.start % row == 0 and count % row == 0:
         return (count // row, *tensor.shape[1:])
     return (count,)
+
+
+def kept_at(values: Array | None, places: Iterable[slice]) -> Array | None:
+    """Copy what lies at these places, and put zeros everywhere else; None if nothing is left."""
+    if values is None:
+        return None
+    kept = np.zeros_like(values)
+    for place in places:
+        kept[place] = values[place]
+    return kept if kept.any() else None

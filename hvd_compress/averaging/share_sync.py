@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging.flat_tensors import Array, Piece, Share
+from hvd_compress.averaging.flat_tensors import Array, Piece, Share, kept_at
 from hvd_compress.compressors import Compressor, NoCompression
 from hvd_compress.errors import StateError
 from hvd_compress.exchange import (
@@ -202,18 +202,9 @@ class ShareSync:
             out[place] = change if is_narrow else change / self._across.size
             self._spare[key] = change
         if finite:
-            self._debt = self._debt_of(self._resting)
+            self._debt = kept_at(self._debt, [self.share.place(self._pieces[key]) for key in self._resting])
             self.is_decayed = False
         return finite
-
-    def _debt_of(self, keys: Collection[str]) -> Array | None:
-        """The debt of these pieces alone; None if it is nothing."""
-        if self._debt is None or not keys:
-            return None
-        kept = np.zeros_like(self._debt)
-        for place in (self.share.place(self._pieces[key]) for key in keys):
-            kept[place] = self._debt[place]
-        return kept if kept.any() else None
 
     def take_back(self) -> None:
         """Owe what was owed before the last change, which has arrived and is not taken over; it must be restorable."""

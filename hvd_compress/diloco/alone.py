@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvd_compress import saved
-from hvd_compress.averaging import CHANGES, Array, Arrived, FlatTensors
+from hvd_compress.averaging import CHANGES, Array, Arrived, FlatTensors, kept_at
 from hvd_compress.compressors import Compressor
 from hvd_compress.exchange import aligned_empty
 from hvd_compress.policy import Policy
@@ -74,11 +74,8 @@ class AloneSync:
         assert change is not None
         is_finite = bool(np.isfinite(change).all())
         self._debt_before = self._debt
-        if is_finite and self._debt is not None:
-            kept = np.zeros_like(self._debt)
-            for at in self._resting:
-                kept[at] = self._debt[at]
-            self._debt = kept if kept.any() else None
+        if is_finite:
+            self._debt = kept_at(self._debt, self._resting)
         parts = [(share, change[share.at]) for share in self.flat.shares]
         return Arrived(CHANGES, parts if is_finite else [], is_finite, None)
 
