@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "adagrad": {"compression": OneBit(), "adagrad": AdaGrad()},
     "adaptive": {"compression": Adaptive(pi=16)},
     "auto": {"compression": Auto([OneBit()])},
-    "policy": {"compression": Policy({"*": OneBit(), "last": hvd.Compression.fp16})},
+    "policy": {"compression": Policy({"last": hvd.Compression.fp16, "*": OneBit()})},
     "none": {},
     "group": {"groups": 2},
 }
