@@ -128,6 +128,8 @@ class Loopback:
         """
         grads = [{name: np.asarray(array) for name, array in of_rank.items()} for of_rank in arrays]
         self._check(grads)
+        if not grads[0]:
+            return [{} for _ in grads]
         flat = [{name: as_flat_floats(grad) for name, grad in of_rank.items()} for of_rank in grads]
         buckets = self._buckets_of(grads[0])
         try:

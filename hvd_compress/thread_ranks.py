@@ -112,8 +112,10 @@ class ThreadRanks(Ranks):
         """Return the ranks at some positions, of which this one is one, as ranks of their own.
 
         Raises:
-            ValueError: this rank is not among them.
+            ValueError: this rank is not among them, or they are not different positions of ranks.
         """
+        if len({*positions}) < len(positions) or not {*positions} <= {*range(self.size)}:
+            raise ValueError(f"among({list(positions)}): must be different positions from 0 to {self.size - 1}")
         if self.position not in positions:
             raise ValueError(f"among({list(positions)}): position {self.position}, which calls it, is not among them")
         return type(self)(self._world, tuple(self._members[p] for p in positions), self._number)

@@ -63,6 +63,7 @@ class Server:
         self._outcomes = [Kind.APPLIED] * len(connections)
         self._has_left = [False] * len(connections)
         self._farewell: Kind | None = None
+        self._listened_at = clock()
         for worker in range(len(connections)):
             self._answer(worker, Kind.APPLIED)
 
@@ -82,6 +83,7 @@ class Server:
         Raises:
             WireError: a damaged message, or one that does not follow the last one of its worker.
         """
+        self._excuse()
         has_moved = False
         for worker, connection in enumerate(self._connections):
             message = None if self._has_left[worker] else connection.receive()
@@ -97,6 +99,14 @@ class Server:
             self._tell_of(worker)
         self._release()
         return bool(given_up)
+
+    def _excuse(self) -> None:
+        # what arrives while this process stands still, or makes a long update, may need several turns to be seen here
+        now = self._clock()
+        away = now - self._listened_at
+        if away > self._patience / 10:
+            self.clocks.excuse(away)
+        self._listened_at = now
 
     def say_farewell(self) -> None:
         """Apply no gradient from now on: tell workers that send one that it is over, or that the server failed."""

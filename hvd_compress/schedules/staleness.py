@@ -159,6 +159,10 @@ class WorkerClocks:
         self._is_unanswered = [False] * len(self.clocks)
         return waiting
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count so many of the last seconds as silence: the server has not listened."""
+        self._heard_at = [heard_at + seconds for heard_at in self._heard_at]
+
     def give_up(self, now: float) -> list[int]:
         """Give up workers that others wait for, and have waited for too long; returns which.
 

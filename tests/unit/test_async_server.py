@@ -102,8 +102,10 @@ class Simulated:
             w.poll()
 
     def turn(self, now):
-        self.now = now
-        self.server.turn()
+        """Listen until then."""
+        while self.now < now:
+            self.now = min(now, self.now + 0.5)
+            self.server.turn()
 
     def is_ready(self, worker):
         connection = self.workers[worker]._connection
@@ -361,6 +363,17 @@ def test_who_sends_while_an_update_takes_long_is_not_silent():
     while run.server.turn():
         pass
     assert all(worker.poll() for worker in run.workers)
+
+
+def test_a_server_that_stood_still_does_not_take_that_for_its_workers_silence():
+    run = Simulated(2, staleness=0, patience=10.0)
+    run.step(0)
+    # nothing of worker 1 is seen in the first turn after it
+    run.now = 100.0
+    assert not run.server.turn()
+    run.turn(109.0)
+    with pytest.warns(RuntimeWarning, match="rank 2 has sent no gradient"):
+        run.turn(111.0)
 
 
 def test_a_worker_that_finishes_while_it_is_held_is_answered_at_once():

@@ -531,3 +531,9 @@ def test_a_name_keeps_the_precision_that_it_is_sent_in() -> None:
     with pytest.raises(ValueError, match=r"'w' was sent as .* before, which rounds float64; use another name"):
         ranks.allreduce([np.full(5, 1 / 3)] * 2, "w")
     np.testing.assert_array_equal(ranks.allreduce([np.full(5, 1 / 3)] * 2, "x")[0], np.full(5, 1 / 3))
+
+
+def test_no_tensors_are_no_exchange() -> None:
+    ranks = Loopback(2, OneBit())
+    assert ranks.grouped_allreduce([{}, {}]) == [{}, {}]
+    assert ranks.bytes_sent == [0, 0]

@@ -182,3 +182,9 @@ def test_event_triggered_averaging_on_threads_is_that_of_the_loopback(compressio
     for found, of_loopback in zip(ThreadRanks.run_all(4, program), expected, strict=True):
         for x, y in zip(found, of_loopback, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("positions", [[0, 0, 1], [0, 1, 2], [-1, 0, 1]])
+def test_ranks_are_among_different_positions_that_there_are(positions: list[int]) -> None:
+    with pytest.raises(ValueError, match="must be different positions from 0 to 1"):
+        ThreadRanks.run_all(2, lambda ranks: ranks.among(positions), seconds=5)

@@ -19,7 +19,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvd_compress._torch.device import described
 from hvd_compress._torch.thrown_away import KeptAside
 from hvd_compress.compressors import Compressor
-from hvd_compress.engine import LedgerAlone, Lost
+from hvd_compress.engine import Ledger, LedgerAlone, Lost
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
 from hvd_compress.torch._gradients.engine import Engine, precondition, with_debt
 from hvd_compress.torch._gradients.handed import Handed
@@ -299,11 +299,12 @@ class Combiner:
         engine = self.sender.engine
         self.sender.count_plain()
         self._new = self.members.take(self.param_groups)
-        if engine is None:
-            return
-        self.wrapping.agree_again(self, engine)
+        if engine is not None:
+            self.wrapping.agree_again(self, engine)
         if self.wrapping.adagrad is not None:
-            self._refuse_growth(engine)
+            self._refuse_growth(self.alone if engine is None else engine)
+            return
+        if engine is None:
             return
         self.sender.has_compared = False
         self._equip_after(engine)
@@ -324,9 +325,11 @@ class Combiner:
         self.sender.known_engine().inherit(engine)
         self.sender.begin_way()
 
-    def _refuse_growth(self, engine: Engine) -> None:
+    def _refuse_growth(self, ledger: Ledger[Any] | None) -> None:
         """With AdaGrad, tensors may be left out of exchanges, but none can join them."""
-        new = [name for name in self.members.by_name if not (engine.exchanges(name) or name in engine.dense)]
+        if ledger is None:
+            return
+        new = [name for name in self.members.by_name if not (ledger.exchanges(name) or name in ledger.dense)]
         if new:
             raise UnsupportedError(
                 f"{self.wrapping.adagrad!r} with parameter {new[0]!r} added or unfrozen after wrapping: accumulators "

@@ -11,7 +11,7 @@ import torch
 
 import hvd_compress.torch as hvd
 from hvd_compress import FP16, QSGD, AdaGrad, OneBit, TopK
-from hvd_compress.errors import MismatchError
+from hvd_compress.errors import MismatchError, UnsupportedError
 from hvd_compress.exchange.raw import CheckedRaw
 from hvd_compress.loopback import Loopback
 from tests.parallel.cases import Cases
@@ -83,6 +83,17 @@ def adagrad_is_of_the_members_and_of_each_outsider(ranks: list[int]) -> None:
         local.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=2e-4, atol=2e-4)
+
+
+@cases.each({**SETS, "single": SINGLE})
+def with_adagrad_no_parameter_joins_later(ranks: list[int]) -> None:
+    model = Net()
+    model.first.bias.requires_grad_(False)
+    optimizer = wrap(model, ranks, CheckedRaw(), adagrad=AdaGrad(1e-6))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    model.first.bias.requires_grad_(True)
+    raises(UnsupportedError, loss_of(model, 1).backward, "parameter 'first.bias' added or unfrozen after wrapping")
 
 
 @cases.each({f"{s}-{e}": (SETS[s], e) for s in SETS for e in EXCHANGES})
