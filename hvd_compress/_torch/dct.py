@@ -47,15 +47,16 @@ class Chunks:
         padded = torch.nn.functional.pad(matrix, (0, width - self._columns, 0, height - self._rows))
         blocks = padded.view(self._down, self._height, self._across, self._width).transpose(1, 2)
         left, right = self._matrices(tensor)
-        return (left @ blocks @ right.T).reshape(self.count, self.elements)
+        with _in_full_precision(tensor):
+            return (left @ blocks @ right.T).reshape(self.count, self.elements)
 
     def restored(self, coefficients: torch.Tensor) -> torch.Tensor:
         """Transform back; what would lie behind the tensor is left out."""
         left, right = self._matrices(coefficients)
         blocks = coefficients.reshape(self._down, self._across, self._height, self._width)
-        matrix = (left.T @ blocks @ right).transpose(1, 2).reshape(
-            self._down * self._height, self._across * self._width
-        )  # fmt: skip
+        with _in_full_precision(coefficients):
+            restored = left.T @ blocks @ right
+        matrix = restored.transpose(1, 2).reshape(self._down * self._height, self._across * self._width)
         return matrix[: self._rows, : self._columns].reshape(self._shape)
 
     def _matrices(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,3 +70,8 @@ class Chunks:
         """Keep so many coefficients of each chunk as `kept(k)` says, those of largest magnitude; others become 0."""
         places = coefficients.abs().topk(self.kept(k), dim=1, sorted=False).indices
         return torch.zeros_like(coefficients).scatter_(1, places, coefficients.gather(1, places))
+
+
+def _in_full_precision(tensor: torch.Tensor) -> torch.autocast:
+    # what is sent and what is kept would not add up to the momentum, where a step is made inside of an autocast
+    return torch.autocast(tensor.device.type, enabled=False)

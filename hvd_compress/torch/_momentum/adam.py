@@ -143,7 +143,7 @@ class CompressedAdam(MomentumOptimizer):
     def _update(self) -> bool:
         moments = {name: self._moments(p, group) for name, p, group in self._trained()}
         if not moments:
-            return True
+            return self._averaged(self._carrier if self._way == COMPRESSED else self._plain, {})[1]
         steps = min(m.steps for m in moments.values())
         warms = self._schedule.is_warming(steps)
         self._agree(steps, WARM_UP if warms else COMPRESSED)
@@ -194,8 +194,8 @@ class CompressedAdam(MomentumOptimizer):
         for name, m in moments.items():
             given[name] = gradient_of(m.parameter, self._buffer(m.parameter))
             if m.parameter in self._own:
-                given[name].add_(self._own[m.parameter])
-        averages, finite = self._plain.average(given)
+                given[name].add_(self._own[m.parameter].to(given[name]))
+        averages, finite = self._averaged(self._plain, given)
         if not finite:
             return False
         for name, m in moments.items():
@@ -214,7 +214,7 @@ class CompressedAdam(MomentumOptimizer):
         for name, m in moments.items():
             gradient = gradient_of(m.parameter, self._buffer(m.parameter))
             given[name] = direction(m, gradient, unseen.get(m.parameter))
-        averages, finite = self._carrier.average(given)
+        averages, finite = self._averaged(self._carrier, given)
         if not finite:
             return False
         for name, m in moments.items():
@@ -231,7 +231,7 @@ class CompressedAdam(MomentumOptimizer):
             return
         gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
         late = torch.where(mask, gradient.to(wide(p)), 0.0)
-        self._own[p] = self._own[p].add_(late) if p in self._own else late
+        self._own[p] = self._own[p].to(late).add_(late) if p in self._own else late
 
     def _moments(self, p: torch.Tensor, group: dict[str, Any]) -> Moments:
         state = self.state[p]
@@ -285,11 +285,18 @@ def _of_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state in which the variances of AdamW, or of Adam, have seen all gradients.
 
     Raises:
-        StateError: of an AdamW with settings that are not here.
+        StateError: of an AdamW with settings that are not here, or of an Adam whose moments have weight decay in them.
     """
     for key in ("amsgrad", "maximize", "momentum_decay"):
         if value := next((group[key] for group in state_dict["param_groups"] if group.get(key)), None):
             raise StateError(f"load_state_dict() of a CompressedAdam: the state is of an optimizer with {key}={value}")
+    for group in state_dict["param_groups"]:
+        if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+            raise StateError(
+                f"load_state_dict() of a CompressedAdam: the state is of an Adam with weight_decay="
+                f"{group['weight_decay']}, which is part of its moments, and decay here is AdamW's. Load the state of "
+                "an AdamW, or set the weight_decay in the state to 0 if moments with some decay in them will do"
+            )
     kept = state_dict["state"]
     full = {
         number: {"variance_steps": int(of["step"]), **of, "step": int(of["step"])} if "exp_avg_sq" in of else of

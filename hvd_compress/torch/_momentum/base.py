@@ -83,6 +83,8 @@ class MomentumOptimizer(torch.optim.Optimizer):
         refuse_auto(kind, compression)
         self._retired = False
         self._taken_back = 0
+        self._is_spoiled = False
+        """Whether a GradScaler has found that a gradient of the step under way was not finite."""
         self._is_complete = False
         self._own: dict[torch.Tensor, torch.Tensor] = {}
         """What this rank alone keeps of parameters beside the residuals; sums over ranks of it count."""
@@ -234,6 +236,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         with told_by_scaler(self) as told:
             if told.get("grad_scale") is not None:
                 unscale(self.param_groups, told["grad_scale"])
+            self._is_spoiled = bool(told.get("found_inf", False))
             if not self._update():
                 self._take_back(is_expected=bool(told))
         return loss
@@ -241,6 +244,16 @@ class MomentumOptimizer(torch.optim.Optimizer):
     def _update(self) -> bool:
         """Exchange and update; returns False if something was not finite, and nothing has changed."""
         raise NotImplementedError
+
+    def _averaged(
+        self, carrier: Carrier, arrays: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], bool]:
+        """Average what this step exchanges; see `Carrier.average`. Even of nothing: other ranks may have something."""
+        if self._is_spoiled:
+            # this tells all ranks. The gradients may be finite by now: clipping by value makes them so
+            for array in arrays.values():
+                array.fill_(torch.nan)
+        return carrier.average(arrays)
 
     def _take_back(self, is_expected: bool) -> None:
         self._taken_back += 1

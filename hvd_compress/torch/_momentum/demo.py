@@ -92,17 +92,26 @@ class DeMo(MomentumOptimizer):
         self._k, self._chunk, self._sign = k, chunk, bool(sign)
         self._cut: dict[torch.Tensor, Chunks] = {}
         told = {"k": k, "chunk": chunk, "sign": self._sign}
-        # one compressor for those that are added later, too
-        rest = TopK(ratio=k / chunk**2, coding=coding)
+        self._rest = TopK(ratio=k / chunk**2, coding=coding)
         defaults = {"lr": lr, "decay": decay, "weight_decay": weight_decay}
-        super().__init__("DeMo", params, defaults, named_parameters, rest, process_set, told)
-        rules = [(glob.escape(name), TopK(k=self._sent(p), coding=coding)) for p, name in self._names.items()]
+        super().__init__("DeMo", params, defaults, named_parameters, self._rest, process_set, told)
         self._carrier = Carrier(
             {name: self._stand_in(p) for p, name in self._names.items()}, {name: p for p, name in self._names.items()},
-            compression=Policy(rules, rest), exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes,
+            compression=self._compression(), exchange=exchange, min_numel=min_numel, bucket_bytes=bucket_bytes,
             process_set=process_set,
         )  # fmt: skip
         self._complete()
+
+    def _compression(self) -> Policy:
+        """What is sent of each parameter: as many entries as its chunks keep."""
+        coding = self._rest.coding
+        rules = [(glob.escape(name), TopK(k=self._sent(p), coding=coding)) for p, name in self._names.items()]
+        return Policy(rules, self._rest)
+
+    def _take_new(self, parameters: list[torch.Tensor]) -> None:
+        super()._take_new(parameters)
+        # exchanges are made anew in the next step
+        self.combiner.begin_with(self._compression())
 
     def _chunks(self, p: torch.Tensor) -> Chunks:
         if p not in self._cut:
@@ -123,12 +132,10 @@ class DeMo(MomentumOptimizer):
             chunks = self._chunks(p)
             momentum = gradient_of(p, torch.empty(p.shape, dtype=wide(p), device=p.device))
             if p in self._own:
-                momentum.add_(self._own[p], alpha=group["decay"])
+                momentum.add_(self._own[p].to(momentum), alpha=group["decay"])
             given[name] = chunks.largest(chunks.coefficients(momentum), self._k)
             momenta[p] = momentum.sub_(chunks.restored(given[name]))
-        if not given:
-            return True
-        averages, finite = self._carrier.average(given)
+        averages, finite = self._averaged(self._carrier, given)
         if not finite:
             return False
         self._own.update(momenta)

@@ -130,13 +130,12 @@ class DGC(MomentumOptimizer):
 
     def _update(self) -> bool:
         trained = list(self._trained())
-        if not trained:
-            return True
-        self._send_share_of(min(self.state[p].setdefault("step", 0) for _, p, _ in trained))
+        if trained:
+            self._send_share_of(min(self.state[p].setdefault("step", 0) for _, p, _ in trained))
         given, velocities = {}, {}
         for name, p, group in trained:
             given[name], velocities[p] = self._grown(p, group)
-        averages, finite = self._carrier.average(given)
+        averages, finite = self._averaged(self._carrier, given)
         if not finite:
             return False
         for name, p, group in trained:

@@ -94,9 +94,7 @@ class Signum(MomentumOptimizer):
             if p in self._own:
                 own.add_(self._own[p].to(own), alpha=group["momentum"])
             given[name], momenta[p] = own.clone(), own
-        if not given:
-            return True
-        averages, finite = self._carrier.average(given)
+        averages, finite = self._averaged(self._carrier, given)
         if not finite:
             return False
         self._own.update(momenta)

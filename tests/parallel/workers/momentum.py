@@ -431,6 +431,49 @@ def a_grad_scaler_and_closures() -> None:
     assert optimizer.step(closure).item() > 0
 
 
+@cases.each({"adam": adam, "demo": demo, "dgc": dgc, "signum": signum})
+def no_rank_makes_a_step_that_a_scaler_skips_though_gradients_are_clipped_by_value(make) -> None:
+    model = network()
+    optimizer = make(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(batch(step, hvd.rank())).square().mean()).backward()
+        if step in (1, 4) and hvd.rank() == 0:
+            model[0].weight.grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        before = values(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (values(model) == before) == (step in (1, 4))
+    assert optimizer.compression_stats()["steps_taken_back"] == 2
+    assert_same_everywhere(model)
+
+
+@cases.each({"adam": adam, "demo": demo, "dgc": dgc, "signum": signum})
+def a_rank_on_which_nothing_is_trained_is_an_error_on_all(make) -> None:
+    model = network()
+    # names of their own: what was under way when ranks were told stays so
+    optimizer = make(model, named_parameters=[(f"none {make.__name__} {n}", p) for n, p in model.named_parameters()])
+    train(optimizer, model, 0, 5)
+    if hvd.rank() == 0:
+        model.requires_grad_(False)
+    with pytest.raises(MismatchError, match="frozen, unfrozen|freeze, unfreeze"):
+        optimizer.step()
+    model = network()
+    optimizer = make(model)
+    train(optimizer, model, 0, 4)
+    before = values(model)
+    # on all ranks
+    model.requires_grad_(False)
+    optimizer.step()
+    assert values(model) == before
+    model.requires_grad_(True)
+    train(optimizer, model, 4, 6)
+    assert_same_everywhere(model)
+
+
 @cases.add
 def sparse_gradients_are_those_of_dense_ones() -> None:
     def rows(sparse: bool) -> torch.Tensor:
@@ -526,6 +569,38 @@ def demo_follows_the_algorithm(sign) -> None:
     assert (np.abs(p.detach().numpy() - x) < 1e-5).mean() > 0.999
     mine = optimizer.compression_state_dict()["residuals"]["momentum of parameter.0"]["values"]
     np.testing.assert_allclose(mine.numpy(), momenta[hvd.rank()].ravel(), atol=1e-4)
+
+
+@cases.add
+def an_autocast_around_a_step_of_demo_changes_nothing() -> None:
+    models = network(), network()
+    for model in models:
+        optimizer = demo(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, hvd.rank())).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=model is models[0]):
+                optimizer.step()
+    assert values(models[0]) == values(models[1])
+
+
+@cases.add
+def a_vector_that_demo_takes_later_is_sent_like_one_from_the_start() -> None:
+    found = []
+    for comes_later in (False, True):
+        p, vector = torch.nn.Parameter(torch.ones(40, 40)), torch.nn.Parameter(torch.ones(1000))
+        optimizer = hvd.DeMo([p] if comes_later else [p, vector], lr=0.01, k=1, chunk=16, sign=False, min_numel=0)
+        if comes_later:
+            optimizer.add_param_group({"params": [vector]})
+        for step in range(4):
+            p.grad = torch.from_numpy(gradients(step)[hvd.rank()]).float()
+            vector.grad = p.grad.reshape(-1)[:1000].clone()
+            optimizer.step()
+        found.append(vector.detach().numpy().tobytes())
+        # all that has left the momentum was sent
+        owed = optimizer.compression_state_dict()["residuals"]["parameter.1"]["values"]
+        assert not owed.any()
+    assert found[0] == found[1]
 
 
 def check_learns_and_goes_on_from_a_state(make, steps: int) -> None:
@@ -976,6 +1051,9 @@ def a_state_of_adamw_goes_on_and_others_are_refused() -> None:
     maximizing = torch.optim.AdamW(other.parameters(), maximize=True)
     with pytest.raises(StateError, match="maximize=True"):
         optimizer.load_state_dict(maximizing.state_dict())
+    decayed = torch.optim.Adam(other.parameters(), weight_decay=0.1)
+    with pytest.raises(StateError, match=r"an Adam with weight_decay=0\.1, which is part of its moments"):
+        optimizer.load_state_dict(decayed.state_dict())
 
 
 # -- elastic runs --------------------------------------------------------------------------------------------------
