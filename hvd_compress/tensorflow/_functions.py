@@ -15,7 +15,7 @@ from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import compressor_of_call, description, names_of_call, op_of_call, refuse_what_stays
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.exchange import FewestBytes
-from hvd_compress.fingerprint import Place
+from hvd_compress.fingerprint import Place, scope_of
 from hvd_compress.tensorflow._agreement import is_mismatch
 from hvd_compress.tensorflow._carried import dense_allreduce, dense_grouped_allreduce
 from hvd_compress.tensorflow._carried_exchange import CarriedGraphExchange
@@ -153,7 +153,7 @@ class _Call(NamedTuple):
     @property
     def scope(self) -> tuple[Any, ...]:
         """Whose calls are compared with each other."""
-        return self.name, self.process_set.process_set_id, self.process_set.size()
+        return self.name, scope_of(self.process_set), self.process_set.size()
 
     def told(self, sources: Sequence[Source]) -> dict[str, Any]:
         """What ranks compare."""
@@ -250,13 +250,16 @@ def _carried_exchange(sources: Sequence[Source], call: _Call) -> CarriedGraphExc
 def _agreed_exchange(sources: Sequence[Source], call: _Call) -> GradientExchange:
     """The exchange of a call, on which all ranks have agreed; a collective call for a new one."""
     compressor, process_set, name = call.compressor, call.process_set, call.name
-    key = (process_set.process_set_id, process_set.size(), call.op, compressor, *sources)
+    key = (scope_of(process_set), process_set.size(), call.op, compressor, *sources)
     _agree(sources, call, (*key, call.function, call.factors))
-    exchange = _exchanges.get(key)
-    if exchange is None:
+    exchange = known = _exchanges.get(key)
+    if exchange is None or exchange.settings.process_set is not process_set:
         settings = Settings(_for_one_call(compressor) if name is None else compressor, call.op,
                             process_set=process_set, min_numel=0)  # fmt: skip
         exchange = GradientExchange(settings, sources, compared=False)
+        if known is not None:
+            # the same ranks, whose process set was removed and added again
+            exchange.inherit(known)
         if name is not None:
             _exchanges[key] = exchange
     if call.scope in _agreed:

@@ -13,10 +13,11 @@ import tensorflow as tf
 from hvd_compress.elastic import is_elastic
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES, DEFAULT_MIN_NUMEL
 from hvd_compress.exchange import AdaGrad, Exchange, FewestBytes
+from hvd_compress.fingerprint import scope_of
 
 __all__ = ["Settings", "Source", "allowed_name", "claim", "name_in_graph", "ranks_of"]
 
-_names: Counter[tuple[int, str]] = Counter()
+_names: Counter[tuple[str, str]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,9 @@ def claim(name: str, process_set: hvd.ProcessSet) -> str:
     if is_elastic():
         # who joins has not made what the others have; `name_in_graph` makes it unique
         return allowed
-    taken = _names[process_set.process_set_id, allowed]
-    _names[process_set.process_set_id, allowed] += 1
+    counted = scope_of(process_set), allowed
+    taken = _names[counted]
+    _names[counted] += 1
     return f"{allowed}.again{taken}" if taken else allowed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -16,6 +16,7 @@ from hvd_compress.engine import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_MIN_NUMEL,
     check_settings,
+    empty_state,
     exchange_of,
     is_carried,
     refuse_other_ops,
@@ -32,8 +33,19 @@ from hvd_compress.tensorflow.compression import horovod_compressor
 
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
+
+class _Kept(NamedTuple):
+    """An exchange, what it calls its tensors, and which of these the gradients of some sources are."""
+
+    exchange: GradientExchange | CarriedGraphExchange
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+
+
+_Key = tuple[Settings, Any, tuple[int, ...]]
+
 # A training step makes a new tape, residuals must stay: exchanges belong to what the gradients are of.
-_exchanges: dict[tuple[Settings, Any, tuple[int, ...]], GradientExchange | CarriedGraphExchange] = {}
+_exchanges: dict[_Key, _Kept] = {}
 
 
 class _Overrides(tf.GradientTape):
@@ -70,9 +82,13 @@ class _Overrides(tf.GradientTape):
         flat_sources, flat = _flatten(sources), _flatten(gradients)
         shared = [i for i, s in enumerate(flat_sources) if not self._is_local(s)]
         if shared:
-            exchange = self._exchange_of(flat_sources)
-            for i, combined in zip(shared, exchange.reduce([flat[i] for i in shared]), strict=True):
-                flat[i] = combined
+            kept = self._kept_of(flat_sources)
+            given: list[Any] = [None] * len(kept.names)
+            for i, place in zip(shared, kept.places, strict=True):
+                given[place] = flat[i]
+            combined = kept.exchange.reduce(given)
+            for i, place in zip(shared, kept.places, strict=True):
+                flat[i] = combined[place]
         if self._hvd_scale_local:
             ranks = ranks_of(self._hvd_settings.process_set)
             for i in set(range(len(flat))) - set(shared):
@@ -103,17 +119,24 @@ class _Overrides(tf.GradientTape):
     def compression_stats(self, sources: Any) -> dict[str, Any]:
         """Bytes, seconds and residual norms of all exchanges of `sources` so far in this process.
 
-        What was exchanged before a state was loaded is not among them.
+        What was exchanged before a state was loaded is not among them. Before the first step nothing is.
 
         Returns:
             As `DistributedOptimizer.compression_stats` of `hvd_compress.torch` does, but `exchange_seconds` are those
             between a stage and the next, in which other tensors make progress, and `start_seconds` are among them.
         """
-        return {"compressor": repr(self._hvd_settings.compression), **self._exchange_of(sources).stats()}
+        kept = _exchanges.get(self._key_of(self._shared(sources)))
+        found = {"total": {}, "tensors": {}} if kept is None else kept.exchange.stats()
+        return {"compressor": repr(self._hvd_settings.compression), **found}
 
     def compression_state_dict(self, sources: Any) -> dict[str, Any]:
         """The residuals of this rank for `sources`, to be saved per rank; values are NumPy arrays."""
-        return self._exchange_of(sources).state_dict()
+        kept = _exchanges.get(self._key_of(self._shared(sources)))
+        if kept is not None:
+            return kept.exchange.state_dict()
+        process_set = self._hvd_settings.process_set
+        among = process_set.included() and process_set.size() > 1
+        return {**empty_state(), **({"size": process_set.size(), "rank": process_set.rank()} if among else {})}
 
     def load_compression_state_dict(self, state: dict[str, Any], sources: Any) -> None:
         """Take over what `compression_state_dict` returned on this rank; a collective call if it is the first one.
@@ -121,23 +144,70 @@ class _Overrides(tf.GradientTape):
         Raises:
             StateError: not such a state, of another rank or number of ranks, or of other tensors.
         """
-        self._exchange_of(sources).load_state_dict(state)
+        self._kept_of(_flatten(sources)).exchange.load_state_dict(state)
 
     def _is_local(self, source: Any) -> bool:
         return any(source is local for local in self._hvd_local)
 
-    def _exchange_of(self, sources: Any) -> GradientExchange | CarriedGraphExchange:
-        shared = [s for s in _flatten(sources) if not self._is_local(s)]
-        groups = positions_of(self._hvd_groups, shared)
-        key = (self._hvd_settings, groups, tuple(map(id, shared)))
+    def _shared(self, sources: Any) -> list[Any]:
+        return [s for s in _flatten(sources) if not self._is_local(s)]
+
+    def _key_of(self, shared: Sequence[Any]) -> _Key:
+        return self._hvd_settings, positions_of(self._hvd_groups, shared), tuple(map(id, shared))
+
+    def _kept_of(self, sources: Any) -> _Kept:
+        shared = self._shared(sources)
+        key = self._key_of(shared)
         if key not in _exchanges:
-            settings = replace(self._hvd_settings, groups=groups)
-            described = describe_sources(shared)
-            _exchanges[key] = exchange_for(settings, described, variables_of(described, shared))
+            _exchanges[key] = _among_more(key) or self._made(key, shared)
             for source in shared:
                 # an id may be given to another object when this one is gone
                 weakref.finalize(source, _exchanges.pop, key, None)
         return _exchanges[key]
+
+    def _made(self, key: _Key, shared: Sequence[Any]) -> _Kept:
+        settings, groups, ids = key
+        described = describe_sources(shared)
+        smaller = [k for k in _exchanges if k[:2] == key[:2] and {*k[2]} < {*ids}]
+        if smaller and settings.adagrad is not None:
+            raise UnsupportedError(
+                f"{settings.adagrad!r} with more sources than before: accumulators lie with the owners of elements, "
+                "which would change. Give all variables from the first step on, also those that are frozen"
+            )
+        exchange = exchange_for(replace(settings, groups=groups), described, variables_of(described, shared))
+        kept = _Kept(exchange, tuple(source.name for source in described), tuple(range(len(shared))))
+        if isinstance(exchange, GradientExchange):
+            # in elastic runs names tell exchanges apart, and none takes over from another one
+            _replace(smaller, kept, exchange, ids)
+        return kept
+
+
+def _among_more(key: _Key) -> _Kept | None:
+    """The exchange of these sources and others, which get no gradients now: some variables were frozen."""
+    settings, groups, ids = key
+    if isinstance(groups, tuple) or len({*ids}) < len(ids):
+        # the positions in groups are those in another list, and an exchange takes one gradient of each source
+        return None
+    for (others, number, more), kept in _exchanges.items():
+        if (others, number) == (settings, groups) and {*ids} < {*more}:
+            return kept._replace(places=tuple(kept.places[more.index(i)] for i in ids))
+    return None
+
+
+def _replace(formers: Sequence[_Key], kept: _Kept, exchange: GradientExchange, ids: tuple[int, ...]) -> None:
+    """Let a new exchange take over what is owed in those of some of its sources, and their place."""
+    taken: dict[str, Any] = {}
+    for key in formers:
+        former = _exchanges[key]
+        names = [former.names[place] for place in former.places]
+        is_other = any(taken.get(name, former.exchange) is not former.exchange for name in names)
+        if is_other or names != [kept.names[ids.index(i)] for i in key[2]]:
+            # it stays, and goes on with what is owed in it
+            continue
+        if taken.keys().isdisjoint(names) and isinstance(former.exchange, GradientExchange):
+            exchange.inherit(former.exchange)
+        taken |= dict.fromkeys(former.names, former.exchange)
+        _exchanges[key] = kept._replace(places=tuple(ids.index(i) for i in key[2]))
 
 
 def positions_of(groups: Any, sources: Sequence[Any]) -> Any:

@@ -32,12 +32,12 @@ class CallKey(NamedTuple):
     """Of calls that share residuals.
 
     Args:
-        process_set: its number.
+        process_set: its name; see `fingerprint.scope_of`.
         tensors: name, shape and type of each.
         compressor: of the call.
     """
 
-    process_set: int
+    process_set: str
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     compressor: Compressor
 
@@ -54,7 +54,7 @@ class Agreed(NamedTuple):
     first: list[Place]
 
 
-agreed: dict[tuple[str, int, int], Agreed] = {}
+agreed: dict[tuple[str, str, int], Agreed] = {}
 """By name, process set and number of ranks."""
 _dtypes = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _engines: dict[tuple[CallKey, int], Engine] = {}

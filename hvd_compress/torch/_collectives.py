@@ -15,6 +15,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_compress.fingerprint import scope_of
 from hvd_compress.torch._carried import movable, moved, reduced, reducible, settled
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 
-_calls: Counter[tuple[str, int]] = Counter()
+_calls: Counter[tuple[str, str]] = Counter()
 
 
 class _Handle(int):
@@ -337,7 +338,7 @@ def name_of_call(kind: str, name: str | None, process_set: hvd.ProcessSet) -> st
     if name is not None:
         return name
     # ranks outside of a process set do not count its calls
-    key = kind, process_set.process_set_id
+    key = kind, scope_of(process_set)
     _calls[key] += 1
     return f"hvd_compress.unnamed.{kind}.{_calls[key] - 1}"
 

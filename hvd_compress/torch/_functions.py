@@ -23,7 +23,7 @@ from hvd_compress.engine import (
     op_of_call,
 )
 from hvd_compress.errors import UnsupportedError
-from hvd_compress.fingerprint import Place
+from hvd_compress.fingerprint import Place, scope_of
 from hvd_compress.torch import _differentiable
 from hvd_compress.torch._agreement import Meeting, is_mismatch
 from hvd_compress.torch._calls import Agreed, CallKey, agreed, engine_of, forget_residuals, keep, pay_at_once
@@ -67,9 +67,9 @@ class _Call(NamedTuple):
         return [self.place, *([Place(self.function, self.base, tensors)] if self.function != "allreduce" else [])]
 
     @property
-    def scope(self) -> tuple[str, int, int]:
+    def scope(self) -> tuple[str, str, int]:
         """Whose calls are compared with each other."""
-        return self.base, self.process_set.process_set_id, self.process_set.size()
+        return self.base, scope_of(self.process_set), self.process_set.size()
 
 
 def allreduce(
@@ -276,7 +276,7 @@ def _uncompressed(tensors: Sequence[torch.Tensor], call: _Call) -> Iterator[None
 
 def _key(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> CallKey:
     described = tuple((name, tuple(t.shape), t.dtype) for name, t in zip(names, tensors, strict=True))
-    return CallKey(call.process_set.process_set_id, described, call.compressor)
+    return CallKey(scope_of(call.process_set), described, call.compressor)
 
 
 def _with_owed(tensors: Sequence[torch.Tensor], call: _Call) -> list[torch.Tensor]:
@@ -308,10 +308,13 @@ def _engine(tensors: Sequence[torch.Tensor], names: list[str], call: _Call) -> E
     share = average_share(call.compressor, call.op, hvd.Average, hvd.Sum, ranks)
     scale = call.prescale_factor * call.postscale_factor * share
     key = _key(tensors, names, call)
-    engine = engine_of(key, ranks)
-    if engine is None:
+    engine = known = engine_of(key, ranks)
+    if engine is None or engine.process_set is not call.process_set:
         routing = Routing(call.compressor, min_numel=0)
         engine = Engine(routing, scale, call.process_set, zip(names, tensors, strict=True), pays_debts=True)
+        if known is not None:
+            # the same ranks, whose process set was removed and added again
+            engine.inherit(known)
         if call.is_named:
             keep(key, ranks, engine, call.op == hvd.Average)
     if call.scope in agreed:

@@ -115,7 +115,9 @@ def main() -> None:
 
 def _process_sets(workers: Iterable[ModuleType]) -> Any:
     each = [getattr(worker, "PROCESS_SETS", None) or [] for worker in workers]
-    return each[0] if len(each) == 1 else [process_set for one in each for process_set in one]
+    if "dynamic" in each:
+        return "dynamic"
+    return [process_set for one in each for process_set in one] or None
 
 
 class _Mpi:

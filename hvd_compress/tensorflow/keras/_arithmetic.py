@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_compress._keras.arithmetic import Arithmetic
+from hvd_compress.fingerprint import scope_of
 from hvd_compress.tensorflow._gradients import all_finite
 from hvd_compress.tensorflow._seams import raw
 from hvd_compress.tensorflow._settings import claim
@@ -96,7 +97,7 @@ class TensorFlowArithmetic(Arithmetic):
             return found > 0.0
 
     def claimed(self, name: str, process_set: Any) -> str:
-        return claim(f"{name}.{process_set.process_set_id}", process_set)
+        return claim(f"{name}.{scope_of(process_set)}", process_set)
 
     def warned(self, text: str) -> tf.Tensor:
         def warn() -> np.bool_:

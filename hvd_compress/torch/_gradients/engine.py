@@ -100,6 +100,7 @@ class Engine(Ledger[Shipment]):
             adagrad, scale, described(resting), memory_of,
         )  # fmt: skip
         self.scale = scale
+        self.process_set = process_set
         self._kernel_thread = KernelThread(has_cores(hvd.local_size() if hvd.is_initialized() else 1))
 
     def waiting(self) -> dict[str, Shipment]:

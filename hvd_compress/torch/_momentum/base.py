@@ -245,9 +245,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
         """Exchange and update; returns False if something was not finite, and nothing has changed."""
         raise NotImplementedError
 
-    def _averaged(
-        self, carrier: Carrier, arrays: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], bool]:
+    def _averaged(self, carrier: Carrier, arrays: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
         """Average what this step exchanges; see `Carrier.average`. Even of nothing: other ranks may have something."""
         if self._is_spoiled:
             # this tells all ranks. The gradients may be finite by now: clipping by value makes them so

@@ -459,7 +459,7 @@ def a_rank_on_which_nothing_is_trained_is_an_error_on_all(make) -> None:
     train(optimizer, model, 0, 5)
     if hvd.rank() == 0:
         model.requires_grad_(False)
-    with pytest.raises(MismatchError, match="frozen, unfrozen|freeze, unfreeze"):
+    with pytest.raises(MismatchError, match=r"frozen, unfrozen|freeze, unfreeze"):
         optimizer.step()
     model = network()
     optimizer = make(model)

@@ -33,13 +33,17 @@ from tests.parallel.workers.common import (
 
 cases = Cases()
 WITHOUT_ZERO, WITH_ZERO, SINGLE = [1, 2], [0, 2], [1]
-PROCESS_SETS = [hvd.ProcessSet(ranks) for ranks in (WITHOUT_ZERO, WITH_ZERO, SINGLE)]
+PROCESS_SETS = "dynamic"
 SETS = {"without-rank-0": WITHOUT_ZERO, "with-rank-0": WITH_ZERO}
 
 
+@functools.cache
+def all_sets() -> list[Any]:
+    return [hvd.add_process_set(ranks) for ranks in (WITHOUT_ZERO, WITH_ZERO, SINGLE)]
+
+
 def set_of(ranks: list[int]) -> Any:
-    """The process set of these ranks; `hvd.init` has registered it."""
-    return next(process_set for process_set in PROCESS_SETS if process_set.ranks == ranks)
+    return next(process_set for process_set in all_sets() if process_set.ranks == ranks)
 
 
 def wrap(model: torch.nn.Module, ranks: list[int], compression: Any = None, **settings: Any) -> Any:
@@ -228,6 +232,28 @@ def allreduce_in_a_process_set(ranks: list[int]) -> None:
         result = hvd.allreduce(x, name="in_set", compression=OneBit(), process_set=set_of(ranks))
         expected = loopback.allreduce([numbers("p", r, step, shape) for r in ranks], name="in_set")[0]
         assert to_numpy(result).tobytes() == expected.tobytes()
+    hvd.forget_residuals()
+
+
+@cases.add
+def a_set_that_gets_the_number_of_another_one_gets_nothing_else_of_it() -> None:
+    for process_set in all_sets():
+        hvd.remove_process_set(process_set)
+    all_sets.cache_clear()
+    shape, numbers_of_sets = (53, 307), []
+    loopbacks = {(0, 1): Loopback(2, OneBit()), (1, 2): Loopback(2, OneBit())}
+    # rank 0 comes to a set whose number rank 1 knows from another one, and a set is made again
+    for step, ranks in enumerate([(1, 2), (0, 1)] * 4):
+        process_set = hvd.add_process_set(ranks)
+        numbers_of_sets.append(process_set.process_set_id)
+        if horovod.rank() in ranks:
+            x = torch.from_numpy(numbers("p", horovod.rank(), step, shape))
+            result = hvd.allreduce(x, name="again", compression=OneBit(), process_set=process_set)
+            expected = loopbacks[ranks].allreduce([numbers("p", r, step, shape) for r in ranks], name="again")[0]
+            assert to_numpy(result).tobytes() == expected.tobytes()
+            assert torch.equal(hvd.allreduce(torch.ones(3), process_set=process_set), torch.ones(3))
+        hvd.remove_process_set(process_set)
+    assert len(set(numbers_of_sets)) < 8, "no number was used again, so nothing is tested"
     hvd.forget_residuals()
 
 

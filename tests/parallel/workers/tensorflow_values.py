@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_compress.tensorflow as hvd
-from hvd_compress import QSGD, NoCompression, OneBit, Policy, Threshold, TopK
+from hvd_compress import QSGD, AdaGrad, NoCompression, OneBit, Policy, Threshold, TopK
 from hvd_compress.elastic import note_parting
 from hvd_compress.engine import DEFAULT_BUCKET_BYTES
 from hvd_compress.errors import MismatchError, StateError, UnsupportedError
@@ -735,6 +735,48 @@ def another_division_into_groups_has_an_exchange_of_its_own() -> None:
             tape = hvd.DistributedGradientTape(tape, compression=OneBit(), groups=groups)
             tape.gradient(loss, of)
             assert tape.compression_stats(of)["total"]["steps"] == step + 1
+
+
+def stepped(of: list[tf.Variable], used: list[int], sources: list[int], **settings: Any) -> tuple[Any, list[Any]]:
+    """A tape after a step with gradients of some of the variables, of which all or fewer are sources."""
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(of[i] * numbers(f"{i}", horovod.rank(), 0, (40, 30))) for i in used])
+    tape = hvd.DistributedGradientTape(tape, compression=TopK(0.02), min_numel=1, **settings)
+    return tape, tape.gradient(loss, [of[i] for i in sources])
+
+
+@cases.each({"frozen": False, "unfrozen": True})
+def what_is_owed_goes_on_where_the_list_of_sources_changes(grows: bool) -> None:
+    of = [tf.Variable(tf.zeros([40, 30]), name=f"listed{i}") for i in range(3)]
+    twin = [tf.Variable(tf.zeros([40, 30]), name=f"listed{i}") for i in range(3)]
+    # in a bucket of its own, a tensor's residual does not depend on the others
+    settings: dict[str, Any] = {"bucket_bytes": 0}
+    all_of_them, some = [0, 1, 2], [0, 2]
+    lists = [some, some, all_of_them, some, all_of_them] if grows else [all_of_them, all_of_them, some, all_of_them]
+    for sources in lists:
+        tape, found = stepped(of, sources, sources, **settings)
+        _, expected = stepped(twin, sources, all_of_them, **settings)
+        for i, gradient in zip(sources, found, strict=True):
+            assert gradient.numpy().tobytes() == expected[i].numpy().tobytes(), (sources, i)
+    assert len(tape.compression_stats([of[i] for i in lists[-1]])["tensors"]) == 3
+    # another list that overlaps has its own
+    assert stepped(of, [1], [1], **settings)[1][0] is not None
+    if grows:
+        mine = [tf.Variable(tf.zeros([40, 30]), name=f"summed{i}") for i in range(2)]
+        stepped(mine, [0], [0], adagrad=AdaGrad())
+        raises(UnsupportedError, lambda: stepped(mine, [0, 1], [0, 1], adagrad=AdaGrad()), "more sources than before")
+
+
+@cases.add
+def a_rank_may_ask_alone_before_the_first_step() -> None:
+    of = [tf.Variable(tf.zeros([40, 30]), name=f"asked{i}") for i in range(2)]
+    tape = hvd.DistributedGradientTape(tf.GradientTape(), compression=OneBit())
+    if horovod.rank() == 0:
+        assert tape.compression_stats(of) == {"compressor": repr(OneBit()), "total": {}, "tensors": {}}
+    state = tape.compression_state_dict(of) if horovod.rank() == 0 else None
+    state = state or tape.compression_state_dict(of)
+    assert (state["size"], state["rank"], state["residuals"]) == (horovod.size(), horovod.rank(), {})
+    tape.load_compression_state_dict(state, of)
 
 
 @cases.add
