@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_compress._keras.callbacks import ALL_RANKS, EdgeCallback
-from hvd_compress._keras.warmup import comes_before, compression_at, same, warmup_stages
+from hvd_compress._keras.warmup import compression_at, later_of, same, warmup_stages
 from hvd_compress.engine import empty_state
 from hvd_compress.errors import StateError
 from hvd_compress.feedback import read_state, redistribute, write_state
@@ -82,11 +82,10 @@ class CompressionWarmupCallback(EdgeCallback):
         """Change the compression, if it is time."""
         distribution = self.optimizer()._hvd
         wanted = compression_at(self.stages or {}, epoch)
-        now = distribution.settings["compression"]
-        if same(wanted, now):
-            return
-        # a second fit counts its epochs from 0 again, but a warm-up happens once: dense again would lose residuals
-        if not self._gives_stages and distribution.has_begun and comes_before(self.stages or {}, wanted, now):
+        if not self._gives_stages and distribution.has_begun:
+            # a second fit counts its epochs from 0 again, but a warm-up happens once: dense again would lose residuals
+            wanted = later_of(self.stages or {}, wanted, distribution.compressed_as)
+        if same(wanted, distribution.settings["compression"]):
             return
         distribution.replace_compression(wanted)
         # the sizes of payloads are part of the traced step

@@ -8,7 +8,6 @@ from typing import Any
 
 from hvd_compress import saved
 from hvd_compress._keras.averaging import AveragingCallback
-from hvd_compress._keras.optimizer import uses_averages
 from hvd_compress._keras.weights import arrays_of, tensors_of, write
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoMember, DasoSettings, number_of
@@ -89,10 +88,11 @@ class DASOCallback(AveragingCallback):
             self._member.declare_steps(self._steps())
 
     def on_train_end(self, logs: Any = None) -> None:
-        """What is evaluated from here on is no validation."""
+        """Make ranks equal; what is evaluated from here on is no validation."""
         self._trains = False
-        if self._member is not None and uses_averages(self.model.optimizer):
-            # weights are moving averages of each rank's from here on
+        if self._member is not None:
+            # an optimizer with use_ema=True has made weights the averages of this rank's, and EarlyStopping may have
+            # brought back those of an epoch in which ranks were not equal yet
             self._average(self._weights())
 
     def on_test_begin(self, logs: Any = None) -> None:

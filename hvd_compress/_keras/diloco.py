@@ -11,7 +11,6 @@ import numpy as np
 from hvd_compress import saved
 from hvd_compress._keras.averaging import AveragingCallback
 from hvd_compress._keras.callbacks import ALL_RANKS
-from hvd_compress._keras.optimizer import uses_averages
 from hvd_compress._keras.weights import Array, arrays_of, is_floating, tensors_of, write
 from hvd_compress.diloco import DiLoCoMember, DiLoCoSettings, Outcome, OuterSGD
 from hvd_compress.elastic import NO_STATE, refuse_elastic_averaging
@@ -89,8 +88,9 @@ class DiLoCoCallback(AveragingCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Make ranks equal; what is evaluated from here on is no validation."""
         self._trains = False
-        # the averages of an optimizer with use_ema=True, which are weights from the end of the last epoch on
-        self._is_level = self._is_level and not uses_averages(self.model.optimizer)
+        # an optimizer with use_ema=True has made weights the averages of this rank's, and EarlyStopping may have brought
+        # back those of an epoch in which ranks were not equal yet
+        self._is_level = False
         self._average()
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_compress._keras.edge import Edge, KerasExchange
+from hvd_compress._keras.warmup import described
 from hvd_compress.engine import empty_state, is_carried, refuse_loading_apart, resolved
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.feedback import check_state
@@ -17,7 +18,6 @@ __all__ = [
     "distributed",
     "keras_of",
     "local_variables",
-    "uses_averages",
     "wrap",
 ]
 
@@ -128,6 +128,13 @@ class Distribution:
     def has_begun(self) -> bool:
         """Whether gradients have been exchanged, also before a state was saved that is loaded here."""
         return self.latest is not None or bool(self._pending and self._pending["steps"])
+
+    @property
+    def compressed_as(self) -> Any:
+        """What gradients have been compressed with last, as `described` has it."""
+        if self._pending is not None and self._pending["steps"]:
+            return self._pending.get("compressor")
+        return described(self.settings["compression"])
 
     @property
     def latest(self) -> KerasExchange | None:
@@ -497,11 +504,6 @@ def _go_on_from(optimizer: Any, fresh: Any, variables: Sequence[Any]) -> None:
     # what weight decay leaves out is no part of a configuration
     for name, value in vars(optimizer).items():
         fresh.__dict__.setdefault(name, value)
-
-
-def uses_averages(optimizer: Any) -> bool:
-    """Whether the weights of a training become moving averages of theirs when it ends."""
-    return bool(getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False))
 
 
 def distributed(optimizer: Any) -> Any:

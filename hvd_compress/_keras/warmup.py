@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_compress.compressors import Compressor, NoCompression
-from hvd_compress.engine import describe
+from hvd_compress.engine import describe, exchanged
 
-__all__ = ["comes_before", "compression_at", "same", "tightened", "warmup_stages"]
+__all__ = ["compression_at", "described", "later_of", "same", "tightened", "warmup_stages"]
 
 # Lin et al., Deep Gradient Compression (ICLR 2018), section 3.3: 25 %, 6.25 %, 1.5625 %, ... of the values in the
 # epochs of the warm-up
@@ -51,11 +51,23 @@ def compression_at(stages: dict[int, Any], epoch: int) -> Any:
     return stages[max(first for first in stages if first <= epoch)]
 
 
-def comes_before(stages: dict[int, Any], one: Any, other: Any) -> bool:
-    """Whether `other`, one of the compressions of the stages, is that of a later stage than `one`."""
+def later_of(stages: dict[int, Any], wanted: Any, last: Any) -> Any:
+    """The compression of the later one of two stages.
+
+    Args:
+        stages: first epochs and compressions.
+        wanted: the compression of a stage.
+        last: of what gradients were compressed with last, what `described` returns; `wanted` if that is no stage.
+    """
     order = [stages[first] for first in sorted(stages)]
-    positions = [max((i for i, stage in enumerate(order) if same(stage, c)), default=-1) for c in (one, other)]
-    return positions[0] < positions[1]
+    positions = [max((i for i, stage in enumerate(order) if described(stage) == d), default=-1)
+                 for d in (described(wanted), last)]  # fmt: skip
+    return order[positions[1]] if positions[1] > positions[0] else wanted
+
+
+def described(compression: Any) -> Any:
+    """A compression as states have it: None where Horovod's allreduce does it all."""
+    return None if exchanged(compression) is None else describe(compression)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from hvd_compress import QSGD, Adaptive, NoCompression, OneBit, Percentile, TopK
 from hvd_compress._keras.names import stable_name, unique
-from hvd_compress._keras.warmup import compression_at, same, tightened, warmup_stages
+from hvd_compress._keras.warmup import compression_at, described, later_of, same, tightened, warmup_stages
 
 
 def test_topk_tightens_as_in_deep_gradient_compression() -> None:
@@ -54,6 +54,16 @@ def test_same_compares_what_a_compressor_does() -> None:
     assert same(TopK(0.1), TopK(0.1))
     assert not same(TopK(0.1), TopK(0.2))
     assert not same(OneBit(), NoCompression())
+
+
+def test_the_later_stage_counts() -> None:
+    stages = warmup_stages(TopK(0.01), dense_epochs=1, warmup_epochs=1)
+    dense, quarter, last = stages[0], stages[1], stages[2]
+    assert later_of(stages, dense, described(quarter)) == quarter
+    assert later_of(stages, last, described(quarter)) == last
+    assert later_of(stages, quarter, described(dense)) is quarter
+    # what is no stage says nothing
+    assert later_of(stages, quarter, described(OneBit())) is quarter
 
 
 def test_names_survive_the_models_around_a_layer() -> None:

@@ -124,6 +124,29 @@ def compression_warms_up_once(another: bool) -> None:
     assert model.optimizer._hvd.settings["compression"] == TopK(0.01)
 
 
+@cases.each({"from the epoch it has reached": 1, "from the first epoch": 0})
+def a_warm_up_goes_on_where_training_was_resumed(begin: int) -> None:
+    def warmup() -> Any:
+        return hvd.callbacks.CompressionWarmupCallback(warmup_epochs=2, dense_epochs=1)
+
+    model = trained(wrapped(compression=TopK(0.01)), warmup(), epochs=2)
+    state = model.optimizer.compression_state_dict()
+    resumed = wrapped(compression=TopK(0.01))
+    resumed.load_compression_state_dict(state)
+    seen: list[Any] = []
+
+    class Recorder(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(self.model.optimizer._hvd.settings["compression"])
+
+    model.compile(resumed, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(*data(), batch_size=16, epochs=4, initial_epoch=begin, verbose=0, callbacks=[warmup(), Recorder()])
+    assert seen[-3:] == [TopK(0.25), TopK(0.0625), TopK(0.01)]
+    # an epoch that came before is as the last one was, and not dense again
+    assert seen[:-3] == [TopK(0.25)] * (1 - begin)
+    check_equal_on_all_ranks(model)
+
+
 @cases.add
 def what_is_owed_is_known_between_steps() -> None:
     model = trained(wrapped())

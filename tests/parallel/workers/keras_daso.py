@@ -103,6 +103,18 @@ def weights_follow_equation_1(pair: tuple[int, int]) -> None:
         check_equal_on_all_ranks(model)
 
 
+@cases.add
+def weights_that_early_stopping_restores_are_equal_on_all_ranks_at_the_end() -> None:
+    model, callback = linear(), daso(global_skips=3)
+    model.compile(hvd.DASO(keras.optimizers.SGD(RATE), ranks_per_node=PER_NODE), "mse")
+    first = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    # before the callback that makes ranks equal at the end of an epoch
+    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    metrics = hvd.callbacks.MetricAverageCallback()
+    model.fit(*data(hvd.rank()), batch_size=16, epochs=2, verbose=0, callbacks=[first, metrics, stopping, callback])
+    check_equal_on_all_ranks(model)
+
+
 COMPRESSED = {
     "adaptive": {"compression": Adaptive(8)},
     "topk-rotate": {"compression": TopK(0.2), "form": "rotate", "merge": "delta"},

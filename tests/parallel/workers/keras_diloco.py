@@ -118,6 +118,18 @@ def averages_of_an_optimizer_are_equal_on_all_ranks_at_the_end() -> None:
 
 
 @cases.add
+def weights_that_early_stopping_restores_are_equal_on_all_ranks_at_the_end() -> None:
+    model = linear()
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    first, callback = callbacks(sync_every=5)
+    # before the callback that makes ranks equal at the end of an epoch
+    stopping = keras.callbacks.EarlyStopping("loss", restore_best_weights=True)
+    metrics = hvd.callbacks.MetricAverageCallback()
+    model.fit(*data(hvd.rank()), batch_size=16, epochs=2, verbose=0, callbacks=[first, metrics, stopping, callback])
+    check_equal_on_all_ranks(model)
+
+
+@cases.add
 def a_model_that_is_built_by_its_first_batch_begins_after_it() -> None:
     model = larger()
     model.compile(keras.optimizers.SGD(0.05), "mse")
