@@ -65,8 +65,8 @@ class _CompressedAdam(DistributedMethods):
     Raises:
         ValueError: a setting out of its range.
         TypeError: `compression` is no compressor; a trained variable is not float32 or float64.
-        UnsupportedError: `Auto`; an elastic run; a LossScaleOptimizer around it, which `model.compile` adds where the
-            dtype policy is mixed_float16.
+        UnsupportedError: `Auto`; an elastic run; a MultiOptimizer or a LossScaleOptimizer around it, which
+            `model.compile` adds where the dtype policy is mixed_float16.
         MismatchError: in the first step, if the ranks disagree; raised on all of them.
 
     Example, on one rank::
@@ -367,8 +367,9 @@ def _no_copy(what: str) -> UnsupportedError:
 
 def _no_loss_scale() -> UnsupportedError:
     return UnsupportedError(
-        f"a LossScaleOptimizer around hvd.{_KIND} would let each rank decide on its own gradients whether to take part "
-        "in a step, and the others would wait for ever. model.compile adds one where the dtype policy is "
-        "mixed_float16: use mixed_bfloat16, or hvd.DistributedOptimizer(optimizer, compression=...) of a "
-        "LossScaleOptimizer around Keras' Adam"
+        f"a LossScaleOptimizer or a MultiOptimizer around hvd.{_KIND}: the first would let each rank decide on its own "
+        "gradients whether to take part in a step, and the others would wait for ever; the second would give it some "
+        "of the variables. model.compile adds a LossScaleOptimizer where the dtype policy is mixed_float16: use "
+        "mixed_bfloat16, or hvd.DistributedOptimizer(optimizer, compression=...) of a LossScaleOptimizer or a "
+        "MultiOptimizer around Keras' Adam"
     )

@@ -88,8 +88,8 @@ class DiLoCoCallback(AveragingCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Make ranks equal; what is evaluated from here on is no validation."""
         self._trains = False
-        # an optimizer with use_ema=True has made weights the averages of this rank's, and EarlyStopping may have brought
-        # back those of an epoch in which ranks were not equal yet
+        # an optimizer with use_ema=True has made weights the averages of this rank's, and EarlyStopping may have
+        # brought back those of an epoch in which ranks were not equal yet
         self._is_level = False
         self._average()
 

@@ -138,7 +138,8 @@ class Interface:
         """
         wrapped = self.DistributedOptimizer(optimizer, *arguments, **settings)
         for variable in local_variables(local_layers):
-            wrapped.register_local_var(variable)
+            # what a LossScaleOptimizer of Keras 2 holds
+            distributed(wrapped).register_local_var(variable)
         return wrapped
 
     def DASO(self, optimizer: Any, ranks_per_node: int | None = None, **settings: Any) -> Any:

@@ -272,13 +272,14 @@ class _Keras3(DistributedMethods):
         return super()._clip_gradients(combined)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # LossScaleOptimizer.__init__ does this to what it wraps; a property would not hear of it on TensorFlow, where
-        # Keras first looks whether the value changes
+        # LossScaleOptimizer and MultiOptimizer do this to what they wrap; a property would not hear of it on
+        # TensorFlow, where Keras first looks whether the value changes
         if name == "loss_scale_factor" and value is None and "_hvd" in self.__dict__:
             raise UnsupportedError(
-                "a LossScaleOptimizer around hvd.DistributedOptimizer would let each rank decide on its own gradients "
-                "whether to take part in a step, and the others would wait for ever. Wrap the other way round: "
-                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). model.compile adds a "
+                "a LossScaleOptimizer or a MultiOptimizer around hvd.DistributedOptimizer: the first would let each "
+                "rank decide on its own gradients whether to take part in a step, and the others would wait for ever. "
+                "Wrap the other way round: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), "
+                "or hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(...)). model.compile adds a "
                 "LossScaleOptimizer of its own where the model computes in float16"
             )
         super().__setattr__(name, value)

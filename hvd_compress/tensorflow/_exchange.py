@@ -120,7 +120,8 @@ class GradientExchange(Ledger[GraphStages]):
         self._turn = StepToken()
         self._was_left_out = False
         """Whether a graph was made in which gradients are only returned, since this rank exchanged nothing then."""
-        self._compiled = tf.function(self._lay, autograph=False)
+        # the rows of a sparse gradient are others in each step
+        self._compiled = tf.function(self._lay, autograph=False, reduce_retracing=True)
 
     @property
     def _waits(self) -> bool:

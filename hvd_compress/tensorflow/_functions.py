@@ -98,11 +98,25 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """`allreduce` of several tensors at once; their exchanges are in flight together."""
+    """`allreduce` of several tensors at once; their exchanges are in flight together.
+
+    Beside compressed ones, each `tf.IndexedSlices` travels in a call of its own.
+    """
     compressor, horovods = compressor_of_call(compression, carries=True), horovod_compressor(compression)
     factors = prescale_factor, postscale_factor
     if not tensors:
         return []
+    sparse = {i: t for i, t in enumerate(tensors) if isinstance(t, tf.IndexedSlices)}
+    if compressor is not None and sparse:
+        same = {"average": average, "device_dense": device_dense, "device_sparse": device_sparse,
+                "compression": compression, "op": op, "prescale_factor": prescale_factor,
+                "postscale_factor": postscale_factor, "process_set": process_set,
+                "ignore_name_scope": ignore_name_scope}  # fmt: skip
+        rest = iter(grouped_allreduce([t for i, t in enumerate(tensors) if i not in sparse], name=name, **same))
+        return [
+            allreduce(t, name=name and f"{name}.sparse.{i}", **same) if i in sparse else next(rest)
+            for i, t in enumerate(tensors)
+        ]
     call = _call("grouped_allreduce", tensors, name, compressor or horovods, average, op, factors, process_set)
     if compressor is not None and _is_exchanged(process_set):
         return _exchanged(tensors, call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -16,8 +15,8 @@ from hvd_compress.tensorflow._bucket import GraphStages
 
 __all__ = ["RootGraphStages", "after_others", "let_others_follow"]
 
-_last_in: WeakKeyDictionary[Any, tf.Tensor] = WeakKeyDictionary()
-"""Of each graph, a number that exists when the last exchange that was laid into it has ended."""
+_LAST = "hvd_compress_last_exchange"
+"""The collection of a graph that holds a number, which exists when the last exchange laid into it has ended."""
 
 
 def after_others(turn: tf.Tensor) -> tf.Tensor:
@@ -26,15 +25,14 @@ def after_others(turn: tf.Tensor) -> tf.Tensor:
     Each of two exchanges might else hold the only thread of a rank, and wait for the thread that the other one holds on
     another rank.
     """
-    last = _last_in.get(tf.compat.v1.get_default_graph())
-    return turn if last is None else tf.numpy_function(lambda turn, _: turn, [turn, last], tf.int64, stateful=False)
+    last = tf.compat.v1.get_default_graph().get_collection_ref(_LAST)
+    return tf.numpy_function(lambda turn, _: turn, [turn, *last], tf.int64, stateful=False) if last else turn
 
 
 def let_others_follow(ends: Sequence[tf.Tensor]) -> None:
     """Note what exists when an exchange has ended, for `after_others`."""
-    _last_in[tf.compat.v1.get_default_graph()] = tf.numpy_function(
-        lambda *_: np.int64(0), list(ends), tf.int64, stateful=False
-    )
+    last = tf.compat.v1.get_default_graph().get_collection_ref(_LAST)
+    last[:] = [tf.numpy_function(lambda *_: np.int64(0), list(ends), tf.int64, stateful=False)]
 
 
 class RootGraphStages(GraphStages):

@@ -223,6 +223,37 @@ def sparse_gradients() -> None:
 
 
 @cases.add
+def sparse_tensors_of_a_compressed_group_stay_sparse() -> None:
+    ranks, rank = horovod.size(), horovod.rank()
+    x, y = (tf.constant(numbers(name, rank, 0, (40, 30))) for name in ("x", "y"))
+    rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([rank, 7]), tf.constant([20, 3]))
+    expected = np.zeros((20, 3), np.float32)
+    expected[7] = 1.0
+    expected[:ranks] += 1 / ranks
+    for name in (None, "some"):
+        first, sparse, second = hvd.grouped_allreduce([x, rows, y], compression=OneBit(), name=name)
+        assert isinstance(sparse, tf.IndexedSlices)
+        np.testing.assert_allclose(tf.convert_to_tensor(sparse), expected, rtol=1e-6)
+        assert first.shape == second.shape == (40, 30)
+        (alone,) = hvd.grouped_allreduce([rows], compression=OneBit(), name=name and f"{name}.alone")
+        np.testing.assert_allclose(tf.convert_to_tensor(alone), expected, rtol=1e-6)
+
+
+@cases.each({"sparse": False, "as dense": True})
+def gradients_with_other_numbers_of_rows_make_no_graph_each(as_dense: bool) -> None:
+    table = tf.Variable(tf.ones([50, 4]), name="rows")
+    for rows in range(2, 9):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, tf.range(rows)))
+        tape = wrapped(tape, TopK(0.5), sparse_as_dense=as_dense, min_numel=1)
+        (found,) = tape.gradient(loss, [table])
+        expected = np.zeros((50, 4), np.float32)
+        expected[:rows] = 1.0
+        np.testing.assert_allclose(tf.convert_to_tensor(found), expected, rtol=1e-6)
+    assert tape._kept_of([table]).exchange._compiled.experimental_get_tracing_count() <= 3
+
+
+@cases.add
 def local_sources_stay_local() -> None:
     of, wanted = variables(), given(0)
 
