@@ -25,7 +25,7 @@ def main(epochs: int = 4, steps: int = 10) -> None:
     opt = hvd.DASO(
         opt,
         named_parameters=model.named_parameters(),
-        named_buffers=model.named_buffers(),  # batch norm's are averaged at the end of each epoch
+        named_buffers=model,  # batch norm's are averaged at the end of each epoch
         total_epochs=epochs,
         warmup_epochs=1,  # nodes average after every step
         cooldown_epochs=1,

@@ -23,7 +23,7 @@ def main() -> None:
     opt = hvd.EventGraDOptimizer(
         opt,
         named_parameters=model.named_parameters(),
-        named_buffers=model.named_buffers(),  # batch norm's are averaged at the end
+        named_buffers=model,  # batch norm's are averaged at the end
         trigger=SlopeThreshold(horizon=1.0),  # as much change as lately in one step; ConstantThreshold(delta)
         topology=Ring(),  # FullyConnected(), Exponential(), Graph(any networkx graph)
         compression=TopK(0.01),

@@ -23,7 +23,7 @@ class LocalSteps:
 
     Args:
         parameters: by name, those that take gradients.
-        buffers: by name, averaged with them on request.
+        buffers: averaged with them on request.
         settings: the same on all ranks.
         groups: where this rank stands.
         outer: makes the outer optimizer of a fragment.
@@ -33,7 +33,7 @@ class LocalSteps:
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Buffers,
         settings: DiLoCoSettings,
         groups: Groups,
         outer: Make,
@@ -44,7 +44,7 @@ class LocalSteps:
             DiLoCoMember, self.parameters.tensors, settings, make_outer=partial(OuterOptimizer, outer), others=others
         )
         self.member = self._make(groups=groups)
-        self.buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
+        self.buffers = buffers
 
     def begin_again(self, groups: Groups) -> DiLoCoMember:
         """Begin among other ranks, as if no step had been made; returns the member of before. A collective call."""

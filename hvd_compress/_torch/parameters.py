@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,16 @@ import torch
 from hvd_compress.errors import UnsupportedError
 from hvd_compress.tensors import ParameterSpec
 
-__all__ = ["Buffers", "Parameters", "as_tensors", "by_name", "named_or_numbered", "trained"]
+__all__ = [
+    "Buffers",
+    "Copies",
+    "NamedBuffers",
+    "Parameters",
+    "as_tensors",
+    "by_name",
+    "named_or_numbered",
+    "trained",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -130,25 +140,73 @@ class Parameters:
             p.grad = gradient if gradient is None or _is_shared(p) else torch.empty_like(p).copy_(gradient)
 
 
+NamedBuffers = torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None
+"""What users give: a module, whose buffers are looked up when they are averaged, or some tensors with their names."""
+
+
 class Buffers:
-    """Other tensors that are averaged with them, now and then.
+    """Tensors beside the parameters that are averaged with them, now and then.
 
     Args:
-        named: by name.
+        named: see `NamedBuffers`.
+
+    Raises:
+        ValueError: two have one name.
     """
 
-    def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, named: NamedBuffers) -> None:
+        self._module = named if isinstance(named, torch.nn.Module) else None
+        given = {} if isinstance(named, torch.nn.Module) else by_name("named_buffers", named or ())
+        # a module that replaces one lets it go
+        self._given = {name: weakref.ref(b) for name, b in given.items()}
+        self._copies = Copies({})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that have a mean, as they are now.
+
+        Raises:
+            ValueError: one of them is not there any more.
+        """
+        found = {name: reference() for name, reference in self._given.items()}
+        if gone := [name for name, b in found.items() if b is None]:
+            raise ValueError(
+                f"buffer {gone[0]!r} was replaced since the optimizer was made, as model.cuda() does it, and a module "
+                "that assigns a new tensor: ranks would average what nobody uses. Give the optimizer "
+                "named_buffers=model, so that buffers are looked up each time"
+            )
+        if self._module is not None:
+            found = dict(self._module.named_buffers())
         # a count of batches has no mean, nor have complex tables
-        self._tensors = {name: _distinct(b) for name, b in named.items() if b.is_floating_point()}
-        self._copies: dict[str, torch.Tensor] = {}
+        return {f"buffer {name}": b for name, b in found.items() if b is not None and b.is_floating_point()}
 
     def arrays(self) -> dict[str, Array]:
         """Copies of their values."""
-        self._copies = {name: _on_host(b, _summable(b)) for name, b in self._tensors.items()}
-        return {name: b.numpy() for name, b in self._copies.items()}
+        self._copies = Copies(self.tensors())
+        return self._copies.arrays
 
     def take(self) -> None:
         """Take over what has become of the last copies."""
+        self._copies.take()
+
+
+class Copies:
+    """Copies of the values of tensors, which may become others.
+
+    Args:
+        tensors: by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = {name: _distinct(b) for name, b in tensors.items()}
+        self._copies = {name: _on_host(b, _summable(b)) for name, b in self._tensors.items()}
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The copies, whose memory they share."""
+        return {name: b.numpy() for name, b in self._copies.items()}
+
+    def take(self) -> None:
+        """Write the copies to the tensors."""
         for name, b in self._tensors.items():
             b.copy_(self._copies[name])
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hvd_compress._torch.local_steps import LocalSteps, LocalStepsMethods
 from hvd_compress._torch.outer import nesterov
-from hvd_compress._torch.parameters import by_name, named_or_numbered, trained
+from hvd_compress._torch.parameters import Buffers, NamedBuffers, named_or_numbered, trained
 from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.averaging import Groups, Nodes
 from hvd_compress.ddp._groups import groups_like
@@ -75,7 +75,7 @@ def DiLoCo(
     alpha: float = 0.0,
     compression: Any = None,
     feedback_decay: float = 1.0,
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: NamedBuffers = None,
     process_group: Any = None,
     timeout: timedelta | None = None,
 ) -> Any:
@@ -102,7 +102,8 @@ def DiLoCo(
         alpha: weight of a rank's own parameters when the average arrives, from 0 to 1.
         compression: of what parameters have moved; a compressor, its name, or a `Policy`; None sends it as it is.
         feedback_decay: factor from 0 to 1 on what compression left out, each time before the next difference is added.
-        named_buffers: such as `model.named_buffers()`, averaged by `average_parameters()`.
+        named_buffers: averaged by `average_parameters()`: the model, whose buffers are looked up then, or
+            (name, tensor) pairs such as `model.named_buffers()`.
         process_group: the ranks that take part; all of them if left out.
         timeout: for which a rank waits for others; that of the process group if left out. It must be longer than the
             slowest rank's `sync_every` steps take.
@@ -128,9 +129,9 @@ def DiLoCo(
     settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
     _check_inner(inner)
     named = named_or_numbered(inner, named_parameters)
-    buffers = by_name("named_buffers", named_buffers or ())
+    buffers = Buffers(named_buffers)
     parameters = trained(inner, named)
-    _refuse_sharded({**parameters, **buffers})
+    _refuse_sharded({**parameters, **buffers.tensors()})
     others = {name for name, _ in named} - parameters.keys()
     groups, made = _groups_of(process_group, timeout)
     try:

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from hvd_compress._torch.local_steps import LocalSteps  # noqa: E402
 from hvd_compress._torch.outer import nesterov  # noqa: E402
+from hvd_compress._torch.parameters import Buffers  # noqa: E402
 
 TWO = Nodes.of_equal(2, 1)
 
@@ -48,7 +49,7 @@ def train(steps, optimizer, model, begin, end, rank):
 
 def begun(groups, model, outer=nesterov, **settings):
     named = dict(model.named_parameters())
-    return LocalSteps(named, {}, DiLoCoSettings(**settings), groups, outer, ())
+    return LocalSteps(named, Buffers(None), DiLoCoSettings(**settings), groups, outer, ())
 
 
 def numbers(model):

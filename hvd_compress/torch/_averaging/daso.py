@@ -8,7 +8,15 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress._torch.parameters import Buffers, Parameters, as_tensors, by_name, named_or_numbered, trained
+from hvd_compress._torch.parameters import (
+    Buffers,
+    Copies,
+    NamedBuffers,
+    Parameters,
+    as_tensors,
+    named_or_numbered,
+    trained,
+)
 from hvd_compress.averaging import Groups
 from hvd_compress.compressors import BF16, NoCompression
 from hvd_compress.daso import DasoMember, DasoSettings, number_of
@@ -103,7 +111,7 @@ class _Daso:
 
     Args:
         parameters: by name.
-        buffers: by name, averaged at the end of an epoch.
+        buffers: averaged at the end of an epoch.
         settings: the same on all ranks.
         groups: where this rank stands.
         ranks: how many its node has.
@@ -112,13 +120,13 @@ class _Daso:
     def __init__(
         self,
         parameters: dict[str, torch.Tensor],
-        buffers: dict[str, torch.Tensor],
+        buffers: Buffers,
         settings: DasoSettings,
         groups: Groups,
         ranks: int,
     ) -> None:
         self.parameters = Parameters(parameters, "DASO")
-        self.buffers = {f"buffer {name}": b for name, b in buffers.items()}
+        self.buffers = buffers
         self._by_name = parameters
         nbytes = sum(p.numel() * p.element_size() for p in parameters.values())
         self._gradient_bytes = round(2 * (ranks - 1) / ranks * nbytes)
@@ -155,10 +163,10 @@ class _Daso:
         arrays = self.parameters.arrays()
         if self.member.end_epoch(arrays, loss):
             self.parameters.write(arrays)
-        averages_state = self.member.settings.average_state
-        others = Buffers({**self.buffers, **(self._state_of(state) if averages_state else {})})
-        self.member.average(others.arrays())
-        others.take()
+        of_state = Copies(self._state_of(state) if self.member.settings.average_state else {})
+        self.member.average({**self.buffers.arrays(), **of_state.arrays})
+        self.buffers.take()
+        of_state.take()
 
     def _state_of(self, state: Any) -> dict[str, torch.Tensor]:
         """What the optimizer keeps for each element, such as momentum; its counts of steps are equal anyway."""
@@ -184,7 +192,7 @@ class _DasoAveraging(Averaging):
 
     def __init__(self, daso: _Daso) -> None:
         self._daso = daso
-        self.parameters, self.buffers = daso.parameters, Buffers(daso.buffers)
+        self.parameters, self.buffers = daso.parameters, daso.buffers
 
     def save(self) -> Any:
         return self._daso.member, self._daso.member.keep()
@@ -238,7 +246,7 @@ def DASO(
     compression: Any = NoCompression(),
     blocking_compression: Any = BF16(),
     average_state: bool = False,
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: NamedBuffers = None,
     ranks_per_node: int | None = None,
     backward_passes_per_step: int = 1,
     sparse_as_dense: bool = False,
@@ -279,7 +287,8 @@ def DASO(
             residual's. Takes three more copies of the parameters.
         blocking_compression: the same in warm-up and cool-down.
         average_state: average the optimizer's state over the ranks at the end of each epoch.
-        named_buffers: such as `model.named_buffers()`, averaged over the ranks at the end of each epoch.
+        named_buffers: averaged over the ranks at the end of each epoch: the model, whose buffers are looked up then, or
+            (name, tensor) pairs such as `model.named_buffers()`.
         ranks_per_node: counted from rank 0 on; by default nodes are the hosts that Horovod reports. They need not have
             equally many ranks: every rank counts the same. In elastic runs 1, each rank is a node.
         backward_passes_per_step: backward passes that are summed up before a step.
@@ -313,7 +322,7 @@ def DASO(
     )
     settings = DasoSettings(schedule, form, merge, compression, blocking_compression, average_state)
     named = named_or_numbered(optimizer, named_parameters)
-    buffers = by_name("named_buffers", named_buffers or ())
+    buffers = Buffers(named_buffers)
     parameters = trained(optimizer, named)
     refuse_complex("DASO", parameters)
     refuse_elastic_nodes("DASO", ranks_per_node)

@@ -10,7 +10,7 @@ import torch
 
 from hvd_compress._torch.local_steps import LocalSteps, LocalStepsMethods
 from hvd_compress._torch.outer import nesterov
-from hvd_compress._torch.parameters import by_name, named_or_numbered, trained
+from hvd_compress._torch.parameters import Buffers, NamedBuffers, named_or_numbered, trained
 from hvd_compress.averaging import Groups
 from hvd_compress.diloco import DiLoCoSettings
 from hvd_compress.elastic import is_elastic, refuse_elastic_averaging
@@ -137,7 +137,7 @@ def DiLoCo(
     alpha: float = 0.0,
     compression: Any = None,
     feedback_decay: float = 1.0,
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: NamedBuffers = None,
     ranks_per_node: int | None = 1,
     process_set: hvd.ProcessSet = hvd.global_process_set,
     backward_passes_per_step: int = 1,
@@ -180,7 +180,8 @@ def DiLoCo(
             One without error feedback loses what it leaves out.
         feedback_decay: factor from 0 to 1 on what compression left out, each time before the next difference is added:
             as in Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025). It holds for both hops of the exchange.
-        named_buffers: such as `model.named_buffers()`, averaged by `average_parameters()`.
+        named_buffers: averaged by `average_parameters()`: the model, whose buffers are looked up then, or
+            (name, tensor) pairs such as `model.named_buffers()`.
         ranks_per_node: 1, each rank trains on its own; more, ranks of a node average gradients in each step and train
             together; None, those of a host. Nodes count by their ranks, as in `DASO`, whose process sets are needed.
         process_set: the ranks that take part.
@@ -204,7 +205,7 @@ def DiLoCo(
     check_owner("DiLoCo", inner)
     settings = DiLoCoSettings(sync_every, fragments, delay, alpha, compression, feedback_decay)
     named = named_or_numbered(inner, named_parameters)
-    buffers = by_name("named_buffers", named_buffers or ())
+    buffers = Buffers(named_buffers)
     parameters = trained(inner, named)
     others = {name for name, _ in named} - parameters.keys()
     _refuse_elastic_sets(ranks_per_node, process_set)

@@ -8,7 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_compress._torch.parameters import by_name, trained
+from hvd_compress._torch.parameters import Buffers, NamedBuffers, trained
 from hvd_compress._torch.scaling import told_by_scaler, unscale
 from hvd_compress.compressors import NoCompression
 from hvd_compress.elastic import is_elastic, refuse_elastic_averaging
@@ -199,7 +199,7 @@ def EventGraDOptimizer(
     mixing: str = "auto",
     consensus_rate: float | None = None,
     overlap: bool = False,
-    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    named_buffers: NamedBuffers = None,
     traced: bool = False,
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
@@ -234,7 +234,8 @@ def EventGraDOptimizer(
             which diverges if it is too large, at most 0.3, and twice the share of values that top-k or adaptive send.
         overlap: send when `step()` ends, while the next gradient is computed. Same results, unless parameters are
             changed between steps.
-        named_buffers: such as `model.named_buffers()`, averaged by `average_parameters()`.
+        named_buffers: averaged by `average_parameters()`: the model, whose buffers are looked up then, or
+            (name, tensor) pairs such as `model.named_buffers()`.
         traced: keep norms, thresholds and events of every step for `event_stats()`.
         process_set: the ranks that take part.
 
@@ -249,7 +250,7 @@ def EventGraDOptimizer(
     Example::
 
         opt = hvd.EventGraDOptimizer(
-            opt, model.named_parameters(), trigger=SlopeThreshold(horizon=1.0), named_buffers=model.named_buffers()
+            opt, model.named_parameters(), trigger=SlopeThreshold(horizon=1.0), named_buffers=model
         )
         ...  # train as always
         opt.average_parameters()
@@ -266,7 +267,7 @@ def EventGraDOptimizer(
             f"EventGraDOptimizer(process_set={process_set})",
             "Horovod forgets process sets when ranks come or go. Leave it out",
         )
-    buffers = by_name("named_buffers", named_buffers or ())
+    buffers = Buffers(named_buffers)
     parameters = trained(optimizer, named_parameters)
     gossip = Gossip(parameters, buffers, settings, process_set)
     wrapped = laid_over(optimizer, _Overrides)

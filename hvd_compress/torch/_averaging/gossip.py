@@ -46,7 +46,7 @@ class Gossip:
 
     Args:
         parameters: by name, those that are trained.
-        buffers: by name, to be averaged with the parameters at the end.
+        buffers: to be averaged with the parameters at the end.
         settings: of the averaging.
         process_set: the ranks that take part.
     """
@@ -54,12 +54,12 @@ class Gossip:
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        buffers: Buffers,
         settings: GossipSettings,
         process_set: hvd.ProcessSet,
     ) -> None:
         self.parameters = Parameters(parameters, "the EventGraD optimizer")
-        self.buffers = Buffers({f"buffer {name}": b for name, b in buffers.items()})
+        self.buffers = buffers
         self.settings = settings
         self._process_set = process_set
         # in elastic runs neighbours are found when the state is synced: who joins wraps its optimizer while others

@@ -21,6 +21,7 @@ from hvd_compress._torch.thrown_away import KeptAside
 from hvd_compress.compressors import Compressor
 from hvd_compress.engine import Ledger, LedgerAlone, Lost
 from hvd_compress.errors import GradientError, MismatchError, StateError, UnsupportedError
+from hvd_compress.policy import Policy
 from hvd_compress.torch._gradients.engine import Engine, precondition, with_debt
 from hvd_compress.torch._gradients.handed import Handed
 from hvd_compress.torch._gradients.members import Members
@@ -309,14 +310,14 @@ class Combiner:
         self.sender.has_compared = False
         self._equip_after(engine)
 
-    def go_on_with(self, compression: Compressor) -> None:
+    def go_on_with(self, compression: Compressor | Policy) -> None:
         """Compress in another way from the next step on; all ranks do so between the same steps."""
         self.begin_with(compression)
         if self.sender.engine is not None:
             self.sender.count_plain()
             self._equip_after(self.sender.engine)
 
-    def begin_with(self, compression: Compressor) -> None:
+    def begin_with(self, compression: Compressor | Policy) -> None:
         """Compress in this way once exchanges are made anew."""
         self.wrapping.compression = self.wrapping.ours = compression
 

@@ -521,6 +521,42 @@ def ranks_with_other_buffers_are_told_so() -> None:
         optimizer.average_parameters()
 
 
+class Renewing(torch.nn.Module):
+    """Its buffer is another tensor after each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(40, 10)
+        self.register_buffer("mean", torch.zeros(40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + x.mean(0)
+        return self.layer(x)
+
+
+@cases.each({"converted": True, "assigned": False})
+def buffers_that_are_replaced_are_looked_up_or_told(converted: bool) -> None:
+    for looks_up in (True, False):
+        model = Renewing()
+        optimizer = hvd.EventGraDOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+            named_buffers=model if looks_up else model.named_buffers(),
+        )  # fmt: skip
+        if converted:
+            model.double().float()
+            model.mean.fill_(hvd.rank())
+        else:
+            model(torch.full((2, 40), float(hvd.rank()))).sum().backward()
+        before = model.mean
+        if not looks_up:
+            with pytest.raises(ValueError, match=r"buffer 'mean' was replaced .* named_buffers=model"):
+                optimizer.average_parameters()
+            continue
+        optimizer.average_parameters()
+        assert model.mean is before
+        assert model.mean.tolist() == [(hvd.size() - 1) / 2] * 40
+
+
 @cases.add
 def buffers_that_have_no_mean_stay() -> None:
     model = network()
