@@ -176,7 +176,13 @@ class DasoMember:
             self._meeting.begin(*self._said(what, has_loss))
 
     def _said(self, what: str, has_loss: bool = False) -> tuple[str, dict[str, Any]]:
-        return f"{what} after {self.batches} batches", {"a loss for epoch_end()": has_loss}
+        # a state may have been loaded on some ranks only
+        clock = self.clock
+        return f"{what} after {self.batches} batches", {
+            "a loss for epoch_end()": has_loss,
+            "epoch": clock.epoch, "batch of the epoch": clock.steps, "global_skips": clock.skips,
+            "batches_to_wait": clock.wait, "values are sent, not changes": [sync.needs_values for sync in self._syncs],
+        }  # fmt: skip
 
     def average(self, arrays: Mapping[str, Array]) -> None:
         """Make buffers or optimizer states their mean over all ranks, in place; a collective call.

@@ -611,3 +611,20 @@ def test_when_ranks_come_or_go_nothing_is_lost(layout, compressor, form, after):
 def test_ranks_per_node_must_divide(wrong):
     with pytest.raises(ValueError, match="divides the 4 ranks"):
         Nodes.of_equal(4, wrong)
+
+
+@pytest.mark.parametrize("compression", [None, TopK(0.1)], ids=["values", "changes"])
+def test_a_state_that_some_ranks_have_loaded_is_an_error_on_all(compression):
+    nodes = NODES["2x2"]
+    chosen = settings(global_skips=3, batches_to_wait=1, compression=compression, blocking=compression)
+
+    def program(groups):
+        member, arrays = DasoMember(TENSORS, chosen, groups), start_of(TENSORS)
+        train(member, groups, TENSORS, arrays, 0, 6, ends=[5])
+        state, again = member.state_dict(), DasoMember(TENSORS, chosen, groups)
+        if groups.rank < 2:
+            again.load_state_dict(state)
+        with pytest.raises(MismatchError, match="epoch"):
+            train(again, groups, TENSORS, arrays, 6, 12)
+
+    World().run(nodes, program)

@@ -169,12 +169,23 @@ class _Daso:
         of_state.take()
 
     def _state_of(self, state: Any) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps for each element, such as momentum; its counts of steps are equal anyway."""
+        """What the optimizer keeps for each element, such as momentum; its counts of steps are equal anyway.
+
+        Where a parameter has had no gradient on this rank, and may have had one on another, nothing is kept yet: zeros
+        stand for it.
+        """
+
+        def kept(p: torch.Tensor) -> dict[str, torch.Tensor]:
+            of_p = {key: value for key, value in state.get(p, {}).items() if isinstance(value, torch.Tensor)}
+            return {key: value for key, value in of_p.items() if value.shape == p.shape and value.dim() > 0}
+
+        found = {name: kept(p) for name, p in self._by_name.items()}
+        keys = sorted({key for of_p in found.values() for key in of_p})
         return {
-            f"{key} of {name}": value
+            f"{key} of {name}": found[name].get(key, torch.zeros_like(p))
             for name, p in self._by_name.items()
-            for key, value in state.get(p, {}).items()
-            if isinstance(value, torch.Tensor) and value.shape == p.shape and value.dim() > 0
+            for key in keys
+            if p.dim() > 0
         }
 
 

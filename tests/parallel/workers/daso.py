@@ -273,6 +273,32 @@ def buffers_and_states_become_their_mean_when_an_epoch_ends() -> None:
     train(optimizer, model, 5, 8)
 
 
+@cases.add
+def states_that_a_node_has_not_yet_are_zeros_in_their_mean() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    # among several ranks of a node Horovod makes gradients that are missing zeros
+    optimizer = hvd.DASO(
+        sgd, model.named_parameters(), named_buffers=model, average_state=True, ranks_per_node=1, **RAW
+    )
+    in_first_node = hvd.rank() == 0
+    for number in range(3):
+        optimizer.zero_grad()
+        # other nodes never train the first layer
+        x = batch(number, hvd.rank())
+        (model(x) if in_first_node else model[1:](model[0](x).detach())).square().mean().backward()
+        if not in_first_node:
+            model[0].zero_grad(set_to_none=True)
+        optimizer.step()
+    assert ("momentum_buffer" in optimizer.state[model[0].weight]) == in_first_node
+    kept = optimizer.state[model[0].weight].get("momentum_buffer", torch.zeros_like(model[0].weight))
+    momentum = everyone(kept, "momentum.late").mean(0)
+    optimizer.epoch_end()
+    if in_first_node:
+        assert torch.allclose(optimizer.state[model[0].weight]["momentum_buffer"], momentum, rtol=1e-6)
+    assert_same_everywhere(model)
+
+
 LOSSES = {
     "tracked": lambda p: (p.sum() * 0 + 2.0, 2.0),
     "one-element": lambda p: ((p.sum() * 0 + 2.0).reshape(1), 2.0),
