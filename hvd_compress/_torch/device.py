@@ -78,13 +78,15 @@ class CudaStreams:
         self._device = device
         self._kernels, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
+    # A thread's device is the first one unless it is told, and going back there would make a context on it.
+
     def run(self, work: Callable[[], T]) -> T:
-        with torch.cuda.stream(self._kernels):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._kernels):
             return work()
 
     def fetch(self, work: Callable[[], None]) -> Event:
         self._copies.wait_stream(self._kernels)
-        with torch.cuda.stream(self._copies):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._copies):
             work()
             event: Event = self._copies.record_event()
         return event
@@ -134,11 +136,14 @@ class _VaryingSlots(_DeviceSlots):
         self._places = places
         self._words = memory.from_host((places >> 3) + table.LENGTH_WORD)
         self._lengths = memory.pinned(8 * len(places)).view(torch.int64)
+        # of its own: another stream copies from there, and memory that is let go is used anew by kernels
+        self._gathered = memory.empty(len(places), "int64")
         self._has_lengths = False
 
     def fetch(self) -> None:
-        lengths = self._memory.streams.run(lambda: self._made.view(torch.int64)[self._words])
-        self._event, self._has_lengths = self._memory.fetch(self._lengths, lengths).event, False
+        words = self._made.view(torch.int64)
+        self._memory.streams.run(lambda: torch.index_select(words, 0, self._words, out=self._gathered))
+        self._event, self._has_lengths = self._memory.fetch(self._lengths, self._gathered).event, False
 
     def is_here(self) -> bool:
         if self._event is None:

@@ -73,7 +73,8 @@ class Side:
             yield
             return
         self.stream.wait_event(ready)
-        with torch.cuda.stream(self.stream):
+        # a thread's device is the first one unless it is told, and going back there would make a context on it
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             yield
 
 
@@ -109,7 +110,12 @@ class Given:
         self.gradients = dict(gradients)
         self.is_last = is_last
         self.side = side
-        self._ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        self._ready: Any = None
+
+    def note_ready(self) -> None:
+        """Note that what the caller has queued so far, debts that are added among it, makes the gradients."""
+        if self.buffer.is_cuda:
+            self._ready = torch.cuda.current_stream(self.buffer.device).record_event()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,7 +123,7 @@ class Given:
         return tuple(self.gradients)
 
     def beside(self) -> AbstractContextManager[None]:
-        """Run what is begun here beside the backward pass, after its gradients have been computed."""
+        """Run what is begun here beside the backward pass, after `note_ready`."""
         return self.side.after(self._ready)
 
 
@@ -143,6 +149,9 @@ class Staged:
         """Memory for gradients that kernels do not read where they are, kept for the next step."""
         self._came: list[tuple[Given, list[str]]] = []
         """The buckets of this step, and which of their gradients are copies."""
+        self._flats: list[torch.Tensor] = []
+        """Small gradients as kernels of a device read them: on another stream than that in which they were made, so
+        that their memory is not to be used anew meanwhile."""
 
     def abandon(self) -> None:
         """Forget a step in flight and make residuals what they were before it."""
@@ -177,6 +186,8 @@ class Staged:
         for given, copied in came:
             with given.beside():
                 self._restore(given, copied)
+        # the stream in which they were made has waited for kernels
+        self._flats = []
 
     def _restore(self, given: Given, copied: Sequence[str]) -> None:
         """Write results that are elsewhere into the gradients."""
@@ -218,7 +229,10 @@ class Staged:
 
     def _small(self, gradient: torch.Tensor) -> Any:
         flat = gradient.reshape(-1).to(torch.float32)
-        return flat.cpu().numpy() if self._device is None else flat
+        if self._device is None:
+            return flat.cpu().numpy()
+        self._flats.append(flat)
+        return flat
 
 
 class BoundHook:

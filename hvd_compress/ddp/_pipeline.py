@@ -124,6 +124,7 @@ class Pipeline:
 
         Either all jobs of a step look for unused tensors, or none does.
         """
+        job.given.note_ready()
         thread, call = (self._talk.thread, self._ask) if job.finds_unused else (self._kernels, self._begin)
         thread.submit(self._guarded, call, job, ledger)
 

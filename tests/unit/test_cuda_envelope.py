@@ -213,6 +213,11 @@ def test_reads_no_further_than_the_room_of_a_payload(nbytes):
     tables.rows[:, table.ROOM] = payload.size
     assert tables.check().tolist() == [table.SUMMED if nbytes is None else -1]
     assert_ready(tables)
+    # nor where there is no room for a header
+    tables.rows[:, table.PAYLOAD] = whole.ctypes.data + pages * mmap.PAGESIZE - 16
+    tables.rows[:, table.ROOM] = 16
+    assert tables.check().tolist() == [-1]
+    assert_ready(tables)
 
 
 def test_sums_of_many_parts():

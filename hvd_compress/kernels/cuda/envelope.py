@@ -120,8 +120,12 @@ def _check(rows, work, state, codec):
     room = column(rows, i, ROOM)
     at = pointer(column(rows, i, PAYLOAD), tl.int32)
     words = at.to(tl.pointer_type(tl.int64), bitcast=True)
-    w0, w1, w2 = tl.load(words), tl.load(words + 1), tl.load(words + 2)
-    w3, w4 = tl.load(words + 3), tl.load(words + 4)
+    has_header = room >= HEADER
+    w0 = tl.load(words, mask=has_header, other=0)
+    w1 = tl.load(words + 1, mask=has_header, other=0)
+    w2 = tl.load(words + 2, mask=has_header, other=0)
+    w3 = tl.load(words + 3, mask=has_header, other=0)
+    w4 = tl.load(words + 4, mask=has_header, other=0)
     flags = (w0 >> 48) & 255
     expected = (codec * 256 + (_VERSION + (1 << 24))).to(tl.int64)
     is_good = ((w0 & _LOW) == _MAGIC) & (((w0 >> 32) & 0xFF00FFFF) == expected) & ((flags & ~_FLAGS) == 0)
