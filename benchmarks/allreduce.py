@@ -15,7 +15,7 @@ from typing import Any
 
 from candidates import COMPRESSORS, compression_of
 from measure import DENSE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict
-from places import Progress, parsed, parser_of, place, rates_to_be_had, start
+from places import Progress, parsed, parser_of, place, rates_or_unlimited, start
 
 BASELINES = {"torch, one-bit": "OneBit", "torch, top-k 1 %": "TopK"}
 NAMES = [*DENSE, *(name for name in COMPRESSORS if name != "threshold(0.001)"), *BASELINES]
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = options.sizes
     asked = [(hosts, options.rates, max(sizes), NAMES) for hosts in options.hosts or []]
     asked = asked or (SHORT if options.short else LONG)
-    cases = [(hosts, rates_to_be_had(rates), *others) for hosts, rates, *others in asked]
+    cases = [(hosts, rates_or_unlimited(rates), *others) for hosts, rates, *others in asked]
     result: dict[str, Any] = {"compressors": {n: repr(c) for n, c in COMPRESSORS.items()}, "runs": [], "left_out": []}
     units = sum(len(rates) * sum(size <= most for size in sizes) for _, rates, most, _ in cases)
     with Progress("allreduce", units) as progress:

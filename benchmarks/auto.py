@@ -35,7 +35,7 @@ from measure import (
     table,
     write,
 )
-from places import UNLIMITED, Progress, parsed, parser_of, place, rates_to_be_had, start
+from places import UNLIMITED, Progress, parsed, parser_of, place, rates_or_unlimited, start
 
 CANDIDATES = (*OWN_DENSE, "one-bit", "adaptive(64)")
 FIXED = (*DENSE, *CANDIDATES)
@@ -158,7 +158,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     before = (read("auto") or {}).get("cells", []) if options.add else []
     result, found = {"cells": before}, []
     made = "{date}, {commit}".format_map(machine())
-    rates = rates_to_be_had(options.rates)
+    rates = rates_or_unlimited(options.rates)
     with Progress("auto", len(options.hosts) * len(rates) * len(options.widths)) as progress:
         for hosts in options.hosts:
             with place(hosts, progress) as here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from measure import ALONE, AUTO, DENSE, FP16, FP32, OWN_DENSE
@@ -10,7 +11,7 @@ from hvd_compress import FP16 as HALF
 from hvd_compress import QSGD, Adaptive, Auto, NoCompression, OneBit, Percentile, PowerSGD, Threshold, TopK
 from hvd_compress.compressors import Compressor
 
-__all__ = ["COMPRESSORS", "compression_of", "style"]
+__all__ = ["COMPRESSORS", "NAMED", "compression_of", "style", "with_references"]
 
 COMPRESSORS: dict[str, Compressor] = {
     "one-bit": OneBit(),
@@ -29,6 +30,15 @@ COMPRESSORS: dict[str, Compressor] = {
     # the paper's tau for its training, figures 3 and 4
     "threshold(0.001)": Threshold(tau=0.001),
 }
+
+
+NAMED = [ALONE, *DENSE, *COMPRESSORS]
+"""What a user may ask for by name."""
+
+
+def with_references(names: Sequence[str]) -> list[str]:
+    """Return candidates with those in front that all others are compared with."""
+    return list(dict.fromkeys([ALONE, *DENSE, *names]))
 
 
 def compression_of(name: str) -> Any:

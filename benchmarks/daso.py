@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 
 from measure import ALONE, FP16, FP32, Aim, Spread, merged, picture, ratios, read, table, write
-from places import Progress, local, parsed, parser_of, place, rates_to_be_had, start
+from places import Progress, local, parsed, parser_of, place, rates_or_unlimited, start
 
 PER_NODE = 2
 BATCH, RATE, MOMENTUM = 32, 0.05, 0.9
@@ -241,7 +241,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     pairs = list(SHORT_PAIRS if options.short else PAPER)
     if "grid" in options.only:
         _measure_grid(options, pairs, result)
-    rates = rates_to_be_had(options.rates)
+    rates = rates_or_unlimited(options.rates)
     if "times" in options.only:
         settings = {"width": options.width, "cycle": options.largest_b}
         pairs = [pair for pair in pairs if pair[0] <= options.largest_b]

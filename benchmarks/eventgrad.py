@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from measure import ALONE, FP16, FP32, Aim, Spread, merged, picture, ratios, read, table, write
-from places import Progress, local, parsed, parser_of, place, rates_to_be_had, start
+from places import Progress, local, parsed, parser_of, place, rates_or_unlimited, start
 
 RANKS, BATCH, RATE = 4, 64, 0.05
 RUN_KEYS = ("model", "label", "delta", "transport", "seed")  # what tells trainings apart
@@ -242,7 +242,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _times(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rates = rates_to_be_had(options.rates)
+    rates = rates_or_unlimited(options.rates)
     found = []
     with Progress("eventgrad, times", len(options.hosts) * len(rates)) as progress:
         for hosts in options.hosts:

@@ -5,10 +5,10 @@
 Encode has error feedback where the compressor has it, as in an exchange, with the update of the residual. Two threads
 are two Python threads with half of the elements each, on cores of their own. Times on shared machines drift, so each
 repeat takes the best of three of a memcpy and of each call, and ratios are taken within the repeat; medians and
-extremes are shown. All memory has been touched before, and the gradient is written anew before each call, so that large
-arrays are not in cache. "Of limit" is the time that a memcpy takes for as many bytes as the call must move at least,
-divided by the time of the call: encoding reads the gradient and the residual and writes the new one, adding reads and
-writes the cache lines that change, and both pass the payload once.
+extremes are shown. All memory has been touched before, and the residual is written anew before each call. So arrays
+that are larger than the cache are not in it; smaller ones are, for the memcpy too. "Of limit" is the time that a memcpy
+takes for as many bytes as the call must move at least, divided by the time of the call: encoding reads the gradient and
+the residual and writes the new one, adding reads and writes the cache lines that change, and both pass the payload once.
 
 At 4096 x 4096 elements and one thread the same arithmetic in torch expressions (baselines.py) runs in the same repeats.
 Their intermediate arrays are so large that the C library asks the system for each and gives it back: most of what they

@@ -8,6 +8,7 @@ All other benchmarks run without put: see `cluster/launch.py`.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -55,8 +56,12 @@ def ranks(task: dict[str, Any]) -> None:
 # -- outside --------------------------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    cases = list(product(rates_to_be_had(options.rates), WAYS))
+def measure(options: argparse.Namespace) -> dict[str, Any] | None:
+    rates = rates_to_be_had(options.rates)
+    if not rates:
+        print("links: nothing is measured, since there is no link with a rate", file=sys.stderr)
+        return None
+    cases = list(product(rates, WAYS))
     runs = []
     with Progress("links", len(options.hosts) * len(cases) * options.turns) as progress:
         for hosts in options.hosts:

@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from candidates import style
+from candidates import NAMED, style, with_references
 from measure import ALONE, FP16, FP32, Spread, picture, table
-from places import Progress, parsed, parser_of, place, rates_to_be_had, start
+from places import Progress, parsed, parser_of, place, rates_or_unlimited, start
 
 NAMES = [ALONE, FP32, FP16, "one-bit", "threshold(0.001)", "adaptive(64)"]
 BATCH = 10
@@ -87,10 +87,10 @@ def _by_layer(samples: dict[str, Any], layers: list[str]) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    rates = rates_to_be_had([options.rate]) or ["unlimited"]
+    rates = rates_or_unlimited([options.rate])
     setting = {"hosts": options.hosts, "rate": rates[0], "width": options.width, "steps": options.steps, "units": 10}
     with Progress("minibatch", 10) as progress, place(options.hosts, progress) as here:
-        outcome = here.run(__file__, {**setting, "candidates": options.candidates}, rates[0])
+        outcome = here.run(__file__, {**setting, "candidates": with_references(options.candidates)}, rates[0])
     return {**setting, **outcome}
 
 
@@ -100,7 +100,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--candidates", nargs="+", default=NAMES)
+    parser.add_argument("--candidates", nargs="+", choices=NAMED, default=NAMES)
     return parsed(parser, given, width=(1024, 2048), steps=(20, 400))
 
 

@@ -52,8 +52,8 @@ def page(results: dict[ModuleType, dict[str, Any]], kernels: dict[str, Any] | No
     aims: list[Aim] = [*_of_all(results, "aims"), *(_kernel_aims(kernels) if kernels else ())]
     verdicts = sorted(_of_all(results, "verdicts"), key=lambda v: -v.faster.median)
     parts = ["# What compression is worth, measured", "", *_answer(verdicts)]
-    if auto in results:
-        parts += ["", speed.section(results[auto], results.get(rivals))]
+    if picture := speed.section(results[auto], results.get(rivals)) if auto in results else "":
+        parts += ["", picture]
     parts += ["", _accuracy(), "", *_how(), "", *_cases(verdicts)]
     for module, result in results.items():
         parts += ["", module.section(result)]
@@ -208,9 +208,23 @@ def _kernels(result: dict[str, Any]) -> str:
 
 
 def _gpu(result: dict[str, Any]) -> str:
+    parts = [
+        "## Kernels on a GPU",
+        "",
+        f"One {result['card']}, torch {result['torch']}; encoding with error feedback. Medians of one run of "
+        "`benchmarks/gpu.py`, without what the host does meanwhile, which is the last column. GB/s are those of the "
+        "gradient that is encoded.",
+    ]
+    for numel in dict.fromkeys(run["numel"] for run in result["runs"]):
+        parts += ["", *_gpu_of([run for run in result["runs"] if run["numel"] == numel])]
+    return "\n".join(parts)
+
+
+def _gpu_of(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the text and the table of one number of elements."""
     calls = ("encode", "decode", "decode and add")
     lines = []
-    for run in result["runs"]:
+    for run in runs:
         cells: list[object] = [f"`{run['compressor']}`", f"{run['tensors']:,}"]
         cells += [f"{run[call] / run['copy']:.2f}" for call in calls]
         # 4 bytes of each element that is encoded
@@ -226,20 +240,13 @@ def _gpu(result: dict[str, Any]) -> str:
         "torch operations, times as long",
         "host, µs",
     ]
-    first = result["runs"][0]
-    return "\n".join(
-        [
-            "## Kernels on a GPU",
-            "",
-            f"One {result['card']}, torch {result['torch']}. {first['numel']:,} float32 in rows of 4096 elements, as "
-            f"one tensor and as many; encoding with error feedback. A copy of the gradient on the device takes "
-            f"{first['copy']:.1f} µs, {8 * first['numel'] / first['copy'] / 1000:.0f} GB/s read and written. Medians "
-            "of one run of `benchmarks/gpu.py`, without what the host does meanwhile, which is the last column. "
-            "GB/s are those of the gradient that is encoded.",
-            "",
-            table(head, lines),
-        ]
-    )
+    first = runs[0]
+    return [
+        f"{first['numel']:,} float32 in rows of 4096 elements, in one tensor or in many. A copy of the gradient on the "
+        f"device takes {first['copy']:.1f} µs, {8 * first['numel'] / first['copy'] / 1000:.0f} GB/s read and written.",
+        "",
+        table(head, lines),
+    ]
 
 
 def _conditions(results: dict[ModuleType, dict[str, Any]]) -> list[str]:

@@ -31,6 +31,7 @@ __all__ = [
     "parsed",
     "parser_of",
     "place",
+    "rates_or_unlimited",
     "rates_to_be_had",
     "start",
 ]
@@ -39,7 +40,7 @@ UNLIMITED = "unlimited"
 DONE = "unit done:"  # what a rank writes when a unit of the progress bar is complete
 LINES_OF_A_PART = 20  # that tell of its failure, beside those of others
 Rank = Callable[[dict[str, Any]], None]
-Measure = Callable[[argparse.Namespace], dict[str, Any]]
+Measure = Callable[[argparse.Namespace], dict[str, Any] | None]
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 1800.0  # how long to wait until another user of the cluster gives it up
 LIMIT_SECONDS = 3 * 3600.0
@@ -77,11 +78,14 @@ def parsed(
 
 
 def start(script: str, options: argparse.Namespace, ranks: Rank, measure: Measure) -> None:
-    """Run what a benchmark was started for: its ranks' part, or all of it, whose result is written down."""
+    """Run what a benchmark was started for: its ranks' part, or all of it, whose result is written down.
+
+    None is no result: a record that is there stays.
+    """
     if options.task:
         ranks(json.loads(options.task))
-    else:
-        write(Path(script).stem, measure(options))
+    elif (result := measure(options)) is not None:
+        write(Path(script).stem, result)
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -272,6 +276,11 @@ def rates_to_be_had(rates: Sequence[str]) -> list[str]:
     if len(possible) < len(rates):
         print(f"rates of links are left out: {reason}", file=sys.stderr)
     return possible
+
+
+def rates_or_unlimited(rates: Sequence[str]) -> list[str]:
+    """Return those that `rates_to_be_had` does, or that of this machine alone if there are none."""
+    return rates_to_be_had(rates) or [UNLIMITED]
 
 
 def _environment() -> dict[str, str]:

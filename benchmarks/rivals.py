@@ -17,7 +17,7 @@ from typing import Any
 
 from candidates import COMPRESSORS
 from measure import ALONE, DENSE, Aim, Spread, ratios, table
-from places import Progress, parsed, parser_of, place, rates_to_be_had, start
+from places import Progress, parsed, parser_of, place, rates_or_unlimited, start
 
 DDP = "DDP fp32"
 HOOKS = ("DDP fp16 hook", "DDP bf16 hook")
@@ -172,7 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
     networks = [network for network in LONG if _is_wanted(network, options)] if not options.short else SHORT
-    rates = rates_to_be_had(options.rates) or ["unlimited"]
+    rates = rates_or_unlimited(options.rates)
     result: dict[str, Any] = {"runs": []}
     with Progress("rivals", len(options.hosts) * len(rates) * len(networks)) as progress:
         for hosts in options.hosts:

@@ -13,8 +13,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from candidates import NAMED, with_references
 from measure import ALONE, FP16, FP32, Aim, Spread, Verdict, picture, ratios, table, verdict
-from places import Progress, parsed, parser_of, place, rates_to_be_had, start
+from places import Progress, parsed, parser_of, place, rates_or_unlimited, start
 
 NAMES = [ALONE, FP32, FP16, "one-bit", "adaptive(64)", "top-k 1 %"]
 MNIST_IMAGES = 60_000
@@ -93,13 +94,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         networks = [("mlp", width, BATCH) for width in options.widths]
         cases = {hosts: [*networks, *([RESNET] if options.resnet else [])] for hosts in options.hosts}
     result: dict[str, Any] = {"runs": []}
-    rates = rates_to_be_had([options.rate]) or ["unlimited"]
+    rates = rates_or_unlimited([options.rate])
     with Progress("scaling", sum(map(len, cases.values()))) as progress:
         for hosts, networks in cases.items():
             with place(hosts, progress) as here:
                 task = {
                     "networks": networks,
-                    "candidates": options.candidates,
+                    "candidates": with_references(options.candidates),
                     "seconds": options.seconds,
                     "least": options.least,
                     "label": f"{hosts} hosts, {rates[0]}",
@@ -114,7 +115,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="of the fully connected network")
     parser.add_argument("--resnet", action="store_true", help="the convolutional network too")
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--candidates", nargs="+", default=NAMES)
+    parser.add_argument("--candidates", nargs="+", choices=NAMED, default=NAMES)
     return parsed(parser, given, seconds=(4.0, 60.0), least=(3, 8))
 
 

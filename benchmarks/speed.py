@@ -25,7 +25,7 @@ RIVAL, RIVAL_NAME, RIVAL_RATE = "PowerSGD hook, rank 1", "DDP's PowerSGD hook,\n
 
 
 def section(result: dict[str, Any], rivals: dict[str, Any] | None = None) -> str:
-    """Return the Markdown of the picture; saves it.
+    """Return the Markdown of the picture, and save it; an empty text if no such network was measured.
 
     Args:
         result: of benchmarks/auto.py.
@@ -33,6 +33,8 @@ def section(result: dict[str, Any], rivals: dict[str, Any] | None = None) -> str
     """
     cells = {cell["rate"]: cell for cell in result["cells"] if cell["hosts"] == 2 and cell["width"] == WIDTH}
     cells = {rate: cells[rate] for rate in RATES if rate in cells}
+    if not cells:
+        return ""
     least = min(len(cell["rows"][FP32]["seconds"]) for cell in cells.values())
     parameters = next(iter(cells.values()))["parameters"] / 1e6
     said = (
