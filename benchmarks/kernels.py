@@ -8,7 +8,7 @@ repeat takes the best of three of a memcpy and of each call, and ratios are take
 extremes are shown. All memory has been touched before, and the residual is written anew before each call. So arrays
 that are larger than the cache are not in it; smaller ones are, for the memcpy too. "Of limit" is the time that a memcpy
 takes for as many bytes as the call must move at least, divided by the time of the call: encoding reads the gradient and
-the residual and writes the new one, adding reads and writes the cache lines that change, and both pass the payload once.
+the residual and writes the new one, adding reads and writes the cache lines that change; both pass the payload once.
 
 At 4096 x 4096 elements and one thread the same arithmetic in torch expressions (baselines.py) runs in the same repeats.
 Their intermediate arrays are so large that the C library asks the system for each and gives it back: most of what they

@@ -44,7 +44,8 @@ def test_candidates_come_with_what_they_are_compared_with() -> None:
 def test_each_number_of_elements_on_a_gpu_has_its_table() -> None:
     record = read("gpu")
     assert record is not None
-    runs = [{**run, "numel": numel, "copy": numel / 1000} for numel in (10_000, 1_000_000) for run in record["runs"][:2]]
+    some = record["runs"][:2]
+    runs = [{**run, "numel": numel, "copy": numel / 1000} for numel in (10_000, 1_000_000) for run in some]
     text = page._gpu({**record, "runs": runs})
     for numel in ("10,000", "1,000,000"):
         assert f"{numel} float32 in rows" in text
