@@ -253,3 +253,17 @@ ROWS = (
     Row("blockwise-8-hadamard", Blockwise(block=8, hadamard=True), _blockwise(8)),
     Row("blockwise-4-no-feedback", Blockwise(bits=4, block=32768, error_feedback=False), _blockwise(4)),
 )
+
+_WITNESSES = {
+    "onebit", "onebit-tensor", "onebit-group-1", "onebit-no-feedback", "threshold", "threshold-small",
+    "threshold-golomb", "threshold-golomb-small", "adaptive", "adaptive-tensor", "adaptive-golomb",
+    "adaptive-golomb-pi-4-tensor", "topk", "topk-all", "topk-golomb", "chunked", "chunked-8-bits-chunk-32768",
+    "chunked-golomb", "percentile", "percentile-feedback", "percentile-golomb", "qsgd-1", "qsgd-1-elias",
+    "qsgd-1-elias-one-bucket", "qsgd-4", "qsgd-4-elias", "randomk", "randomk-all", "fp16", "bf16", "none", "efsignsgd",
+    "efsignsgd-tensor", "signsgd", "signsgd-feedback", "terngrad", "terngrad-tensor-unclipped", "natural",
+    "blockwise-8", "blockwise-4-hadamard",
+}  # fmt: skip
+ONE_FOR_EACH_KERNEL = [row for row in ROWS if row.id in _WITNESSES]
+"""Rows of which each has a kernel, or a way through one, that none of the others has."""
+if len(ONE_FOR_EACH_KERNEL) != len(_WITNESSES):
+    raise ValueError("a witness has no row")

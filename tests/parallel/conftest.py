@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     if not any("::" in argument for argument in config.args):
-        _check_that_others_show(left_out, items)
+        _check_that_others_show(left_out, [item for item in items if item.path.parent == HERE])
     for item in items:
         if item.path.parent == HERE:
             # `launch.run` ends a start before, says where its ranks stood, and starts it only once for all tests

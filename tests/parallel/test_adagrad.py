@@ -25,8 +25,9 @@ def test_adagrad_of_a_tape(case: str, ranks: int, launcher: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", [case for case in tensorflow_adagrad.cases if case not in NEED_SEVERAL_RANKS])
-def test_adagrad_of_a_tape_on_one_rank(case: str) -> None:
-    launched("tensorflow_adagrad", 1, "gloo").check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), [(1, "gloo")])
+def test_adagrad_of_a_tape_on_one_rank(case: str, ranks: int, launcher: str) -> None:
+    launched("tensorflow_adagrad", ranks, launcher).check(case)
 
 
 @pytest.mark.parametrize(("ranks", "launcher"), STARTS)

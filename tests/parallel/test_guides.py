@@ -20,8 +20,9 @@ ALONE = ["start/without_ranks.py", "guides/own_compressor.py"]
 # the first compiles kernels of all compressors
 ALONE_TOO = ["guides/choose.py", "guides/own_exchange.py", "launch/from_python.py"]
 # one start of two ranks each
-CHEAP = ["guides/training_loop.py", "reference/torch_names.py"]
+CHEAP = ["guides/training_loop.py"]
 OTHERS = [
+    "reference/torch_names.py",
     "start/pytorch.py",
     "start/keras_fit.py",
     "start/tensorflow_loop.py",
@@ -42,7 +43,7 @@ OTHERS = [
     "reference/keras_names.py hvd_compress.tensorflow.keras",
 ]
 # ranks that torchrun starts, without Horovod; README has a shorter form of the second
-WITHOUT_HOROVOD, WITHOUT_HOROVOD_TOO = ["reference/ddp_names.py"], ["start/ddp.py", "guides/diloco_ddp.py"]
+WITHOUT_HOROVOD = ["reference/ddp_names.py", "start/ddp.py", "guides/diloco_ddp.py"]
 # what these need or return is checked below with the engines
 APART = [
     "guides/async_server.py",
@@ -87,7 +88,7 @@ def run(program: str, *launch: str, path: str = "", limit_seconds: float = 120.0
 def test_every_program_is_run_by_a_test() -> None:
     folders = ("start", "guides", "reference", "launch")
     found = {str(f.relative_to(EXAMPLES)) for folder in folders for f in (EXAMPLES / folder).glob("*.py")}
-    under_torchrun = {*WITHOUT_HOROVOD, *WITHOUT_HOROVOD_TOO}
+    under_torchrun = {*WITHOUT_HOROVOD}
     assert found == {program.split()[0] for program in (*ALONE, *ALONE_TOO, *CHEAP, *OTHERS, *APART)} | under_torchrun
 
 
@@ -101,7 +102,8 @@ def test_a_program_on_two_ranks(program: str) -> None:
     assert run(program, *LAUNCHERS["gloo"](2))
 
 
-@pytest.mark.parametrize("program", [*WITHOUT_HOROVOD, *map(thorough, WITHOUT_HOROVOD_TOO)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", WITHOUT_HOROVOD)
 def test_a_program_under_torchrun(program: str) -> None:
     assert run(program, *LAUNCHERS["torchrun"](2))
 
@@ -128,6 +130,7 @@ def test_a_training_whose_ranks_may_come_and_go(tmp_path: Path) -> None:
     assert "lost 0.00" in said
 
 
+@pytest.mark.thorough
 def test_a_training_goes_on_with_its_ranks_and_with_others(tmp_path: Path) -> None:
     program = f"guides/checkpoints.py {tmp_path / 'saved'}"
     assert "rank 1 of 2: epochs 0 to 1" in run(program, *LAUNCHERS["gloo"](2))

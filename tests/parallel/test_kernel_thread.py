@@ -11,8 +11,9 @@ THREAD = {"HVD_COMPRESS_KERNEL_THREAD": "1"}
 
 
 @pytest.mark.parametrize("case", values.cases)
-def test_values(case: str) -> None:
-    launched("values", 2, "mpi", **THREAD).check(case)
+@pytest.mark.parametrize(("ranks", "launcher"), [(2, "mpi"), thorough(2, "horovodrun-mpi")])
+def test_values(case: str, ranks: int, launcher: str) -> None:
+    launched("values", ranks, launcher, **THREAD).check(case)
 
 
 @pytest.mark.thorough

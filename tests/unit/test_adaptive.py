@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from hvd_compress import Adaptive, Key
 from tests.arrays import FINITE, make
+from tests.thorough import shown_by
 
 
 def oracle(v: np.ndarray, group: int, pi: int) -> np.ndarray:
@@ -22,22 +25,33 @@ def oracle(v: np.ndarray, group: int, pi: int) -> np.ndarray:
     return y.reshape(v.shape)
 
 
-@pytest.mark.parametrize("content", FINITE)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("sample", [None, 16, 1024])
+CONTENTS, SAMPLES = list(FINITE), [None, 16, 1024]
+GROUPINGS = [
+    ((60, 600), "row", 600, 64),
+    ((40, 20, 5, 5), "row", 1000, 7),
+    ((20000,), "row", 20000, 64),
+    ((3, 20000), "tensor", 60000, 64),
+    ((30, 70), 1, 1, 2),
+    ((30, 70), 13, 13, 3),
+    ((7,), "row", 7, 1024),
+]
+
+
+def shows(content, dtype, sample, grouping):
+    """All contents and groupings in float32; samples, which change nothing, take turns."""
+    c, g, s = CONTENTS.index(content), GROUPINGS.index(grouping), SAMPLES.index(sample)
+    takes_turn = s == (c + g) % len(SAMPLES)
+    if dtype == "float32":
+        return takes_turn or content == "normal"
+    return takes_turn and (c % 3 == g % 3 if dtype == "float64" else c == g)
+
+
 @pytest.mark.parametrize(
-    ("shape", "group", "group_numel", "pi"),
-    [
-        ((60, 600), "row", 600, 64),
-        ((40, 20, 5, 5), "row", 1000, 7),
-        ((20000,), "row", 20000, 64),
-        ((3, 20000), "tensor", 60000, 64),
-        ((30, 70), 1, 1, 2),
-        ((30, 70), 13, 13, 3),
-        ((7,), "row", 7, 1024),
-    ],
+    ("content", "dtype", "sample", "grouping"),
+    shown_by(shows, product(CONTENTS, ["float32", "float64", "float16", "bfloat16"], SAMPLES, GROUPINGS)),
 )
-def test_oracle(content, dtype, sample, shape, group, group_numel, pi):
+def test_oracle(content, dtype, sample, grouping):
+    shape, group, group_numel, pi = grouping
     x = make(content, shape, dtype)
     compressor = Adaptive(pi=pi, group=group, sample=sample)
     y = compressor.decode(compressor.encode(x))

@@ -204,7 +204,13 @@ def sparse_gradients_are_made_dense_or_refused(min_numel: int) -> None:
 
 
 @cases.each(
-    {f"{n}-{v}-{b}": (n, v, BUCKETS[b]) for n in SHAPES for v in ("inf", "1e30") for b in ("alone", "together")}
+    {f"{n}-{v}-{b}": (n, v, BUCKETS[b]) for n in SHAPES for v in ("inf", "1e30") for b in ("alone", "together")},
+    # each tensor in both kinds of buckets, once with each value
+    witnesses=[
+        f"{n}-{v}-{b}"
+        for i, n in enumerate(SHAPES)
+        for v, b in zip(("inf", "1e30"), ("alone", "together")[:: 1 if i in (0, 3) else -1], strict=True)
+    ],
 )
 def a_step_that_is_not_finite_is_taken_back_everywhere(setting: tuple[str, str, int]) -> None:
     name, bad, bucket_bytes = setting

@@ -314,7 +314,16 @@ def loss_of(model: torch.nn.Module, rank: int) -> torch.Tensor:
     return torch.stack([term.real.double() for term in terms]).sum()
 
 
-@cases.each({f"{name}, {route}": (d, route) for name, d in labelled(REAL + COMPLEX).items() for route in ROUTES})
+SENT = {f"{name}, {route}": (d, route) for name, d in labelled(REAL + COMPLEX).items() for route in ROUTES}
+
+
+def taking_turns(dtypes: tuple[torch.dtype, ...]) -> list[str]:
+    """Labels of `SENT`: each route with one of the types, and each type with several routes."""
+    names = list(labelled(dtypes))
+    return [f"{names[i % len(names)]}, {route}" for i, route in enumerate(ROUTES)]
+
+
+@cases.each(SENT, witnesses=[*taking_turns(REAL), *taking_turns(COMPLEX)])
 def an_optimizer_combines_gradients_of_all_types_and_layouts(setting: tuple[torch.dtype, str]) -> None:
     dtype, route = setting
     model, settings = Many(dtype), ROUTES[route]

@@ -37,6 +37,8 @@ WITNESSES = [
     "randomk-allgather",
 ]  # fmt: skip
 COMPRESSORS_AND_EXCHANGES = {f"{c}-{e}": (COMPRESSORS[c], e) for c in COMPRESSORS for e in EXCHANGES}
+# each compressor once, by one of the exchanges in turn, and the ones above
+EACH_ONCE = list(dict.fromkeys([*(f"{c}-{EXCHANGES[i % 2]}" for i, c in enumerate(COMPRESSORS)), *WITNESSES]))
 
 # weights above, biases below; no size is a multiple of the number of ranks, of a group or of 8
 MIN_NUMEL = 1000

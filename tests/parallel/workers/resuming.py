@@ -164,7 +164,12 @@ def check_broadcast(
         check_is_of(optimizer.state_dict(), root)
 
 
-@cases.each(SETTINGS)
+def shows(setting: str) -> bool:
+    """Two optimizers have their state on all kinds of ranks; the others on the root, as it is after a broken start."""
+    return setting.startswith(("adam, plain", "momentum, one-bit")) or setting.endswith("state on root")
+
+
+@cases.each(SETTINGS, witnesses=list(filter(shows, SETTINGS)))
 def all_ranks_get_what_the_root_has(setting: tuple[Any, Any, Any, int]) -> None:
     check_broadcast(*setting, torch.float32)
 

@@ -67,7 +67,10 @@ class Oracle:
             np.testing.assert_allclose(found[name], expected, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
-@cases.each({f"{e}-{b}": (e, BUCKETS[b]) for e in ("auto", "hierarchical") for b in BUCKETS})
+@cases.each(
+    {f"{e}-{b}": (e, BUCKETS[b]) for e in ("auto", "hierarchical") for b in BUCKETS},
+    witnesses=["auto-alone", "hierarchical-together"],
+)
 def where_everything_is_sent_updates_are_adagrads(setting: tuple[str, int]) -> None:
     run, oracle = Run(exchange=setting[0], bucket_bytes=setting[1]), Oracle()
     for step in range(5):
@@ -92,7 +95,10 @@ def compressed_tensors_are_the_loopbacks() -> None:
             assert found[name].tobytes() == loopback.allreduce(arrays, name=name)[0].tobytes(), (name, step)
 
 
-@cases.each({f"{n}-{b}": (n, BUCKETS[b]) for n in ("first.weight", "first.bias") for b in BUCKETS})
+@cases.each(
+    {f"{n}-{b}": (n, BUCKETS[b]) for n in ("first.weight", "first.bias") for b in BUCKETS},
+    witnesses=["first.weight-together", "first.bias-alone"],
+)
 def a_step_that_is_not_finite_is_taken_back_everywhere(setting: tuple[str, int]) -> None:
     name, bucket_bytes = setting
     run, oracle = Run(bucket_bytes=bucket_bytes), Oracle()

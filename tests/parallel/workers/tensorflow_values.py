@@ -377,7 +377,15 @@ def shared(tape: tf.GradientTape, compression: Any = None, **settings: Any) -> A
             ("tiny", 1, [[name] for name in TOGETHER]),
             ("default", DEFAULT_BUCKET_BYTES, [list(TOGETHER)]),
         )
-    }
+    },
+    witnesses=[
+        "topk-two_phase-tiny",
+        "topk-allgather-default",
+        "qsgd-two_phase-default",
+        "qsgd-allgather-tiny",
+        "threshold-two_phase-tiny",
+        "threshold-allgather-default",
+    ],
 )
 @whatever_the_bytes
 def buckets_are_the_grouped_loopback(setting: Any) -> None:
@@ -654,6 +662,9 @@ TYPES = {
         tf.int16, tf.uint16, tf.int32, tf.uint32, tf.int64, tf.uint64,
     )
 }  # fmt: skip
+# one of each class that goes another way
+MOVED_BY_CLASS = ["bfloat16", "float32", "complex64", "bool", "uint16", "uint32"]
+SUMMED_BY_CLASS = ["bfloat16", "float32", "complex64", "int8", "int32", "bool", "uint32"]
 SUMMED = (
     tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.int8, tf.uint8, tf.int32, tf.int64,
 )  # fmt: skip
@@ -670,7 +681,7 @@ def same_numbers(found: Any, expected: Any) -> None:
     assert tf.reduce_all(tf.equal(found, expected)), (found, expected)
 
 
-@cases.each(TYPES)
+@cases.each(TYPES, witnesses=MOVED_BY_CLASS)
 def an_elastic_state_holds_every_type(dtype: tf.DType) -> None:
     shapes = ((3, 5), (), (0, 3))
     mine = [tf.Variable(of_rank(horovod.rank(), shape, dtype)) for shape in shapes]
@@ -688,7 +699,7 @@ def an_elastic_state_holds_every_type(dtype: tf.DType) -> None:
     assert state.step == 0
 
 
-@cases.each(TYPES)
+@cases.each(TYPES, witnesses=MOVED_BY_CLASS)
 def every_type_is_moved(dtype: tf.DType) -> None:
     ranks = range(horovod.size())
     for shape in ((2 * horovod.size(), 3), (), (0, 3)):
@@ -713,7 +724,7 @@ def every_type_is_moved(dtype: tf.DType) -> None:
     raises(UnsupportedError, lambda: hvd.allgather(tf.constant(["text"])), "allgather_object")
 
 
-@cases.each(TYPES)
+@cases.each(TYPES, witnesses=SUMMED_BY_CLASS)
 def every_type_is_summed_or_refused(dtype: tf.DType) -> None:
     for shape in ((2 * horovod.size(), 3), (), (0, 3)):
         mine = of_rank(horovod.rank(), shape, dtype)

@@ -34,6 +34,7 @@ from tests.parallel.workers.common import (
     to_numpy,
     train,
 )
+from tests.parallel.workers.neutral import EACH_ONCE
 
 cases = Cases()
 ONEBIT = OneBit()
@@ -76,7 +77,7 @@ def plain_run(model: torch.nn.Module, optimizer: Any) -> None:
 # -- Average, Sum, and how they are scaled ---------------------------------------------------------------------------
 
 
-@cases.each(COMPRESSORS_AND_EXCHANGES)
+@cases.each(COMPRESSORS_AND_EXCHANGES, witnesses=EACH_ONCE)
 def average_is_the_loopbacks(setting: tuple[Any, str]) -> None:
     compressor, exchange = setting
     model, oracle = Net(), Oracle(compressor, exchange, together=TOGETHER)

@@ -36,6 +36,7 @@ from tests.parallel.workers.common import (
     wrap,
     wrap_to_compress,
 )
+from tests.parallel.workers.neutral import EACH_ONCE
 
 cases = Cases()
 # their payloads do not depend on the number of the step, so that a skipped step leaves no trace in the next
@@ -108,7 +109,10 @@ def nan_with_groups_is_seen_and_forgotten() -> None:
     check_skipped_step((OneBit(), "two_phase"), "second.weight", float("nan"), groups=2)
 
 
-@cases.each({k: v for k, v in COMPRESSORS_AND_EXCHANGES.items() if k.startswith(("qsgd", "adaptive"))})
+SAMPLED = {k: v for k, v in COMPRESSORS_AND_EXCHANGES.items() if k.startswith(("qsgd", "adaptive"))}
+
+
+@cases.each(SAMPLED, witnesses=[label for label in EACH_ONCE if label in SAMPLED])
 def sampled_compressors_see_it_too(setting: tuple[Compressor, str]) -> None:
     compressor, exchange = setting
     model = Net()
@@ -386,7 +390,10 @@ def kernels_run_on_a_thread_of_their_own_where_they_are_to() -> None:
 # -- conservation ----------------------------------------------------------------------------------------------------
 
 
-@cases.each({k: v for k, v in COMPRESSORS_AND_EXCHANGES.items() if v[0].feedback})
+WITH_FEEDBACK = {k: v for k, v in COMPRESSORS_AND_EXCHANGES.items() if v[0].feedback}
+
+
+@cases.each(WITH_FEEDBACK, witnesses=[label for label in EACH_ONCE if label in WITH_FEEDBACK])
 def nothing_of_a_gradient_is_lost(setting: tuple[Compressor, str]) -> None:
     compressor, exchange = setting
     model = Net()
