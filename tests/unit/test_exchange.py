@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,19 +27,18 @@ every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 7, 8, 9, 63, 64, 65, 1009, 4096, 100_003])
-@pytest.mark.parametrize("chunks", range(1, 18))
-@pytest.mark.parametrize("group", [1, 3, 8, 512, 70_000])
-def test_chunks_cover_the_tensor_evenly(numel: int, chunks: int, group: int) -> None:
-    bounds = chunk_bounds(numel, chunks, group)
-    assert bounds[0] == 0
-    assert bounds[-1] == numel
-    assert len(bounds) == chunks + 1
-    sizes = np.diff(bounds)
-    assert (sizes >= 0).all()
-    # to one group where there is one for each chunk, else to an octet, else to an element
-    unit = group if numel >= group * chunks else 8 if numel >= 8 * chunks else 1
-    assert sizes.max() <= math.ceil(math.ceil(numel / unit) / chunks) * unit
-    assert all(bound % unit == 0 for bound in bounds[:-1])
+def test_chunks_cover_the_tensor_evenly(numel: int) -> None:
+    for chunks, group in product(range(1, 18), [1, 3, 8, 512, 70_000]):
+        bounds, case = chunk_bounds(numel, chunks, group), f"{chunks} chunks, groups of {group}"
+        assert bounds[0] == 0, case
+        assert bounds[-1] == numel, case
+        assert len(bounds) == chunks + 1, case
+        sizes = np.diff(bounds)
+        assert (sizes >= 0).all(), case
+        # to one group where there is one for each chunk, else to an octet, else to an element
+        unit = group if numel >= group * chunks else 8 if numel >= 8 * chunks else 1
+        assert sizes.max() <= math.ceil(math.ceil(numel / unit) / chunks) * unit, case
+        assert all(bound % unit == 0 for bound in bounds[:-1]), case
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------

@@ -199,9 +199,9 @@ def test_the_forger_makes_right_checksums():
 
 
 @every_row
-@pytest.mark.parametrize("flags", [0x10, 0x40, 0x80, 0xF8, 0xFC])
-def test_unknown_flags_are_refused(row, flags):
-    assert_refused(row.compressor, forge(payload_of(row), flags=flags), 300, "flags")
+def test_unknown_flags_are_refused(row):
+    for flags in (0x10, 0x40, 0x80, 0xF8, 0xFC):
+        assert_refused(row.compressor, forge(payload_of(row), flags=flags), 300, "flags")
 
 
 @every_row
@@ -226,19 +226,17 @@ def test_a_compressor_says_absent_as_documented(row):
 
 
 @every_row
-@pytest.mark.parametrize(
-    "numel", [0, 1, 150, 299, 301, 308, 309, 2**16, 2**20, 2**31, 2**32 + 300, 2**40, 2**63, 2**64 - 1]
-)
-def test_forged_number_of_elements(row, numel):
+def test_forged_number_of_elements(row):
     payload = row.compressor.encode(make("normal", (300,), "float32"), key=KEY)
-    forged = forge(payload, numel=numel)
-    assert refuses(row.compressor, forged, 300)
-    # an array of that size: the sections no longer fit, or hold fewer elements, which is no harm
-    if numel <= 2**20:
-        refuses(row.compressor, forged, numel)
-    if numel > max(2**16, field(payload, "group")):
-        with pytest.raises(WireError):
-            hvd_compress.decode(forged)
+    for numel in (0, 1, 150, 299, 301, 308, 309, 2**16, 2**20, 2**31, 2**32 + 300, 2**40, 2**63, 2**64 - 1):
+        forged = forge(payload, numel=numel)
+        assert refuses(row.compressor, forged, 300), numel
+        # an array of that size: the sections no longer fit, or hold fewer elements, which is no harm
+        if numel <= 2**20:
+            refuses(row.compressor, forged, numel)
+        if numel > max(2**16, field(payload, "group")):
+            with pytest.raises(WireError):
+                hvd_compress.decode(forged)
 
 
 @every_row
@@ -296,16 +294,15 @@ def test_every_shorter_body_with_right_length_and_checksum_is_refused(row):
 
 
 @every_row
-@pytest.mark.parametrize("group", [0, 1, 7, 8, 149, 299, 301, 512, 32769, 65537, 2**31, 2**32 - 1])
-def test_forged_group(row, group):
-    forged = forge(payload_of(row), group=group)
-    refused = refuses(row.compressor, forged, 300)
-    if group == 0:
-        assert refused
-    try:
-        assert hvd_compress.decode(forged).shape == (2, 150)
-    except WireError:
-        assert refused
+def test_forged_group(row):
+    for group in (0, 1, 7, 8, 149, 299, 301, 512, 32769, 65537, 2**31, 2**32 - 1):
+        forged = forge(payload_of(row), group=group)
+        refused = refuses(row.compressor, forged, 300)
+        assert refused or group > 0
+        try:
+            assert hvd_compress.decode(forged).shape == (2, 150), group
+        except WireError:
+            assert refused, group
 
 
 @every_row
