@@ -29,7 +29,7 @@ __all__ = [
 
 
 class HvdCompressError(Exception):
-    """Base of all errors that hvd_compress raises on its own account."""
+    """Base class of the errors that hvd_compress itself raises."""
 
 
 class WireError(HvdCompressError, ValueError):
@@ -50,11 +50,11 @@ class MismatchError(HvdCompressError, RuntimeError):
 
 
 class MissingError(HvdCompressError, ImportError):
-    """A framework, Horovod or MPI is not installed or cannot be loaded; the message names the command that mends it."""
+    """A framework, Horovod or MPI is not installed or cannot be loaded; the message names the command that fixes it."""
 
 
 class UnsupportedError(HvdCompressError, NotImplementedError):
-    """A combination that cannot be honoured; the message names the remedy."""
+    """A combination that is not supported; the message names the remedy."""
 
 
 class LostRankError(HvdCompressError, RuntimeError):
@@ -66,9 +66,9 @@ class ContractError(HvdCompressError, AssertionError):
 
 
 class GradientError(HvdCompressError, AssertionError):
-    """A gradient was computed, changed or cleared when its exchange could not take that; the message says what to do.
+    """A gradient was computed, changed or cleared at a time when its exchange forbids it; the message says what to do.
 
-    Horovod raises AssertionError there, so this is one.
+    Horovod raises AssertionError in such cases, so this is one, too.
     """
 
 

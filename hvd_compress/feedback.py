@@ -57,7 +57,7 @@ def check_state(state: Any) -> State:
         given ones where they can. Further entries of the state are kept.
 
     Raises:
-        StateError: it has not, or a value is not finite.
+        StateError: it does not have this form, or a value is not finite.
 
     Example:
         >>> from hvd_compress.feedback import check_state
@@ -120,7 +120,7 @@ def _checked_entries(kind: str, entries: Any) -> dict[str, Any]:
 
 
 def write_state(path: str | os.PathLike[str], state: State) -> None:
-    """Write a state to a file of NumPy's npz format, whole or not at all; further JSON-able entries are kept.
+    """Write a state to a file of NumPy's npz format, completely or not at all; further JSON-able entries are kept.
 
     Raises:
         StateError: not a state.
@@ -148,7 +148,7 @@ def write_state(path: str | os.PathLike[str], state: State) -> None:
 
 
 def read_state(path: str | os.PathLike[str]) -> State:
-    """Read a state that `write_state` wrote; that function's example reads one.
+    """Read a state that `write_state` wrote; see its example.
 
     Raises:
         StateError: the file is something else, or damaged.
@@ -176,15 +176,15 @@ def redistribute(states: Sequence[State], size: int, *, average: bool = False) -
     Args:
         states: of all ranks, in any order.
         size: the new number of ranks.
-        average: the ranks' gradients are averaged (op=Average, DDP): a residual, which counts in units of the sum, is
-            divided by another number of ranks from now on. So it is multiplied by new / old ranks, and what is owed
-            keeps its weight in the update. AdaGrad's owner residuals are updates, and stay as they are.
+        average: set this if the ranks' gradients are averaged (op=Average, DDP). A residual counts in units of the sum,
+            which is divided by another number of ranks from now on. So each residual is multiplied by new / old ranks,
+            which keeps its weight in the update. AdaGrad's owner residuals are updates already, and stay as they are.
 
     Returns:
         One state per new rank. A new rank takes the sum of the old ranks that are congruent to it modulo `size`; owner
         residuals join the residual of their owner, since another number of ranks means other chunks. With AdaGrad every
-        new rank is given the owner residuals and accumulators of all elements, of which it takes those that it owns: so
-        this also serves where the same ranks own other elements than before.
+        new rank is given the owner residuals and accumulators of all elements, and takes those that it owns. So this
+        also works where the same ranks own other elements than before.
 
     Raises:
         StateError: states of different runs or compressors, or not one of each rank; values that contradict each other,

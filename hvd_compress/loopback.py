@@ -44,14 +44,14 @@ class Loopback:
     Args:
         ranks: how many.
         compressor: of every rank, or its name.
-        exchange: "auto", "two_phase", "allgather", "hierarchical", or an `Exchange`. Where "auto" would go dense (the
-            payload saves nothing) the arrays take the two-phase way all the same.
+        exchange: "auto", "two_phase", "allgather", "hierarchical", or an `Exchange`. Where "auto" would send an array
+            uncompressed, since its payload saves nothing, "two_phase" compresses it all the same.
         op: "average" or "sum".
         ranks_per_host: for exchange="hierarchical"; ranks are counted host by host.
         adagrad: makes the results AdaGrad's updates; "auto" is then "two_phase".
 
     Raises:
-        TypeError: not one compressor.
+        TypeError: `compressor` is not a single compressor.
         ValueError: an argument out of its range.
         UnsupportedError: `adagrad` with "allgather", `PowerSGD` or `SignSGD`.
 
@@ -165,12 +165,14 @@ class Loopback:
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def owner_residual(self, name: str, rank: int) -> Array:
-        """Return a flat copy of what a rank owes of the chunk that it owns; empty for `allgather`."""
+        """Return a flat copy of a rank's residual for the sums of the chunk that it owns; empty for `allgather`."""
         value = self._accounts[name][rank].owner_residual
         return np.zeros(0, np.float32) if value is None else value.copy()
 
     def pending(self, name: str, rank: int) -> Array:
-        """Return a flat copy of what a rank owes to others of its host, of all elements; empty if there is nothing."""
+        """Return a flat copy of a rank's residual for messages inside its host, of all elements; empty if there is
+        none.
+        """
         value = self._accounts[name][rank].pending
         return np.zeros(0, np.float32) if value is None else value.copy()
 

@@ -42,18 +42,18 @@ _HOROVODS = {"NoneCompressor": _UNCOMPRESSED, "FP16Compressor": FP16()}
 
 @dataclass(frozen=True)
 class Policy:
-    """Chooses a compressor for each tensor by its name: that of the first rule whose pattern matches.
+    """Chooses a compressor for each tensor by its name: the first rule whose pattern matches decides.
 
-    Tensors of several compressors share an exchange all the same; those of NoCompression and FP16 go through Horovod's
-    allreduce.
+    Tensors with different compressors can still share an exchange; those with NoCompression or FP16 go through
+    Horovod's allreduce.
 
     Args:
         rules: (pattern, compressor) pairs, or a dict of them; `*`, `?` and `[...]` in a pattern mean what they do for
             file names. A compressor may be given by its name, see `compressors.named`, or be one of Horovod's own.
-        default: of tensors that no rule matches.
+        default: the compressor of tensors that no rule matches.
 
     Raises:
-        TypeError: a rule is not a pattern and a compressor.
+        TypeError: a rule is not a pair of a pattern and a compressor.
         ValueError: a name of no compressor.
 
     Example:
@@ -75,7 +75,7 @@ class Policy:
         object.__setattr__(self, "default", _checked_rule(("*", self.default))[1])
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError if a rule matches none of these tensors, or none that a rule before it leaves."""
+        """Raise ValueError if a rule matches none of these tensors, or only tensors that an earlier rule matches."""
         known = list(names)
         matched: list[tuple[str, set[str]]] = []
         for pattern, _ in self.rules:
@@ -106,21 +106,21 @@ class Policy:
 
 @dataclass(frozen=True)
 class Auto:
-    """Measures the network and the machine, predicts what each way of exchanging takes, and picks one per bucket.
+    """Measures the network and the machine, predicts how long each way of exchanging takes, and picks one per bucket.
 
-    Uncompressed float32 and float16 are always among the ways. On PyTorch (and Keras on it) the few best are then tried
-    for some steps each, the fastest is kept, and all are looked at again when steps become slower or faster; what is
-    owed of a tensor that goes uncompressed from now on travels with its next gradient. On TensorFlow, whose graphs are
-    fixed, the choice is made once, by prediction. All ranks decide alike, by what the slowest of them
-    has measured beforehand and by the mean of their steps. A compressor changes how a training converges: `candidates`
-    are those that you would accept.
+    A bucket is a group of gradients that share an exchange. Uncompressed float32 and float16 are always among the ways.
+    On PyTorch (and Keras on it) the few best are then tried for some steps each, the fastest is kept, and all are
+    considered again when steps become slower or faster. If a tensor goes uncompressed from then on, its residual (what
+    compression has left out) travels with its next gradient. On TensorFlow, whose graphs are fixed, the choice is made
+    once, by prediction. All ranks make the same choice, from what the slowest rank has measured beforehand and from the
+    mean of their steps. A compressor changes how a training converges: list only `candidates` that you would accept.
 
     Args:
-        candidates: compressors with error feedback to choose from, or names of such.
+        candidates: compressors with error feedback to choose from, or their names.
 
     Raises:
         TypeError: a candidate is no compressor.
-        ValueError: there is none, or one without error feedback, or one that is a candidate anyway.
+        ValueError: there is no candidate, or one without error feedback, or one that is always among the ways.
 
     Example:
         >>> from hvd_compress import Auto, OneBit
@@ -164,8 +164,8 @@ class Assigned:
     """Holds the compressor of each tensor by its exact name, as `Auto` has chosen it.
 
     Args:
-        compressors: by name; those without one stay uncompressed.
-        exchanges: by name, of those for whom another exchange than the one of "auto" is expected to be faster.
+        compressors: by tensor name; tensors without one stay uncompressed.
+        exchanges: by tensor name, where another exchange than that of "auto" is expected to be faster.
     """
 
     compressors: Mapping[str, Compressor]
@@ -244,7 +244,7 @@ def _checked_rule(rule: Any) -> tuple[str, Compressor]:
 
 
 def given_compression(argument: str, compression: Any) -> Compressor | Policy:
-    """Check what an optimizer that averages parameters was given; returns ours in place of Horovod's compressors.
+    """Check the compressor given to an optimizer that averages parameters; returns ours in place of Horovod's.
 
     Raises:
         TypeError: no compressor, or `Auto`.

@@ -33,11 +33,11 @@ _MARK = 0x5A
 
 
 def check_compressor(compressor: Compressor) -> None:
-    """Run a compressor through what every exchange relies on; some seconds.
+    """Test that a compressor does what every exchange relies on; this takes some seconds.
 
     Checked are: round trips of shapes from empty to four dimensions in float32 and float64, sizes, writing beyond the
     given memory, gradients that are only read, equal bytes for equal keys, the residual (what is sent and what is left
-    make up what came in), values that are not finite, scaling and adding, damaged payloads, the configuration, and an
+    add up to what came in), values that are not finite, scaling and adding, damaged payloads, the configuration, and an
     exchange of three ranks.
 
     Args:

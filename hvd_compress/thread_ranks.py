@@ -34,7 +34,7 @@ def delivered(
         root: of a broadcast.
 
     Returns:
-        One array for each rank. But for an alltoall it is the same one, and that of the root for a broadcast.
+        One array for each rank. Except for an alltoall, all ranks get the same array; for a broadcast it is the root's.
     """
     ranks = len(arrays)
     if collective == "broadcast":
@@ -56,8 +56,8 @@ def delivered(
 class ThreadRanks(Ranks):
     """One of N ranks that are threads of one process; `ThreadRanks.run_all` makes them.
 
-    Collectives check what Horovod checks, and bring bits that do not depend on which rank comes first. Nobody waits for
-    a rank that has ended, or for longer than a limit.
+    Collectives check what Horovod checks, and their results have the same bits whichever rank comes first. No rank
+    waits for a rank that has ended, or for longer than a limit.
 
     Example:
         >>> import numpy as np
@@ -83,7 +83,7 @@ class ThreadRanks(Ranks):
         Args:
             size: how many ranks.
             program: what a rank does, given its `ThreadRanks`.
-            seconds: for which a rank waits for another one in a collective.
+            seconds: how long a rank waits for another one in a collective.
 
         Raises:
             ValueError: fewer than one rank.
@@ -109,10 +109,10 @@ class ThreadRanks(Ranks):
         return [future.result() for future in futures]
 
     def among(self, positions: Sequence[int]) -> ThreadRanks:
-        """Return the ranks at some positions, of which this one is one, as ranks of their own.
+        """Return a group of the ranks at these positions, one of which is this rank.
 
         Raises:
-            ValueError: this rank is not among them, or they are not different positions of ranks.
+            ValueError: this rank is not among them, or a position is there twice or does not exist.
         """
         if len({*positions}) < len(positions) or not {*positions} <= {*range(self.size)}:
             raise ValueError(f"among({list(positions)}): must be different positions from 0 to {self.size - 1}")

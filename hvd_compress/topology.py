@@ -23,11 +23,11 @@ _TOLERANCE = 1e-9
 
 
 class Topology(ABC):
-    """Base of the topologies, also of your own: who is whose neighbour, among any number of ranks.
+    """Base class of topologies, also of your own, which say which ranks are neighbours among any number of ranks.
 
     A subclass is a frozen dataclass whose fields are the settings, equal on all ranks. It has an `id` and the method
-    `matrix`, whose weights keep the mean: no row and no column may sum up to anything but 1. Each rank needs a weight
-    of its own, and a way to every other rank.
+    `matrix`, whose weights keep the mean: every row and every column must sum up to 1. Each rank needs a weight for
+    itself, and a path to every other rank.
 
     Example:
         >>> from dataclasses import dataclass
@@ -89,10 +89,11 @@ class Neighbours:
 
     Args:
         position: of the rank.
-        senders: whose values this rank takes, in order, without itself.
+        senders: the ranks whose values this rank takes, in order, without itself.
         weights: of the senders.
-        receivers: who takes this rank's values, in order, without itself.
-        reach: steps in which news of any rank has come to all others, the diameter of the graph or more.
+        receivers: the ranks that take this rank's values, in order, without itself.
+        reach: number of steps after which values of any rank have reached all others; the diameter of the graph or
+            more.
     """
 
     position: int
@@ -110,7 +111,7 @@ ALONE = Neighbours(0, (), (), (), 0)
 class Ring(Topology):
     """Each rank averages with the one before and the one after it, all with equal weights.
 
-    Of two ranks, each is the other's only neighbour.
+    With two ranks, each is the other's only neighbour.
 
     Example:
         >>> from hvd_compress import Ring
@@ -144,7 +145,7 @@ class FullyConnected(Topology):
 
 @dataclass(frozen=True)
 class Exponential(Topology):
-    """Each rank hears from those 1, 2, 4, 8, … places before it, with equal weights: few messages, quick consensus.
+    """Each rank averages with those 1, 2, 4, 8, … places before it, all weights equal: few messages, quick consensus.
 
     Source: Ying et al., Exponential Graph is Provably Efficient for Decentralized Deep Training (NeurIPS 2021), the
     static graph.
@@ -165,9 +166,9 @@ class Exponential(Topology):
 class Graph(Topology):
     """Takes the neighbours from any networkx graph whose nodes are the ranks 0, 1, 2, ….
 
-    Edges with an attribute "weight" say the weights, and each rank's own is what is left to one; an edge of a directed
-    graph goes the way of the messages. Without that attribute an undirected graph gets the weights of
-    Metropolis and Hastings, 1 / (1 + larger degree of the two), which suit every graph (Xiao, Boyd and Kim, 2007).
+    An edge's attribute "weight" gives its weight, and a rank's own weight is what is missing to 1. An edge of a
+    directed graph points from the sender to the receiver. Without that attribute an undirected graph gets the weights
+    of Metropolis and Hastings, 1 / (1 + larger degree of the two), which suit every graph (Xiao, Boyd and Kim, 2007).
 
     Args:
         graph: networkx Graph or DiGraph.

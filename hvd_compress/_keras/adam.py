@@ -28,20 +28,21 @@ _FLOATS = ("float32", "float64")
 class _CompressedAdam(DistributedMethods):
     """Adam with decoupled weight decay, whose ranks exchange compressed momentum after a warm-up.
 
-    It is `CompressedAdam` of `hvd_compress.torch`, and makes the same steps: there stand the algorithm and its
+    It makes the same steps as `CompressedAdam` of `hvd_compress.torch`, whose documentation has the algorithm and its
     differences from the papers. Source: Tang et al., 1-bit Adam (arXiv 2102.02888, 2021), algorithm 1; for
     variance="renewed" Lu et al., 0/1 Adam (arXiv 2202.06009, 2022), algorithm 1, without local steps.
 
-    It is an optimizer of its own, for `model.compile` or `apply_gradients`: do not wrap it. Gradients stay those of
-    their rank, and Keras clips them as such. A gradient that is None counts as zeros, a sparse one becomes dense. Where
-    what is exchanged is not finite on some rank, no rank makes the step, with a warning; `iterations` goes on, and with
-    it a schedule of the learning rate. All ranks must make the same steps. With one rank nothing is exchanged or
-    compressed. Trained variables are float32 or float64, of any shape. Beside momentum and variance a rank keeps one
-    more array of each variable's size, for gradients of elements that have no variance.
+    It is an optimizer of its own, for `model.compile` or `apply_gradients`: do not wrap it. Each rank keeps its own
+    gradients, and Keras clips them as such. A gradient that is None counts as zeros, a sparse one becomes dense. If
+    what is exchanged is not finite on some rank, no rank makes the step, and there is a warning; `iterations` still
+    goes on, and with it a schedule of the learning rate. All ranks must make the same steps. With one rank nothing is
+    exchanged or compressed. Trained variables are float32 or float64, of any shape. Beside momentum and variance a rank
+    keeps one more array of each variable's size, for gradients of elements that have no variance.
 
-    A saved model has momentum, variance and the number of steps, the same on all ranks. What a rank owes, or keeps for
-    elements without a variance, is its own: `compression_state_dict()`, which `CompressionCheckpointCallback` saves.
-    `get_config()` has all settings but `process_set`; `hvd.load_model` needs no arguments for it.
+    A saved model has momentum, variance and the number of steps, the same on all ranks. Each rank has its own
+    residuals, and its own sums for elements without a variance: these are in `compression_state_dict()`, which
+    `CompressionCheckpointCallback` saves. `get_config()` has all settings but `process_set`; `hvd.load_model` needs no
+    arguments for it.
 
     Args:
         learning_rate: a float, or one of Keras' schedules.
@@ -50,17 +51,19 @@ class _CompressedAdam(DistributedMethods):
         epsilon: added to the root of the variance.
         weight_decay: AdamW's: each step multiplies variables by 1 - learning_rate · weight_decay; see
             `exclude_from_weight_decay` of Keras. None is 0.
-        compression: of momentum; a compressor of hvd_compress or a `Policy`. Patterns match names such as
-            "first/kernel", layer and variable.
+        compression: for the momentum; a compressor of hvd_compress or a `Policy`. Patterns match names of layer and
+            variable, such as "first/kernel".
         warmup_steps: steps with uncompressed gradients, at least 1. The papers take 15 to 20 % of all steps.
         variance: "frozen" or "renewed".
-        renewals: after the warm-up every second step may be a renewal, and the interval doubles after so many of them.
-        exchange: see `DistributedOptimizer`; as there.
-        min_numel: likewise.
-        bucket_bytes: likewise.
+        renewals: after the warm-up every second step may be a renewal, and the interval doubles after this many
+            renewals.
+        exchange: see `DistributedOptimizer`.
+        min_numel: see `DistributedOptimizer`.
+        bucket_bytes: see `DistributedOptimizer`.
         process_set: the ranks that take part, all by default.
         name: of the optimizer.
-        settings: others of Keras' optimizers, such as `clipnorm` and, in Keras 3, `gradient_accumulation_steps`.
+        settings: other arguments of Keras' optimizers, such as `clipnorm` and, in Keras 3,
+            `gradient_accumulation_steps`.
 
     Raises:
         ValueError: a setting out of its range.
@@ -181,20 +184,22 @@ class _CompressedAdam(DistributedMethods):
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
 
         Returns:
-            What that returns; "uncompressed": the counters of steps with uncompressed gradients, in all;
-            "steps_by_way": how many steps were "warm-up", "renewal" and "compressed"; "steps_taken_back": how many no
-            rank has made, since something was not finite. Empty before the optimizer is built, but for the first.
+            What its `compression_stats` returns; "uncompressed": the total counters of steps with uncompressed
+            gradients; "steps_by_way": how many steps were "warm-up", "renewal" and "compressed"; "steps_taken_back":
+            how many steps no rank has made because something was not finite. Before the optimizer is built, only the
+            first is not empty.
         """
         return {**super().compression_stats(), **({} if self._adam is None else self._adam.stats())}
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """What this rank alone keeps, to be saved per rank: residuals of compression among it."""
+        """What only this rank has, such as residuals of compression, to be saved on each rank."""
         state = super().compression_state_dict()
         own = self._own if self._adam is None else self._adam.own_entries()
         return {**state, "residuals": {**state["residuals"], **own}}
 
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `compression_state_dict` returned on this rank; before the first step it is kept until then.
+        """Take over what `compression_state_dict` returned on this rank; called before the first step, it takes effect
+        there.
 
         Raises:
             StateError: not such a state; now, or at the first step, of another rank or number of ranks, or of other

@@ -30,7 +30,7 @@ ALL_RANKS = 1.0 - 1e-6
 
 
 class EdgeCallback:
-    """What all callbacks here have: the edge, and the distributed optimizer of the model."""
+    """Base class of the callbacks here: has the framework's edge, and the distributed optimizer of the model."""
 
     edge: ClassVar[Edge]
     wrapper: ClassVar[str] = "hvd.DistributedOptimizer(...)"
@@ -65,15 +65,15 @@ class EdgeCallback:
 
 
 class BroadcastGlobalVariablesCallback(EdgeCallback):
-    """Makes the weights and the optimizer's variables those of one rank, before the first step where that can be.
+    """Gives all ranks the weights and optimizer variables of one rank, before the first step where that is possible.
 
     They are broadcast when training begins if they exist by then, else after the first batch. Seeds of random layers
     stay those of each rank.
 
     Args:
-        root_rank: whose values all take.
+        root_rank: the rank whose values all take.
         device: of Horovod's; variables are broadcast where they are.
-        local_variables: that stay those of each rank.
+        local_variables: variables that each rank keeps for itself.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -168,11 +168,11 @@ class LearningRateScheduleCallback(EdgeCallback):
     """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` until before `end_epoch`.
 
     Args:
-        initial_lr: that the multiplier is relative to.
+        initial_lr: the learning rate that is multiplied.
         multiplier: a function of the epoch, or a number for exponential decay.
         start_epoch: the first epoch that is adjusted.
-        end_epoch: the first epoch that is not any more; None for no end.
-        staircase: adjust at the beginning of each epoch only; else before each batch, with fractions of epochs.
+        end_epoch: the first epoch that is not adjusted any more; None for no end.
+        staircase: adjust at the beginning of each epoch only; if False, before each batch, with fractions of epochs.
         momentum_correction: multiply the velocities of an optimizer with momentum by the change of the learning rate,
             which they contain (Goyal et al., Accurate, Large Minibatch SGD, 2017, section 3, remark 2). Horovod changes
             the momentum for one batch to the same effect, which a compiled training step would not notice.
@@ -259,7 +259,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Source: Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.2.
 
     Args:
-        initial_lr: at the end of the warm-up.
+        initial_lr: the learning rate at the end of the warm-up.
         warmup_epochs: how long it takes.
         momentum_correction: see `LearningRateScheduleCallback`.
         steps_per_epoch: batches in an epoch; known to Keras in most cases.

@@ -21,8 +21,9 @@ class CompressionStatsCallback(EdgeCallback):
     """Puts what compression did in an epoch into `logs`; put it before callbacks that show or write them.
 
     Keys, each of this rank: `compression_ratio` (bytes of a dense ring allreduce / bytes sent), `bytes_sent`, and
-    `residual_norm` (Euclidean, of what is owed at the end of the epoch). The root of a parameter server sends more than
-    the others; a `MetricAverageCallback` behind this one averages all keys over the ranks.
+    `residual_norm` (Euclidean norm of the residuals, that is, what compression left out, at the end of the epoch). The
+    root of a parameter server sends more than the others; a `MetricAverageCallback` behind this one averages all keys
+    over the ranks.
     """
 
     def __init__(self) -> None:
@@ -46,16 +47,16 @@ class CompressionStatsCallback(EdgeCallback):
 
 
 class CompressionWarmupCallback(EdgeCallback):
-    """Trains dense first, then sends less and less, until the optimizer's own compressor takes over.
+    """Trains uncompressed first, then sends less and less, until the optimizer's own compressor takes over.
 
     Error feedback delays gradients, which hurts most while they still change fast. Sources: Lin et al., Deep Gradient
     Compression (ICLR 2018), section 3.3: top-k keeps 25 % of the values in the first epoch of the warm-up, then 6.25 %,
-    and so on; here adaptive's pi grows likewise, and compressors without such a number start after the dense epochs, as
-    in Tang et al., 1-bit Adam (ICML 2021), whose variance this does not freeze.
+    and so on; here adaptive's pi grows in the same way, and compressors without such a number start after the dense
+    epochs, as in Tang et al., 1-bit Adam (ICML 2021), whose variance this does not freeze.
 
     Args:
-        warmup_epochs: during which top-k and adaptive tighten.
-        dense_epochs: without compression before that.
+        warmup_epochs: number of epochs in which top-k and adaptive send less and less.
+        dense_epochs: number of epochs without compression before that.
         stages: {first epoch: compression} instead of both; must have an entry for epoch 0.
 
     Raises:
@@ -93,16 +94,16 @@ class CompressionWarmupCallback(EdgeCallback):
 
 
 class CompressionCheckpointCallback(EdgeCallback):
-    """Saves what each rank owes beside the model's checkpoints, and takes it up again where training goes on.
+    """Saves each rank's residuals (what compression left out) beside the model's checkpoints, and loads them on resume.
 
-    At the end of each epoch every rank writes a file of its own. When training begins, all ranks take up theirs if all
-    of them have one that belongs to the optimizer's present number of iterations; else none does, with a warning. For
-    another number of ranks the files of all former ranks are read and divided, so that their sum is kept. A file
-    that is damaged, or not there, is one that does not belong; files of another model end `fit` with StateError. Put it
-    after the callbacks that restore and broadcast the model.
+    At the end of each epoch every rank writes a file of its own. When training begins, all ranks load their files if
+    all of them have one that belongs to the optimizer's present number of iterations; else no rank does, and there is a
+    warning. With another number of ranks the files of all former ranks are read and the residuals divided, so that
+    their sum is kept. A file that is damaged or missing counts as one that does not belong; files of another model end
+    `fit` with StateError. Put it after the callbacks that restore and broadcast the model.
 
     Args:
-        directory: for the files; on a file system that all ranks see if their number is to change.
+        directory: for the files; if the number of ranks may change, on a file system that all ranks see.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

@@ -18,7 +18,7 @@ __all__ = ["DASOCallback"]
 
 
 class DASOCallback(AveragingCallback):
-    """Averages the weights between nodes after every B-th batch, S batches stale, and makes ranks equal at epoch ends.
+    """Averages weights between nodes every B batches, with values S batches old, and makes ranks equal at epoch ends.
 
     Compile the model with `hvd.DASO(optimizer)`, which averages gradients inside of a node, and start from equal
     weights: put BroadcastGlobalVariablesCallback before it. The loss of an epoch, averaged over the ranks, decides
@@ -31,13 +31,14 @@ class DASOCallback(AveragingCallback):
         warmup_epochs: at the beginning, in which nodes average after every batch and wait for it.
         cooldown_epochs: the same at the end.
         global_skips: B, batches from one averaging of nodes to the next.
-        batches_to_wait: S, batches until what was sent arrives; 0 waits, at most B.
+        batches_to_wait: S, batches until what was sent arrives, at most B; with 0 the batch waits, and
+            weights become the mean.
         patience: epochs in a row without progress after which B and S are halved; None keeps them.
         stability: the share of the best loss by which a loss must be lower to count as progress.
         form: "sharded" or "rotate".
         merge: "paper", "delta", or the weight of what arrives.
-        compression: of the change since the last averaging, while cycling.
-        blocking_compression: the same in warm-up and cool-down.
+        compression: for the change since the last averaging, between warm-up and cool-down.
+        blocking_compression: the same for warm-up and cool-down.
         average_state: average the optimizer's floating variables over the ranks at the end of each epoch.
         average_buffers: the same for weights that are not trained, such as moving means.
         monitor: the entry of an epoch's logs that decides about B and S.
@@ -134,14 +135,15 @@ class DASOCallback(AveragingCallback):
         return {} if self._member is None else self._member.stats()
 
     def daso_state_dict(self) -> dict[str, Any]:
-        """The schedule, what is owed and under way, as plain values and NumPy arrays; {} before the first batch.
+        """The schedule, the residuals, and what is under way, as plain values and NumPy arrays; {} before the first
+        batch.
 
-        To be called between batches, on all ranks after the same one.
+        Call it between batches, on all ranks after the same batch.
         """
         return self._saved or {} if self._member is None else self._member.state_dict()
 
     def load_daso_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `daso_state_dict` returned on this rank; before the first batch, when that is made.
+        """Take over what `daso_state_dict` returned on this rank; called before the first batch, it takes effect there.
 
         Raises:
             StateError: not such a state, or of another rank, network, nodes or settings.

@@ -20,28 +20,27 @@ __all__ = ["DiLoCoCallback"]
 
 
 class DiLoCoCallback(AveragingCallback):
-    """Trains each rank on its own; every `sync_every` batches an outer optimizer steps with what all ranks have moved.
+    """Trains each rank on its own; every `sync_every` batches an outer optimizer steps with the ranks' average change.
 
     Compile the model with a plain optimizer, and start from equal weights: put BroadcastGlobalVariablesCallback before
-    it. What the settings mean is said at `DiLoCo` of `hvd_compress.torch`; names in `fragments` are those of
-    `hvd_compress`, such as "dense/kernel". The outer optimizer is SGD. At the end of each epoch, and before a
-    validation, weights become their mean over the ranks, so that all evaluate and save the same; with
-    `average_epochs=False` only when training ends. With `steps_per_execution` an execution counts as one batch. All
-    ranks must make equally many batches. Where the model is built by its first batch, what ranks agree on is what they
-    have after that.
+    it. `DiLoCo` of `hvd_compress.torch` explains the settings; names in `fragments` are those of `hvd_compress`, such
+    as "dense/kernel". The outer optimizer is SGD. At the end of each epoch, and before a validation, weights become
+    their mean over the ranks, so that all evaluate and save the same; with `average_epochs=False` this happens only
+    when training ends. With `steps_per_execution` an execution counts as one batch. All ranks must make equally many
+    batches. If the model is built by its first batch, the values after that batch are the first that ranks agree on.
 
     Args:
         sync_every: H, batches from one synchronization of a fragment to its next one.
         fragments: how many there are, or lists of names.
         delay: batches between sending and arrival.
         alpha: weight of a rank's own weights when the average arrives.
-        compression: of what weights have moved.
+        compression: for the change of the weights.
         feedback_decay: factor on what compression left out.
         outer_learning_rate: of SGD, the outer optimizer.
-        outer_momentum: of it, from 0 on, less than 1.
+        outer_momentum: of the outer optimizer, at least 0 and less than 1.
         outer_nesterov: whether its momentum is Nesterov's.
         average_epochs: make all ranks equal at the end of each epoch and before each validation.
-        average_buffers: average weights that are not trained, such as moving means, then too.
+        average_buffers: then also average weights that are not trained, such as moving means.
         ranks_per_node: with more than 1 compile the model with `hvd.DASO(optimizer, ranks_per_node=...)`.
 
     Raises:
@@ -118,14 +117,16 @@ class DiLoCoCallback(AveragingCallback):
         return {} if self._member is None else self._member.stats()
 
     def diloco_state_dict(self) -> dict[str, Any]:
-        """What ranks agreed on, what is owed and under way, as plain values and arrays; {} before the first batch.
+        """What ranks agreed on, the residuals, and what is under way, as plain values and arrays; {} before the first
+        batch.
 
-        To be called between batches, on all ranks after the same one.
+        Call it between batches, on all ranks after the same batch.
         """
         return self._saved or {} if self._member is None else self._member.state_dict()
 
     def load_diloco_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `diloco_state_dict` returned on this rank; before the first batch, when that is made.
+        """Take over what `diloco_state_dict` returned on this rank; called before the first batch, it takes effect
+        there.
 
         Raises:
             StateError: not such a state, or of another rank, network, nodes or settings.

@@ -22,14 +22,14 @@ Array = np.ndarray[Any, Any]
 
 
 class EventGraDCallback(LateGossipMember, EdgeCallback):
-    """Lets each rank train on its own and average its weights with its neighbours', sent when they changed enough.
+    """Lets each rank train on its own and average its weights with those that neighbours send when they change enough.
 
-    Takes the place of `hvd.DistributedOptimizer`: compile the model with a plain optimizer. A batch's gradient belongs
-    to the weights before the averaging, as in equation 3 of Ghosh and Gupta, EventGraD (MLHPC 2020): what averaging
-    would change is computed when a batch begins and added when its update is made. The arguments are those of
+    It takes the place of `hvd.DistributedOptimizer`: compile the model with a plain optimizer. A batch's gradient
+    belongs to the weights before the averaging, as in equation 3 of Ghosh and Gupta, EventGraD (MLHPC 2020): what
+    averaging would change is computed when a batch begins and added when its update is made. The arguments are those of
     `EventGraDOptimizer` of `hvd_compress.torch`. Start from equal weights: put BroadcastGlobalVariablesCallback before
     it. With `steps_per_execution` neighbours average once per execution. Ranks may make different numbers of batches,
-    unless other callbacks communicate between them: MetricAverageCallback wants equal numbers.
+    unless other callbacks communicate between ranks: MetricAverageCallback needs equal numbers.
 
     Args:
         trigger: when a weight is sent.
@@ -37,7 +37,7 @@ class EventGraDCallback(LateGossipMember, EdgeCallback):
         transport: "alltoall", in which all wait for all, "one_sided", where nobody waits, or "auto" for "alltoall".
         compression: of what is sent: a compressor of hvd_compress or a `Policy`.
         mixing: "stale", "mean_preserving", or "auto" for the second with lossy compression, else the first.
-        consensus_rate: of the way to the average that a step goes.
+        consensus_rate: how far a step goes towards the average, as a fraction.
         traced: keep norms, thresholds and events of every step for `event_stats()`.
         average_at_end: make all weights the mean over ranks when training ends.
         process_set: the ranks that take part; None for all.

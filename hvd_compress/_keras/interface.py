@@ -57,33 +57,37 @@ class Interface:
         Args:
             optimizer: of `keras.optimizers`, a `LossScaleOptimizer` too. Where the global dtype policy is
                 mixed_float16, one is added, as `model.compile` would do.
-            name: Horovod's prefix of operations; not used, they are named by variable.
+            name: Horovod's prefix of operations; not used, since operations are named by variable.
             device_dense: of Horovod's allreduce on TensorFlow.
             device_sparse: of Horovod's allgathers of sparse gradients on TensorFlow.
             compression: a compressor of hvd_compress, `Auto` (or "auto"), a `Policy`, one of `Compression`, or one
                 written for Horovod (default: none).
             sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
-            gradient_predivide_factor: splits the averaging before and after the sum; only for Average.
+            gradient_predivide_factor: splits the averaging into a division before the sum and one after it; only for
+                Average.
             op: Average (default) or Sum.
-            backward_passes_per_step: gradients of so many steps are summed before an exchange and an update. With Keras
-                3 it becomes the optimizer's `gradient_accumulation_steps`. Within a LossScaleOptimizer gradients are
-                exchanged in every step, since all ranks must know whether they are finite.
+            backward_passes_per_step: gradients of this many steps are summed before an exchange and an update. With
+                Keras 3 it becomes the optimizer's `gradient_accumulation_steps`. Within a LossScaleOptimizer gradients
+                are exchanged in every step, since all ranks must know whether they are finite.
             average_aggregated_gradients: divide that sum by the number of passes.
             num_groups: old name of `groups`.
-            groups: of gradients that go together, compressed or not: a number, or lists of variables. No
-                effect on the torch backend.
+            groups: gradients that go together, compressed or not: a number of groups, or lists of variables. No effect
+                on the torch backend.
             process_set: the ranks that take part, all by default; others go on with their own gradients.
             scale_local_gradients: divide the gradients of local variables by the number of ranks.
-            exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
-                collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
-                inside each host, and their sums exchanged compressed between hosts, or an `Exchange`, such as
-                `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
-            min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
-            bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
-                variables; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
+            exchange: "two_phase"; "allgather"; "auto" for the one of these two that sends fewer bytes, where each
+                collective counts as 32 KiB more (with `Auto`: the faster one); "hierarchical", which sums gradients
+                inside each host and exchanges the sums compressed between hosts; or an `Exchange`, such as
+                `ParameterServer` ("parameter_server" for one with its defaults), in which one rank sums what all ranks
+                send.
+            min_numel: gradients with fewer elements are not compressed; those of float32 share an exchange with
+                compressed ones.
+            bucket_bytes: gradients share an exchange of up to this many bytes (as float32), in the reverse order of the
+                variables; 0 gives each gradient an exchange of its own, and leaves small ones to Horovod's own
+                allreduce.
             adagrad: make the combined gradients AdaGrad's updates; `optimizer` is then plain SGD with its learning
-                rate. No exchange by allgather then. With one rank, and outside of the process set, it is applied to
-                the rank's own gradients, but not to those of local variables.
+                rate. exchange="allgather" is not possible then. With one rank, and outside of the process set, it is
+                applied to the rank's own gradients, but not to those of local variables.
 
         Raises:
             ValueError: a setting out of its range.
@@ -170,7 +174,7 @@ class Interface:
 
         Raises:
             UnsupportedError: the launcher does not say it.
-            ValueError: the ranks are not so many times a number of nodes. Where hosts differ, use
+            ValueError: the number of ranks is not a multiple of `ranks_per_node`. Where hosts differ, use
                 `hvd.init(process_sets="dynamic")`.
         """
         return self._edge.nodes.process_sets(ranks_per_node, size)
@@ -184,7 +188,7 @@ class Interface:
         legacy_opts: bool = False,
         **settings: Any,
     ) -> Any:
-        """Load a saved Keras model, its optimizer wrapped again with the state that was saved.
+        """Load a saved Keras model; its optimizer is wrapped again, with the state that was saved.
 
         Args:
             filepath: of the model.
@@ -192,7 +196,7 @@ class Interface:
             custom_objects: other names that the model needs.
             compression: see `DistributedOptimizer`.
             legacy_opts: Horovod's; the saved model says itself which optimizer it has.
-            settings: others of `DistributedOptimizer`.
+            settings: other arguments of `DistributedOptimizer`.
         """
         objects = {**{cls.__name__: cls for cls in custom_optimizers or ()}, **(custom_objects or {})}
         model = self._keras.models.load_model(filepath, custom_objects=objects)
@@ -209,7 +213,7 @@ class Interface:
         return model
 
     def broadcast_global_variables(self, root_rank: int) -> None:
-        """Horovod's, for TensorFlow 1.
+        """Do what Horovod's function does, for TensorFlow 1.
 
         Raises:
             RuntimeError: always, as Horovod's does where there are no global variables.
@@ -229,7 +233,7 @@ class Interface:
         op: Any = None,
         compression: Any = None,
     ) -> Any:
-        """Average or sum what can be made a tensor over all ranks; see `allreduce` of the backend's edge."""
+        """Average or sum a value that can be made a tensor over all ranks; see `allreduce` of the backend's module."""
         compression = self._edge.none if compression is None else compression
         return self._edge.allreduce(
             value, average=average, name=name, compression=compression, op=op, prescale_factor=prescale_factor,
@@ -237,7 +241,7 @@ class Interface:
         )  # fmt: skip
 
     def allgather(self, value: Any, name: str | None = None) -> Any:
-        """Concatenate what can be made a tensor over all ranks, along its first axis."""
+        """Concatenate the values of all ranks, which can be made tensors, along the first axis."""
         return self._edge.allgather(value, name)
 
     def broadcast(self, value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -245,5 +249,5 @@ class Interface:
         return self._edge.broadcast_value(value, root_rank, name)
 
     def reducescatter(self, value: Any, name: str | None = None, op: Any = None) -> Any:
-        """This rank's share, along the first axis, of the average or sum of what can be made a tensor."""
+        """This rank's share, along the first axis, of the average or sum of values that can be made tensors."""
         return self._edge.reducescatter(value, name, self._edge.average_op if op is None else op)

@@ -68,7 +68,7 @@ __all__ = [
 
 
 def from_config(config: dict[str, Any]) -> Compressor:
-    """Make the compressor of a configuration that `get_config` returned.
+    """Create a compressor from a configuration that `get_config` returned.
 
     Raises:
         ValueError: unknown id, unknown setting, or a setting out of its range.
@@ -102,12 +102,12 @@ def decode(payload: npt.ArrayLike, max_numel: int | None = None) -> Array:
 
     Args:
         payload: uint8 or bytes, as `encode` returns it.
-        max_numel: the most elements to believe in. By default 2^28, which are 1 GiB of float32, or 16384 for each byte
-            of the payload if that is more.
+        max_numel: refuse a payload that claims more elements than this. By default 2^28 (1 GiB of float32), or 16384
+            for each byte of the payload if that is more.
 
     Raises:
-        WireError: truncated, corrupted or foreign payload; one of more elements than allowed; or one whose values are
-            not finite though it says that they are.
+        WireError: truncated, corrupted or foreign payload; a payload that claims more elements than allowed; or one
+            whose values are not finite although it says that they are.
         ValueError: `max_numel` is no integer of at least 0.
 
     Example:

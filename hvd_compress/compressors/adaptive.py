@@ -26,19 +26,20 @@ _SHORT, _LONG = np.dtype(np.uint16), np.dtype(np.uint32)
 
 @dataclass(frozen=True)
 class Adaptive(TableCompressor):
-    """Sends the largest 1/pi of the non-negative and of the negative values of each group as two means.
+    """Sends the largest 1/pi of each group's non-negative values, and of its negative values, each as their mean.
 
     Payload: 2 bytes per sent value (4 in groups beyond 32768 elements) and 10 bytes per group, 1/60 of float32 or less
     at pi=64; with coding="golomb" about 1.1 bytes per sent value. Source: Dryden et al. 2016, section 3.3. Differences:
-    counts are rounded up, so that no sign of a group falls silent; the sample only says where the selection starts to
-    look, the selection itself is exact and the means are those of the values sent, so the message is never longer than
-    the proportion allows; counts per group replace the separators; rows shorter than 512 elements share a group.
+    counts are rounded up, so that each sign that occurs in a group sends at least one value; the sample only says where
+    the selection starts, while the selection itself is exact and the means are those of the values sent, so the message
+    is never longer than the proportion allows; counts per group replace the paper's separators; rows shorter than 512
+    elements share a group.
 
     Args:
         pi: one in `pi` values is sent, 2 or more.
         group: "row" (the paper's columns), "tensor", or elements per group.
-        sample: the most entries drawn per group to guess the thresholds; None lets every entry be looked at.
-        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
+        sample: at most so many entries per group are drawn to estimate the thresholds; None looks at every entry.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8" keeps it in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
 

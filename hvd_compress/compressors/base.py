@@ -36,10 +36,10 @@ class Body(NamedTuple):
 
     Args:
         used: how many bytes of the body are used.
-        entries: what the body counts, for the header; 32 bits.
+        entries: a count that decoding needs, for the header; 32 bits.
         parameter: what else decoding needs to know, for the header; 32 bits.
-        finite: whether all values are. If not, nobody is sent the body; with error feedback it still has to be what was
-            taken out of the residual, so that this can be put back; 0 bytes for nothing.
+        finite: whether all values are finite. If not, the body is sent to nobody. With error feedback it must still
+            hold what was taken out of the residual, so that this can be put back; 0 bytes if nothing was taken out.
     """
 
     used: int
@@ -57,10 +57,10 @@ _MOST_IN_HEADER = 2**32 - 1
 class Compressor(ABC):
     """Base of all compressors; subclasses are frozen dataclasses whose fields are the settings.
 
-    A subclass of your own defines `id`, `codec`, `body_bytes`, `encode_body` and `decode_body`; whatever else it says
-    of itself has a default. `hvd_compress.register` makes it known, and `hvd_compress.testing.check_compressor` tells
-    what it does wrong. A field `error_feedback` that is True switches the residual on, and "float8" keeps it in 8 bits
-    between steps. A field `seed` seeds its keys.
+    A subclass of your own defines `id`, `codec`, `body_bytes`, `encode_body` and `decode_body`; everything else has a
+    default. `hvd_compress.register` makes it known, and `hvd_compress.testing.check_compressor` tells what it does
+    wrong. A field `error_feedback` that is True switches the residual on, which keeps what was not sent and adds it to
+    the next gradient; "float8" keeps the residual in 8 bits between steps. A field `seed` seeds its random choices.
 
     Example:
         One bit for each element, and one scale for all:
@@ -135,7 +135,7 @@ class Compressor(ABC):
 
     @property
     def feedback(self) -> bool:
-        """Whether what was not sent is kept as residual and added to the next gradient."""
+        """Whether what was not sent is kept as a residual and added to the next gradient."""
         return bool(getattr(self, "error_feedback", False))
 
     @property
@@ -172,7 +172,7 @@ class Compressor(ABC):
         return True
 
     def kernels(self, group: int) -> Kernels | None:
-        """Return the kernels for tensors with groups of so many elements; None where `encode_body` encodes each."""
+        """Return the kernels for tensors with groups of `group` elements; None if `encode_body` encodes each tensor."""
         return None
 
     def device_kernels(self, group: int) -> DeviceKernels | None:
@@ -180,47 +180,47 @@ class Compressor(ABC):
         return None
 
     def drawing_key(self, key: Key) -> Key:
-        """Return what of a key random choices depend on; all of it by default."""
+        """Return the part of a key that random choices depend on; by default all of it."""
         return key
 
     def limit_of(self, numel: int, group: int) -> int:
-        """Return what kernels are to know of a tensor beside its size, such as how many entries to send."""
+        """Return what kernels have to know about a tensor besides its size, such as how many entries to send."""
         return 0
 
     def contraction(self, numel: int) -> float:
-        """Return the factor on what is decoded that makes it, on average, nearer to the source than zero is."""
+        """Return the factor that brings decoded values, on average, nearer to the source than zero is."""
         return 1.0
 
     # -- what others need to know of a compressor; a subclass may say it ------------------------------------------
 
     @classmethod
     def decoder(cls) -> Compressor:
-        """Return one with any settings, to decode payloads of all settings."""
+        """Return a compressor of this class with any settings; it decodes payloads of all settings."""
         return cls()
 
     def group_numel(self, shape: tuple[int, ...]) -> int:
-        """Return the elements per group for a tensor of `shape`; if possible, it is cut for ranks between groups."""
+        """Return the elements per group for a tensor of `shape`; where possible, ranks' parts end between groups."""
         return 1
 
     def for_part(self, numel: int, total: int) -> Compressor:
-        """Return the compressor for a part of `numel` elements of a tensor's `total`, which is exchanged in parts."""
+        """Return the compressor for a part, of `numel` elements, of a tensor of `total` that is exchanged in parts."""
         return self
 
     def for_sum(self, ranks: int) -> Compressor:
-        """Return the compressor for a sum of what so many ranks have sent; `self` by default."""
+        """Return the compressor for the sum of what this many ranks have sent; `self` by default."""
         return self
 
     def keeping(self, share: float) -> Compressor:
-        """Return one that sends at least this share of the values, for a training's first epochs; `self` by default."""
+        """Return a compressor that sends at least this share of the values, for the first epochs; `self` by default."""
         return self
 
     def kept_share(self, numel: int) -> float:
-        """Return about which share of a tensor's change one payload brings across; 1.0 by default."""
+        """Return roughly what share of a tensor's change one payload transmits; 1.0 by default."""
         return 1.0
 
     @property
     def typical_deviation(self) -> float | None:
-        """The standard deviation of the gradients that these settings are for; None if they are for all."""
+        """The standard deviation of the gradients that these settings suit; None if they suit all gradients."""
         return None
 
     # -- what a subclass defines ---------------------------------------------------------------------------------
@@ -233,8 +233,9 @@ class Compressor(ABC):
     def encode_body(self, x: Array, gradient: Array, body: Bytes, group: int, key: Key) -> Body:
         """Encode a flat array of at least one element into `body`.
 
-        With error feedback `x` is the residual: the sum of both is encoded, and what that leaves out is written into
-        `x`; begin with `add_gradient`. Without, `gradient` is empty, and `x` is what to encode, and is only read.
+        With error feedback `x` is the residual: encode the sum of `x` and `gradient`, and write what the payload leaves
+        out into `x`; begin with `add_gradient`. Without error feedback `gradient` is empty, and `x` is what to encode;
+        only read it.
 
         Args:
             x: float32 or float64.
@@ -251,11 +252,11 @@ class Compressor(ABC):
     def decode_body(self, header: wire.Header, body: wire.Sections, out: Array, scale: np.float32, add: bool) -> bool:
         """Write or add `scale` times the decoded values; returns False if what is in `body` makes no sense, else True.
 
-        All that it needs is in header and body; the settings may be others than those of the encoder.
+        Use only the header and the body: this object's settings may differ from those of the encoder.
 
         Args:
             header: has `entries`, `parameter` and `group` as they were when encoding.
-            body: gives out what `encode_body` has laid, section by section; all of it must be taken.
+            body: hands out what `encode_body` has written, section by section; take all of it.
             out: float32 or float64, flat; its size is the number of elements.
             scale: factor on the values.
             add: whether to add to what is in `out`.
@@ -278,7 +279,7 @@ class Compressor(ABC):
         """Check `group_numel` and return it.
 
         Raises:
-            ContractError: no number of elements.
+            ContractError: `group_numel` returned no number of elements.
         """
         group: Any = self.group_numel(shape)
         if type(group) is not int or not 1 <= group <= _MOST_IN_HEADER:
@@ -297,15 +298,15 @@ class Compressor(ABC):
         """Encode a flat gradient into the start of `payload`; returns the number of bytes used.
 
         With a residual the sum of both is encoded, and the residual becomes what the payload leaves out. If a value is
-        not finite the payload says only that, and the residual is what it was, to rounding (see `take_back`).
+        not finite, the payload says only that, and the residual keeps its values, up to rounding (see `take_back`).
 
         Args:
             gradient: float32 or float64, flat and contiguous; only read.
-            residual: like `gradient`, or None for no error feedback; renewed in place.
+            residual: like `gradient`, or None for no error feedback; updated in place.
             payload: uint8, at least `capacity(gradient.size, group)` long, on an 8-byte boundary.
             group: elements per group.
             key: randomness of this call.
-            shape: to be stated in the payload; flat by default.
+            shape: the shape that the payload states; flat by default.
 
         Raises:
             TypeError: an array is of another dtype than stated above.
@@ -396,11 +397,11 @@ class Compressor(ABC):
         return nbytes
 
     def take_back(self, payload: Bytes, residual: Array, gradient: Array | None) -> None:
-        """Make a residual what it was before `encode_into` made `payload` of it and of `gradient`, to rounding.
+        """Restore a residual to what it was before `encode_into` made `payload` of it and of `gradient`, to rounding.
 
         Each element is off by at most 2^-22 (float64: 2^-51) of the largest of its gradient, its residual before and
-        after, and its decoded value; what cannot be told from such a rounding error becomes 0. Without the gradient,
-        where that is lost, it stays owed with the rest.
+        after, and its decoded value; a value that cannot be told from such a rounding error becomes 0. If the gradient
+        is lost (None), it remains part of the residual.
         """
         header, _ = opened = wire.open_payload(payload)
         if header.nonfinite or header.absent:
@@ -468,7 +469,8 @@ class Compressor(ABC):
     def decode_into(self, payload: Bytes, out: Array, scale: float = 1.0, add: bool = False) -> bool:
         """Decode into flat, contiguous `out` (float32 or float64), times `scale`; returns whether all is finite.
 
-        A payload that reports a value that was not finite fills `out` with NaN; one of no gradient stands for zeros.
+        A payload that reports a value that was not finite fills `out` with NaN; a payload that reports no gradient
+        stands for zeros.
 
         Raises:
             WireError: truncated, corrupted or foreign payload, or one for another number of elements.
@@ -531,9 +533,9 @@ class Compressor(ABC):
 
         Args:
             x: float16, bfloat16, float32 or float64, any shape; not changed.
-            residual: as many elements as `x`, contiguous, float64 if `x` is, else float32. It is added to `x`, and
-                what the payload leaves out is written back into it. A value that is not finite leaves it unchanged, to
-                rounding.
+            residual: as many elements as `x`, contiguous, float64 if `x` is, else float32. It is added to `x`, and what
+                the payload leaves out is written back into it. If a value is not finite, the residual stays unchanged,
+                up to rounding.
             key: randomness of the call; `Key()` by default.
 
         Returns:
@@ -569,11 +571,11 @@ class Compressor(ABC):
 
         Args:
             payload: uint8 or bytes.
-            max_numel: the most elements to believe in; see `hvd_compress.decode`.
+            max_numel: refuse a payload that claims more elements than this; see `hvd_compress.decode`.
 
         Raises:
-            WireError: truncated, corrupted or foreign payload; one of more elements than allowed; or one whose values
-                are not finite though it says that they are.
+            WireError: truncated, corrupted or foreign payload; a payload that claims more elements than allowed; or one
+                whose values are not finite although it says that they are.
             ValueError: `max_numel` is no integer of at least 0.
         """
         buffer = as_bytes(payload)
@@ -614,7 +616,7 @@ class Compressor(ABC):
 class TableCompressor(Compressor):
     """Base of the compressors of this package, which encode and decode whole tables of tensors by kernels.
 
-    A subclass defines `kernels`; where it has a coding, these have `shorten` and `decode_coded`.
+    A subclass defines `kernels`; if it has a lossless coding, these kernels also have `shorten` and `decode_coded`.
     """
 
     def __init_subclass__(cls) -> None:
@@ -669,7 +671,7 @@ class TableCompressor(Compressor):
             )
 
     def misfit(self, header: wire.Header) -> str | None:
-        """Say what is wrong with a header that kernels have refused; None if the body is."""
+        """Say what is wrong with a header that kernels have refused; None if the body is at fault."""
         return None
 
 
@@ -689,7 +691,7 @@ class _ReadOnly:
 def add_gradient(x: Array, gradient: Array) -> bool:
     """Add the gradient to the residual `x`, to begin `encode_body`; returns whether all is finite as float32.
 
-    A sum that is not finite is not written. Without error feedback, where `gradient` is empty, `x` is only looked at.
+    A sum that is not finite is not written. Without error feedback, where `gradient` is empty, `x` is only checked.
 
     Args:
         x: flat float32, changed in place.

@@ -19,26 +19,26 @@ _MOST_BLOCK = 32768
 
 @dataclass(frozen=True)
 class Blockwise(TableCompressor):
-    """Rounds each value to the nearest of the levels largest * l / s, l = -s … s, of its block, s = 127 or 7.
+    """Rounds each value to the nearest level of its block: largest * l / s, with l = -s … s and s = 127 or 7.
 
     Payload: 8 or 4 bits per element and 4 bytes per block, which are its largest magnitude. Rounding to nearest is
     biased; error feedback carries what it leaves out into the next step. A zero stays a zero, and the largest value of
     a block arrives exactly, so that the error is always smaller than the source.
 
     With `hadamard`, a block is multiplied by the Hadamard matrix before it is rounded, and after it is decoded. That
-    spreads one large value over all of its block, so that it does not make the levels of the others coarse. It is the
-    same in each step and on each rank. What it does not pay for or cannot be: a shorter last block, and one whose
-    largest magnitude is below 2**-80 or above 2**100, are rounded as they are.
+    spreads one large value over all of its block, so that it does not make the levels of the others coarse. The matrix
+    is the same in each step and on each rank. A shorter last block, and a block whose largest magnitude is below 2**-80
+    or above 2**100, are rounded without it.
 
     Source: Wang et al. 2023 (ZeRO++), section 3.3; Jia et al. 2024 (SDP4Bit), which has the rotation; Xie et al. 2024
-    (LoCo), which has error feedback. Differences: residuals are in float32, where LoCo has 8 bits; the owner of a sum
-    keeps one, too; levels lie symmetrically around zero, where ZeRO++ also offers a minimum and a maximum.
+    (LoCo), which has error feedback. Differences: residuals are in float32, where LoCo has 8 bits; the rank that owns a
+    sum keeps a residual, too; levels lie symmetrically around zero, where ZeRO++ also offers a minimum and a maximum.
 
     Args:
         bits: 8 or 4.
         block: elements that share a scale, a multiple of 8 up to 32768; with `hadamard` a power of 2.
-        hadamard: rotate blocks.
-        error_feedback: keep the rounding error and add it to the next gradient; "float8": in 8 bits.
+        hadamard: multiply blocks by the Hadamard matrix before rounding.
+        error_feedback: keep the rounding error and add it to the next gradient; "float8" keeps it in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.

@@ -20,25 +20,26 @@ __all__ = ["ChunkedTopK"]
 class ChunkedTopK(TableCompressor):
     """Sends the values of largest magnitude of each chunk of a tensor, each as a sign and a level of few bits.
 
-    `TopK(chunk=4096, ratio=1/64, value_bits=2)` makes it, too. A tensor is cut into chunks of `chunk` elements. Each
-    chunk sends ceil(ratio * its elements), exactly selected. Among equal magnitudes the lower index is sent; zeros are
-    not. Of b bits, one is the sign. The others are a level l, which stands for the magnitude base + l * step. Levels
-    divide the range of what the chunk sends evenly, and base and step are fitted by least squares, so that with 2 bits
-    the two magnitudes are means. What levels leave out stays in the residual, with all that is not sent.
+    `TopK(chunk=4096, ratio=1/64, value_bits=2)` creates this compressor, too. A tensor is cut into chunks of `chunk`
+    elements. Of each chunk, ceil(ratio * its elements) are sent, selected exactly. Among equal magnitudes the lower
+    index is sent; zeros are not. Of the b bits of a value, one is the sign. The others are a level l, which stands for
+    the magnitude base + l * step. Levels divide the range of what the chunk sends evenly, and base and step are fitted
+    by least squares, so that with 2 bits the two magnitudes are means. The rounding error and all that is not sent stay
+    in the residual.
 
     Payload: 12 bits of index and `value_bits` for each entry of a chunk of 4096, and 10 bytes for each chunk (6 with 1
     bit): how many it sends, base, step. With the default settings that is 0.0074 of float32. With coding="golomb" an
     index takes about 8 bits.
 
     Source: Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025): top-k in chunks with 2-bit values and error feedback.
-    Differences: the paper fixes no wire format; levels, their line and its least squares are ours. A chunk is a run of
+    Differences: the paper fixes no wire format; the levels and their least-squares fit are ours. A chunk is a run of
     the flattened tensor, not a two-dimensional block.
 
     Args:
         ratio: share of each chunk to send, in (0, 1]; at least one element is sent.
         chunk: elements, 8 to 32768.
         value_bits: 1 to 8, of sign and level.
-        error_feedback: keep what was not sent, and add it to the next gradient; "float8": in 8 bits.
+        error_feedback: keep what was not sent, and add it to the next gradient; "float8" keeps it in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
 

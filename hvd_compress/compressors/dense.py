@@ -53,7 +53,7 @@ class NoCompression(TableCompressor):
 class BF16(TableCompressor):
     """Rounds to bfloat16, nearest even: 2 bytes per element, the range of float32, 8 bits of precision.
 
-    Horovod's allreduce knows no bfloat16; the sum is made in float32 by the owner of each chunk.
+    Horovod's allreduce has no bfloat16, so the rank that owns a chunk makes its sum in float32.
 
     Args:
         error_feedback: keep the rounding error and add it to the next gradient.

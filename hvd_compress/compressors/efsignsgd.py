@@ -24,14 +24,14 @@ class EFSignSGD(TableCompressor):
 
     Payload: 1 bit per element and 4 bytes per group. Values >= 0 are sent as 1, so a zero becomes the positive
     magnitude, and error feedback takes it back in the next step. The mean of the magnitudes makes the error smaller
-    than the source, whatever that is; their root mean square, which some libraries take, does not where values are
-    sparse. Source: Karimireddy et al. 2019, algorithm 1. Differences: groups are rows unless "tensor" is asked for,
-    which is the paper's whole layer; the owner of a sum has error feedback, too. `OneBit` sends two means instead of
-    one magnitude, and so delivers values of unequal signs better, for 4 bytes per group more.
+    than the source for every source. Their root mean square, which some libraries take, does not do so where values are
+    sparse. Source: Karimireddy et al. 2019, algorithm 1. Differences: groups are rows by default ("tensor" is the
+    paper's whole layer); the rank that owns a sum has error feedback, too. `OneBit` sends two means instead of one
+    magnitude, so it represents positive and negative values of different size better, for 4 more bytes per group.
 
     Args:
         group: "row" (as `OneBit` groups), "tensor", or elements per group.
-        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8" keeps it in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.

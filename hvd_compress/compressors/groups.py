@@ -13,9 +13,9 @@ LEAST_ROW_GROUP = 512
 def group_numel(shape: tuple[int, ...], group: str | int, most: int) -> int:
     """Return the elements per group for a tensor of `shape`; the last group may be shorter.
 
-    "row" is one index of the first dimension: the weights into one neuron or filter, which the papers keep as a
-    column. Short rows are taken together and rows longer than `most` are divided evenly; a one-dimensional tensor is
-    one row. "tensor" is a single group. A number is used as it is.
+    "row" is one index of the first dimension: the weights into one neuron or filter, which the papers keep as a column.
+    Short rows share a group, and rows longer than `most` are divided evenly; a one-dimensional tensor is one row.
+    "tensor" is a single group. A number is used as it is.
     """
     numel = math.prod(shape)
     if numel <= 1:

@@ -12,7 +12,7 @@ __all__ = ["Key"]
 
 @dataclass(frozen=True)
 class Key:
-    """Names one encode call, so that its random choices can be repeated and differ from all others.
+    """Identifies one encode call, so that its random choices can be repeated and differ from those of all other calls.
 
     Args:
         seed: chosen by the user.

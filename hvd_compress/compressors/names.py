@@ -13,9 +13,9 @@ __all__ = ["named"]
 
 
 def named(text: str) -> Compressor:
-    """Make the compressor that a text such as "onebit", "adaptive:32" or "topk:0.01,coding=golomb" names.
+    """Create the compressor that a text such as "onebit", "adaptive:32" or "topk:0.01,coding=golomb" names.
 
-    Behind the colon stand settings as they would in a call: by position, then by name; words need no quotes.
+    Settings follow the colon as in a call: by position first, then by name; words need no quotes.
 
     Raises:
         ValueError: an unknown name or setting, or a setting out of its range.

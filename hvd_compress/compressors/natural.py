@@ -19,13 +19,13 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class Natural(TableCompressor):
-    """Rounds each value at random to one of the two powers of two around it, so that its expectation is kept.
+    """Rounds each value at random to one of the two powers of two around it, which keeps its expected value.
 
-    Payload: 1 byte per element, a sign and an exponent of 7 bits, and 1 byte per block of 4096. The variance is an
-    eighth of the square of what is sent at most, so it loses little, and needs no residual. Source: Horvath et al.
-    2019, definition 1 and theorem 1. Differences: they send 9 bits, all exponents of float32. Here a block sends the
-    127 exponents below its largest, and what is 2**126 times smaller than the largest value becomes zero. Magnitudes
-    above 2**127 are rounded down, since float32 has no larger power of two; float64 is rounded to float32 first.
+    Payload: 1 byte per element, a sign and an exponent of 7 bits, and 1 byte per block of 4096. The variance is at most
+    an eighth of the square of the value, so it loses little and needs no error feedback. Source: Horvath et al. 2019,
+    definition 1 and theorem 1. Differences: they send 9 bits, all exponents of float32. Here a block sends the 127
+    exponents below its largest, and what is 2**126 times smaller than the largest value becomes zero. Magnitudes above
+    2**127 are rounded down, since float32 has no larger power of two; float64 is rounded to float32 first.
 
     Args:
         seed: of the random rounding; each tensor, step and rank draws its own numbers.

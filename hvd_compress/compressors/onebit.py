@@ -22,13 +22,13 @@ class OneBit(TableCompressor):
     """Sends the sign of each element, decoded to the mean of the non-negative or of the negative values of its group.
 
     Payload: 1 bit per element and 8 bytes per group. Values >= 0 are sent as 1. Source: Dryden et al. 2016, section
-    3.1. Difference: rows shorter than 512 elements share a group. The paper's AdaGrad inside the exchange is
-    `hvd_compress.AdaGrad`, a setting of optimizers for any compressor.
+    3.1. Difference: rows shorter than 512 elements share a group. For the paper's AdaGrad inside the exchange see
+    `hvd_compress.AdaGrad`, a setting of optimizers for most compressors.
 
     Args:
         group: "row" (the paper's columns), "tensor", or elements per group.
         sample: entries drawn per group to estimate the two means; None takes all, as Seide et al. do.
-        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8" keeps it in 8 bits.
 
     Raises:
         ValueError: a setting out of its range.

@@ -29,22 +29,24 @@ _LEAST_PERCENTILE = 100 / 32
 class Percentile(TableCompressor):
     """Sends the values whose magnitude is not below a percentile of the magnitudes of their tensor, and drops the rest.
 
-    Of n values, n - floor(n * percentile / 100) are sent, at least one; the percentile is the decimal that Python
-    prints, so that 99.9 is 999/1000. Payload: float32 values, and a bit for each element where more than 1 in 16 is
-    sent, else 2 bytes for each value and 4 for 65536 elements: at 90 that is 4.2 bits per element, 7.6 times fewer than
-    dense float32 (the paper: "around 2-3"), with coding="golomb" about 3.7. Where a tensor is exchanged in parts, each
-    has its own percentile; in two phases the sums are sparsified again, with exchange="allgather" they are not.
+    Of n values, n - floor(n * percentile / 100) are sent, at least one; the percentile is taken as the decimal number
+    that Python prints, so that 99.9 is 999/1000. Payload: float32 values and their positions. Positions take a bit per
+    element where more than 1 in 16 is sent, else 2 bytes per value and 4 per 65536 elements. At a percentile of 90 that
+    makes 4.2 bits per element, 7.6 times fewer than dense float32 (the paper: "around 2-3"), with coding="golomb" about
+    3.7. Where a tensor is exchanged in parts, each part has its own percentile. An exchange in two phases sparsifies
+    the sums again; exchange="allgather" does not.
 
     Source: Lam, Look and Whittell 2017, section 3. As there, what is dropped is gone unless `error_feedback` is on.
     Differences: the paper's listing compares the gradient itself, not its magnitude, with the threshold, which would
-    drop all negative values, and one that is equal to it; its text, and this, send both. Among equal magnitudes at the
-    threshold the lower indices are sent, so that the size follows from the shape; zeros are not sent. Magnitudes are
-    counted, not interpolated: by NumPy's default percentile one value more can be dropped.
+    drop all negative values and a value equal to the threshold; the paper's text and this class send both. Among equal
+    magnitudes at the threshold the lower indices are sent, so that the size follows from the shape; zeros are not sent.
+    The threshold comes from counting magnitudes, not from interpolation: NumPy's default percentile can drop one value
+    more.
 
     Args:
-        percentile: of the magnitudes, below which values are dropped, from 3.125, where as many bytes are sent
-            as without compression, to 100.
-        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
+        percentile: values whose magnitude is below this percentile are dropped; from 3.125, where as many bytes are
+            sent as without compression, to 100.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8" keeps it in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of a bit for each element: fewer bytes, but messages
             whose size varies from step to step.
 

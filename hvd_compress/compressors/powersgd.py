@@ -22,22 +22,22 @@ __all__ = ["PowerSGD"]
 class PowerSGD(Compressor):
     """Sums low-rank factors of gradients: r (n + m) numbers for a matrix of n rows and m columns.
 
-    A tensor is a matrix of its first dimension by all others. Of M, the gradient plus what is owed, each step makes one
-    turn of power iteration: P = M Q is summed over the ranks and made orthonormal, Q = M' P is summed, and P Q' is the
-    combined gradient. What that leaves out is owed. Q is where the next step begins. The two sums depend on each
-    other, so this is an exchange and no payload: `encode` and `decode` do not exist. A tensor that would not become
-    smaller goes uncompressed, as small ones and vectors do.
+    A tensor is treated as a matrix of its first dimension by all others. M is the gradient plus the residual, which is
+    what earlier steps left out. Each step makes one power iteration with M: P = M Q is summed over the ranks and made
+    orthonormal, Q = M' P is summed, and P Q' is the combined gradient. What that leaves out becomes the residual. The
+    next step begins with this Q. The second sum needs the first, so this is an exchange and no payload: `encode` and
+    `decode` do not exist. A tensor that would not become smaller goes uncompressed, as small ones and vectors do.
 
-    Source: Vogels et al. 2019, algorithms 1 and 2. There the same mean of all ranks is taken out of each rank's
-    residual; here each rank takes out what it has sent itself, P (M' P)'. The sum of the residuals is the same, and so
-    are all results, but residuals of ranks do not drift apart. There Q begins normal; here uniform, from a
-    counter, since that has the same bits on every machine. Rows of Q are of length 1, and a row that has become 0
-    begins anew.
+    Source: Vogels et al. 2019, algorithms 1 and 2. In the paper every rank subtracts the same mean over all ranks from
+    its residual; here each rank subtracts what it has sent itself, P (M' P)'. The sum of the residuals is the same, and
+    so are all results, but residuals of ranks do not drift apart. The paper's first Q is normally distributed; here it
+    is uniform, drawn from a counter, since that has the same bits on every machine. Rows of Q have length 1, and a row
+    that has become 0 is drawn anew.
 
     Args:
         rank: r, the number of columns of the factors.
-        warm_start: begin with the last step's Q; without, each step begins with a random one.
-        seed: of the random Q, which all ranks draw alike from it and the tensor's name.
+        warm_start: begin with the last step's Q; if False, each step begins with a random one.
+        seed: of the random Q; all ranks draw the same one from the seed and the tensor's name.
 
     Raises:
         ValueError: a setting out of its range.

@@ -24,16 +24,17 @@ _MOST_BUCKET_OF_ONE_BIT = 2**30  # coded gaps reach any distance; a bucket for a
 
 @dataclass(frozen=True)
 class QSGD(TableCompressor):
-    """Rounds each value at random to one of the levels norm * l / s, l = -s … s, so that its expectation is kept.
+    """Rounds each value at random to one of the levels norm * l / s, l = -s … s, which keeps its expected value.
 
-    With b bits a code holds the sign and a level up to s = 2**(b-1) - 1; a bucket's norm costs 4 bytes. With 1 bit,
-    s = 1 and only the non-zero levels are sent, as index and sign of 16 bits: less than 1 bit per element is expected
-    for the Euclidean norm and buckets of 512. With coding="elias", what is sent are gaps between non-zero levels, signs
-    and levels, or all levels where few are zero, as Elias codes. The result is unbiased, hence no error feedback: its
-    variance can exceed the square of the norm, and a residual would grow without bound. Source: Alistarh et al. 2017,
-    section 3; Sievert 2017, section 3.1, is the case of 1 bit, coded, with one bucket for all. Differences: codes are
-    sent as they are unless a coding is asked for; gaps run on over the bounds of buckets, and take the paper's omega
-    (recursive) code only where they are so wide that it is shorter, else gamma code.
+    The norm is that of a bucket, a run of `bucket_numel` elements. With b bits a code holds the sign and a level up to
+    s = 2**(b-1) - 1; a bucket's norm costs 4 bytes. With 1 bit, s = 1 and only the non-zero levels are sent, each as 16
+    bits of index and sign: less than 1 bit per element is expected for the Euclidean norm and buckets of 512. With
+    coding="elias", the gaps between non-zero levels, their signs and levels are sent as Elias codes, or all levels
+    where few are zero. The result is unbiased, so there is no error feedback: the variance can exceed the square of the
+    norm, and a residual would grow without bound. Source: Alistarh et al. 2017, section 3; Sievert 2017, section 3.1,
+    is the case of 1 bit, coded, with one bucket for all. Differences: codes are sent as they are unless a coding is
+    asked for; gaps continue across the bounds of buckets, and take the paper's omega (recursive) code only where they
+    are so wide that it is shorter, else the gamma code.
 
     Args:
         bits: 1 to 8.
@@ -78,7 +79,7 @@ class QSGD(TableCompressor):
 
     @property
     def fixed_size(self) -> bool:
-        """Whether the size follows from the shape: not with one bit or a coding, where it follows from the levels."""
+        """Whether the size follows from the shape: not with one bit or a coding, where it depends on the levels."""
         return self.bits > 1 and self.coding is None
 
     def contraction(self, numel: int) -> float:

@@ -24,17 +24,18 @@ _SHIFT = np.uint64(29)
 
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """Sends the values of random entries, without their indices, which all ranks draw alike in each step.
+    """Sends the values of random entries without their indices, since all ranks draw the same entries in each step.
 
-    Since ranks choose the same entries, the sum has no others: what an owner sends on is exact, and does not grow with
-    the number of ranks. What was not chosen is owed, and added to the next gradient. Payload: 8 bytes, and 4 for each
-    value. Source: Stich et al. 2018, section 2.1, rand-k with memory. There each rank draws its own entries;
-    here all draw the same ones, as in GRACE (Xu et al. 2021), from a counter of seed, tensor, part and step.
+    The sum has no other entries either: what the owner of a sum sends on is exact, and does not grow with the number of
+    ranks. What was not chosen is kept and added to the next gradient. Payload: 8 bytes, and 4 for each value. Source:
+    Stich et al. 2018, section 2.1, rand-k with memory. In the paper each rank draws its own entries; here all draw the
+    same ones, as in GRACE (Xu et al. 2021), from a counter of seed, tensor, part and step.
 
     Args:
         ratio: share of the elements to send, in (0, 1]; at least one is sent.
         seed: of the draws.
-        error_feedback: keep what was not sent and add it to the next gradient ("float8": in 8 bits); else it is lost.
+        error_feedback: keep what was not sent and add it to the next gradient ("float8" keeps it in 8 bits); else it is
+            lost.
 
     Raises:
         ValueError: a setting out of its range.
@@ -70,7 +71,9 @@ class RandomK(Compressor):
         return 8 + 4 * top_count(numel, self.ratio)
 
     def drawing_key(self, key: Key) -> Key:
-        """Return a key without the rank, since all draw alike, or hop: sums have values where gradients had them."""
+        """Return a key without rank and hop: all ranks draw the same entries, and sums have values where gradients had
+        them.
+        """
         return replace(key, rank=0, hop=0)
 
     def limit_of(self, numel: int, group: int) -> int:
@@ -117,10 +120,10 @@ def _sizes(numel: int, entries: int) -> int:
 
 
 def drawn(words: tuple[np.uint32, np.uint32], numel: int, count: int) -> npt.NDArray[np.int64]:
-    """Return `count` different numbers below `numel` in ascending order, as two words of a key say.
+    """Return `count` different numbers below `numel` in ascending order, chosen by two words of a key.
 
-    They are the first ones of a permutation of all numbers: a Feistel network on as few bits as hold them, which is
-    applied again to what is too large (Black and Rogaway 2002). Integers only, so it is the same on every machine.
+    They are the first numbers of a permutation. A Feistel network on as few bits as possible makes it, and is applied
+    again to results that are too large (Black and Rogaway 2002). Integers only, so it is the same on every machine.
 
     Example:
         >>> import numpy as np

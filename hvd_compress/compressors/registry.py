@@ -47,10 +47,10 @@ _Kind = TypeVar("_Kind", bound=type[Compressor])
 
 
 def register(kind: _Kind) -> _Kind:
-    """Make a compressor of your own known, so that it can be used wherever one of this package can; also a decorator.
+    """Register a compressor class of your own, so that it works wherever one of this package does; also a decorator.
 
-    All ranks have to register it. The same class again, as from a notebook cell that runs twice, takes the place of the
-    one before.
+    All ranks have to register it. Registering the same class again, as a notebook cell that runs twice does, replaces
+    the earlier one.
 
     Args:
         kind: a frozen dataclass that derives from `Compressor`. Its `id` is made of lower-case letters and digits; its
@@ -64,7 +64,7 @@ def register(kind: _Kind) -> _Kind:
         ValueError: an id or a number that is taken, or out of its range.
 
     Example:
-        One-bit under another name; `Compressor` has a whole one of your own.
+        One-bit under another name; `Compressor` shows a complete compressor of your own.
 
         >>> from dataclasses import dataclass
         >>> import hvd_compress
@@ -85,7 +85,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def class_of(id: str) -> type[Compressor] | None:
-    """Return the class with an id, loaded from its entry point if nobody has registered it; None without one.
+    """Return the class with an id, loaded from its entry point if nobody has registered it; None if there is none.
 
     Raises:
         ValueError: its entry point cannot be loaded.
@@ -127,7 +127,7 @@ def known_ids() -> list[str]:
 def check_registered(compressor: Compressor) -> None:
     """Raise TypeError unless a compressor's class is of this package, registered, or derived from such a one.
 
-    Nobody could decode its payloads, and its number may be that of another.
+    Otherwise nobody could decode its payloads, and its codec number may belong to another class.
     """
     kind = type(compressor)
     if kind in _FACTORED.values():

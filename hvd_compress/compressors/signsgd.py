@@ -24,12 +24,13 @@ class SignSGD(TableCompressor):
     """Sends the sign of each element; what arrives is the sign that most ranks have sent, times `scale`.
 
     Payload: 1 bit per element. The owner of an element sums the signs of all ranks and answers with the sign of the
-    sum, so every rank gets +scale or -scale with op=Average, and ranks times that with op=Sum. A zero is sent, and a
-    tie decided, as a sign drawn at random, so that neither pushes in one direction. The magnitudes of gradients are
-    lost, so the learning rate has to be about that of Adam. Hierarchical exchanges take the vote among hosts, each of
-    which votes with the sign of its sum. An allgather has no owner who could decide, and is refused; "auto" takes two
-    phases. Tensors that go uncompressed (see `min_numel`) keep their magnitudes: give min_numel=1. A parameter without
-    a gradient on any rank counts as zeros, and moves by `scale` at random in each step: freeze it.
+    sum, so every rank gets +scale or -scale with op=Average, and the number of ranks times that with op=Sum. A zero is
+    sent as a random sign, and a tie is decided at random, so that neither pushes in one direction. The magnitudes of
+    gradients are lost, so the learning rate has to be about that of Adam. Hierarchical exchanges take the vote among
+    hosts, each of which votes with the sign of its sum. An allgather has no owner that could decide, and is refused;
+    "auto" takes two phases. Tensors that go uncompressed because of `min_numel` keep their magnitudes: give min_numel=1
+    to avoid this. A parameter without a gradient on any rank counts as zeros, and moves by `scale` at random in each
+    step: freeze it.
 
     Source: Bernstein et al. 2018, algorithm 1 of "signSGD with majority vote". Differences: zeros and ties are random;
     Signum's momentum is not here, since optimizers are given the combined gradient: see `hvd.Signum` for PyTorch.
@@ -37,8 +38,8 @@ class SignSGD(TableCompressor):
 
     Args:
         scale: what a sign stands for, greater than 1e-30, at most 1e30. A GradScaler divides it by the loss scale.
-        error_feedback: keep what was not sent and add it to the next gradient; `scale` has to be about the mean
-            magnitude of gradients then, or residuals grow without bound.
+        error_feedback: keep what was not sent and add it to the next gradient; `scale` must then be about the mean
+            magnitude of gradients, or residuals grow without bound.
         seed: of the signs of zeros and ties; each tensor, step and rank draws its own.
 
     Raises:

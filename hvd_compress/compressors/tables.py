@@ -78,7 +78,7 @@ class DeviceKernels(NamedTuple):
 
 
 def row(x: int, numel: int, group: int, payload: Bytes) -> Rows:
-    """Return a table of one row, for the array at the address `x`; what else there is to be told is 0."""
+    """Return a table of one row, for the array at the address `x`; all other fields are 0."""
     rows = np.zeros((1, table.COLUMNS), np.int64)
     rows[0, :3] = x, 0, numel
     rows[0, table.GROUP], rows[0, PAYLOAD], rows[0, ROOM] = group, table.address_of(payload), payload.size
@@ -147,9 +147,9 @@ def decode(compressor: Compressor, kernels: Kernels | None, rows: Rows, like: Ar
 
 
 def take_back(compressor: Compressor, kernels: Kernels | None, rows: Rows, like: Array) -> None:
-    """Make residuals, X, what they were before `encode` has made the payloads, see `Compressor.take_back`.
+    """Restore residuals, X, to what they were before `encode` made the payloads, see `Compressor.take_back`.
 
-    GRADIENT is 0 where the gradient is lost, and stays owed.
+    GRADIENT is 0 where the gradient is lost; it then remains part of the residual.
     """
     rows = rows[rows[:, USED] > 0]
     rows[:, ROOM], rows[:, ADD] = rows[:, USED], 1

@@ -22,18 +22,19 @@ _RUN, _BYTES = 320, 64
 
 @dataclass(frozen=True)
 class TernGrad(TableCompressor):
-    """Sends -s, 0 or s for each value: s with its sign with the probability magnitude / s, s the largest of the group.
+    """Sends each value as 0 or, with probability magnitude / s, as s with its sign; s is the group's largest magnitude.
 
-    Payload: 1.6 bits per element, five in a byte, and 4 bytes per group. What is decoded is on average what was
-    encoded, hence no error feedback. With a `clip`, values are first cut to so many standard deviations, which makes s
-    and the noise smaller, and cuts the largest values for good. Source: Wen et al. 2017, sections 3.1 and 3.3.
-    Differences: groups are rows unless "tensor" is asked for, which is the paper's layer; the deviation is from zero,
-    not from the mean, so that equal values are not cut to nothing; ranks do not share a scale, since sums are made of
-    decoded values; the owner of a sum rounds it once more. `QSGD(bits=2, norm="max")` rounds likewise, without a clip.
+    Payload: 1.6 bits per element, five in a byte, and 4 bytes per group. Decoded values equal the encoded ones on
+    average, so there is no error feedback. With `clip`, values are first clipped to so many standard deviations. That
+    makes s and the noise smaller, but what it clips is lost. Source: Wen et al. 2017, sections 3.1 and 3.3.
+    Differences: groups are rows by default ("tensor" is the paper's layer); the deviation is taken from zero, not from
+    the mean, so that equal values are not clipped to nothing; ranks do not share a scale, since sums are made of
+    decoded values; the owner of a sum rounds it once more. `QSGD(bits=2, norm="max")` rounds in the same way, without
+    clipping.
 
     Args:
         group: "row" (as `OneBit` groups), "tensor", or elements per group.
-        clip: standard deviations, from 1 to 1000, beyond which values are cut; None for no clipping.
+        clip: standard deviations, from 1 to 1000, beyond which values are clipped; None for no clipping.
         seed: of the random rounding; each tensor, step and rank draws its own numbers.
 
     Raises:
@@ -65,7 +66,7 @@ class TernGrad(TableCompressor):
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether nothing is cut."""
+        """Whether values are not clipped, which makes the result unbiased."""
         return self.clip is None
 
     def contraction(self, numel: int) -> float:

@@ -31,11 +31,11 @@ class Threshold(TableCompressor):
     coding="golomb" a value takes 2 bits where all are sent, about 1.1 bytes where 1 in 64 is. Source: Dryden et al.
     2016, section 3.2. Difference: a word of the paper has 32 bits, 31 of them index; ours has 16, of them 15 index
     within a group of 32768 elements. A tau that is small against the gradients makes the residual grow without bound,
-    as the paper found: each value passes at most tau per step.
+    as the paper found: each element sends at most tau per step.
 
     Args:
         tau: threshold and reconstruction value, in the units of the gradient.
-        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8" keeps it in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices.
 
     Raises:
@@ -65,7 +65,7 @@ class Threshold(TableCompressor):
 
     @property
     def fixed_size(self) -> bool:
-        """Whether the size follows from the shape: it does not, but from how many values are sent."""
+        """Whether the size follows from the shape: no, it depends on how many values are sent."""
         return False
 
     @property

@@ -30,13 +30,13 @@ class TopK(TableCompressor):
 
     Args:
         ratio: share of the elements to send, in (0, 1]; at least one is sent. From 2/3 on, an optimizer sends the
-            tensor dense instead, which takes fewer bytes.
+            tensor uncompressed instead, which takes fewer bytes.
         k: number of elements to send instead of a ratio.
-        error_feedback: keep what was not sent and add it to the next gradient; "float8": in 8 bits.
+        error_feedback: keep what was not sent and add it to the next gradient; "float8" keeps it in 8 bits.
         coding: None, or "golomb" for losslessly coded gaps instead of indices: fewer bytes, but messages whose size
             varies from step to step.
-        chunk: elements of a chunk, from each of which a share of `ratio` is sent, with values of few bits: what is made
-            is a `ChunkedTopK` then. By name only, as is `value_bits`.
+        chunk: elements per chunk. Creates a `ChunkedTopK`, which sends a share of `ratio` of each chunk, with values of
+            few bits. By keyword only, like `value_bits`.
         value_bits: bits of each value, with `chunk`; 2 by default.
 
     Raises:

@@ -17,7 +17,7 @@ __all__ = ["Alone", "AloneHook"]
 
 
 class Alone:
-    """What one rank owes, and when it is added; nothing is set up before a state that owes something is loaded.
+    """Residuals of a single rank, and when they are added; nothing is set up before a state that has some is loaded.
 
     Args:
         tensors: by name.

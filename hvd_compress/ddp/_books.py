@@ -63,10 +63,10 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
     """Return bytes, seconds and residual norms of all steps so far on this rank.
 
     Args:
-        model: that has a hook.
+        model: a model that has a hook.
 
     Returns:
-        A dict as that of `compression_stats()` of the optimizers of `hvd_compress.torch`. "compressor" is a repr,
+        A dict like that of `compression_stats()` of the optimizers of `hvd_compress.torch`. "compressor" is a repr,
         "total" has counters, and "tensors" has `{name: counters}`. Counters are: steps, bytes_sent, bytes_received,
         dense_bytes (what an uncompressed ring allreduce would have sent), ratio, encode_seconds, exchange_seconds (in
         collectives, beside the backward pass), decode_seconds, residual_norm (Euclidean, in units of the sum over
@@ -87,10 +87,10 @@ def stats(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """Return what this rank owes, to be saved on each rank: it is not the same on all of them.
+    """Return the residuals of this rank; save them on each rank, since they differ between ranks.
 
     Args:
-        model: that has a hook; between two steps.
+        model: a model that has a hook; call this between two steps.
 
     Returns:
         A dict of tensors, on the host, and plain values that `torch.save` takes; see `hvd_compress.feedback`.
@@ -107,13 +107,14 @@ def state_dict(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Take over what `state_dict` has returned on this rank; call it before the first step, after registering.
+    """Restore the residuals that `state_dict` returned on this rank; call it after registering, before the first step.
 
-    Among another number of ranks, collect the states of all ranks and divide them with
-    `hvd_compress.feedback.redistribute(states, ranks, average=True)`. What one rank owes goes with its next gradients.
+    With another number of ranks, collect the states of all ranks and divide them with
+    `hvd_compress.feedback.redistribute(states, ranks, average=True)`. A single rank adds its residuals to its next
+    gradients.
 
     Args:
-        model: that has a hook.
+        model: a model that has a hook.
         state: of this rank.
 
     Raises:

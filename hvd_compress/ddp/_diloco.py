@@ -81,10 +81,10 @@ def DiLoCo(
 ) -> Any:
     """Wrap an optimizer for DiLoCo over torch.distributed: many steps on each rank alone, then one outer step together.
 
-    What it does, its sources, and what is not finite, are described at `hvd_compress.torch.DiLoCo`, which follows the
-    same trajectories over Horovod. The model must not be in DistributedDataParallel, which would exchange gradients in
-    each step. Averages go through Gloo groups of its own, whatever the backend of the process group is; parameters on
-    a GPU are copied to the host and back in the steps of a synchronization.
+    `hvd_compress.torch.DiLoCo` describes the algorithm, its sources, and what happens with values that are not finite;
+    over Horovod it follows the same trajectories. The model must not be in DistributedDataParallel, which would
+    exchange gradients in each step. Averages go through separate Gloo groups, whatever the backend of the process group
+    is; parameters on a GPU are copied to the host and back in the steps of a synchronization.
 
     All ranks of the process group call this, from equal parameters, and make equally many steps. End with
     `average_parameters()`. Schedulers, `zero_grad`, `state_dict` and a GradScaler work as on the optimizer that is
@@ -92,20 +92,22 @@ def DiLoCo(
 
     Args:
         inner: the optimizer to wrap; its state stays on its rank.
-        named_parameters: such as `model.named_parameters()`; numbers are their names if it is left out.
-        outer: makes the outer optimizer of a list of parameters, float32 (float64 for float64 and complex128) on the
-            host; called once for each fragment, when these have no values yet.
+        named_parameters: such as `model.named_parameters()`; if left out, parameters are named by numbers.
+        outer: function that makes the outer optimizer of a list of parameters, float32 (float64 for float64 and
+            complex128) on the host; it is called once for each fragment, before these have values.
         sync_every: H, steps from one synchronization of a fragment to its next one, a multiple of the number of
             fragments.
         fragments: how many there are, or lists of parameter names, each name in one list.
-        delay: steps between sending and arrival, in which training goes on; less than sync_every / fragments. 0 waits.
+        delay: steps between sending and arrival, in which training goes on; less than sync_every / fragments. With 0
+            the step waits.
         alpha: weight of a rank's own parameters when the average arrives, from 0 to 1.
-        compression: of what parameters have moved; a compressor, its name, or a `Policy`; None sends it as it is.
+        compression: for the change of the parameters; a compressor, its name, or a `Policy`; None sends the change as
+            it is.
         feedback_decay: factor from 0 to 1 on what compression left out, each time before the next difference is added.
-        named_buffers: averaged by `average_parameters()`: the model, whose buffers are looked up then, or
+        named_buffers: buffers that `average_parameters()` averages: the model, whose buffers are looked up then, or
             (name, tensor) pairs such as `model.named_buffers()`.
         process_group: the ranks that take part; all of them if left out.
-        timeout: for which a rank waits for others; that of the process group if left out. It must be longer than the
+        timeout: how long a rank waits for others; that of the process group if left out. It must be longer than the
             slowest rank's `sync_every` steps take.
 
     Raises:
@@ -115,7 +117,7 @@ def DiLoCo(
         UnsupportedError: an optimizer that is wrapped already, or divides its state among ranks; sharded parameters;
             no Gloo.
         MismatchError: the ranks disagree; raised on all of them.
-        LostRankError: a rank does not come.
+        LostRankError: a rank does not join in time.
 
     Example::
 

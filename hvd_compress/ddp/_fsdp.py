@@ -50,20 +50,20 @@ def fsdp_all_reduce_hook(
     """Let the replicas of a model under `fully_shard` exchange compressed gradients; a collective call.
 
     Inside of a replica FSDP sums gradients with its own reduce-scatter. Each rank then exchanges the shard that it
-    keeps, compressed, with those ranks of other replicas that keep the same one. Shard the model over the dimension of
-    its mesh that is inside of a replica alone; this hook takes the place of the allreduce between replicas.
+    keeps, compressed, with those ranks of other replicas that keep the same one. Shard the model only over the mesh
+    dimension inside of a replica; this hook takes the place of the allreduce between replicas.
 
-    FSDP wants the result when a hook returns, so that the hook waits. Each module that `fully_shard` was called with is
-    an exchange of its own: a value that is not finite takes back what is owed of this module alone.
+    FSDP needs the result when a hook returns, so the hook waits for it. Each module that `fully_shard` was called with
+    has an exchange of its own: a value that is not finite restores the residuals of this module only.
 
     Args:
-        model: under `fully_shard`; all modules inside that are, too, get the hook.
+        model: under `fully_shard`; all modules inside it that are under `fully_shard`, too, get the hook.
         group: the process group of the ranks that keep the same shard, or a mesh of one dimension.
         compression: a compressor, its name, or a `Policy`; `Adaptive(pi=64)` if left out.
         exchange: "auto" or another one, by its name or as an object.
         min_numel: shards with fewer elements go uncompressed.
         scaler: the GradScaler of mixed precision.
-        timeout: for which a rank waits for others; that of `group` if left out.
+        timeout: how long a rank waits for others; that of `group` if left out.
 
     Raises:
         TypeError: the model is not under `fully_shard`, or there is no compressor.
@@ -72,7 +72,7 @@ def fsdp_all_reduce_hook(
         MismatchError: on all ranks of `group`, where settings or parameters differ.
         UnsupportedError: a mesh of two dimensions, between whose replicas FSDP sums itself; modules that `fully_shard`
             was given in a list; a torch without `set_all_reduce_hook`.
-        LostRankError: a rank does not come.
+        LostRankError: a rank does not join in time.
 
     Source: the method `set_all_reduce_hook` of PyTorch's FSDP2.
 

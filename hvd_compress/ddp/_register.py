@@ -47,22 +47,22 @@ def register_comm_hook(
         exchange: "auto" for the one of "two_phase" and "allgather" that sends fewer bytes, or another one by its name
             or as an object.
         min_numel: tensors with fewer elements go uncompressed.
-        bucket_bytes: buckets of DDP that follow each other share an exchange up to so many bytes of float32; with 0
-            each goes alone, and small tensors are not sent beside compressed ones.
-        start_step: so many steps of the training go uncompressed before.
-        scaler: the GradScaler of mixed precision, so that what is owed changes with its scale.
-        timeout: for which a rank waits for others; that of the model's process group if left out.
+        bucket_bytes: consecutive buckets of DDP share an exchange of up to this many bytes (as float32); with 0 each
+            bucket has its own, and small tensors do not share an exchange with compressed ones.
+        start_step: number of first steps of the training that go uncompressed.
+        scaler: the GradScaler of mixed precision, so that residuals follow its scale.
+        timeout: how long a rank waits for others; that of the model's process group if left out.
 
     Raises:
         TypeError: no DistributedDataParallel, or no compressor.
         ValueError: a setting out of its range, or a pattern of a `Policy` that matches no parameter.
         MismatchError: on all ranks, where settings or parameters differ.
         UnsupportedError: a sharded model, one that has a hook, `Auto`, or no Gloo.
-        LostRankError: a rank does not come.
+        LostRankError: a rank does not join in time.
 
     Source: the hooks of DDP are those of Li et al. 2020, "PyTorch Distributed", section 3; the compressors' papers are
-    with them. PowerSGD's hook keys what it owes by buckets, which DDP changes after the first step, and warms up
-    until then; here parameters' names are the keys.
+    with them. PowerSGD's hook keeps residuals by bucket. DDP changes its buckets after the first step, so that hook
+    warms up until then; here residuals are kept by parameter name.
 
     Example::
 

@@ -92,7 +92,7 @@ def meet(
         MismatchError: on all ranks, where settings or tensors differ.
         ValueError: a pattern of a `Policy` matches no tensor.
         UnsupportedError: no Gloo.
-        LostRankError: a rank does not come.
+        LostRankError: a rank does not join in time.
     """
     make = groups_like(group, timeout)
     talk = make(0)

@@ -25,11 +25,11 @@ Array = npt.NDArray[Any]
 class AdaGrad:
     """Turns combined gradients into AdaGrad's updates, g / (sqrt(sum of g² so far) + epsilon), within the exchange.
 
-    The owner of a chunk applies it to the combined gradient, before compressing it again: the second hop is given
-    values of similar magnitude, and the work is divided among the ranks. Every element of the model is treated so,
-    compressed or not: wrap plain SGD, whose learning rate becomes AdaGrad's. What an owner owes counts in updates.
-    Source: Seide et al. 2014; Dryden et al. 2016, section 3.1. There only with one-bit quantization, here with
-    any compressor.
+    The owner of a chunk, which is the rank that sums it, applies AdaGrad to the combined gradient before it compresses
+    this again. So the second hop compresses values of similar magnitude, and the work is divided among the ranks.
+    AdaGrad applies to every element of the model, compressed or not: wrap plain SGD, whose learning rate becomes
+    AdaGrad's. An owner's residual counts in updates. Source: Seide et al. 2014; Dryden et al. 2016, section 3.1. These
+    papers do so with one-bit quantization only; here it works with all compressors but `SignSGD` and `PowerSGD`.
 
     Args:
         epsilon: added to the root.
@@ -101,7 +101,7 @@ class Accumulator:
 
 
 def exchange_with(adagrad: AdaGrad | None, exchange: Exchange, compressors: Sequence[Compressor] = ()) -> Exchange:
-    """Return the exchange of what these compress to use with `adagrad`: "auto" becomes "two_phase".
+    """Return the exchange for these compressors to use with `adagrad`: "auto" becomes "two_phase".
 
     Raises:
         TypeError: `adagrad` is something else.

@@ -31,11 +31,11 @@ class Exchange:
     """A way to combine the gradients of all ranks: who sums which elements, and which collectives that takes.
 
     With owners, each element is summed by one rank, its owner: all ranks send the owner what they have encoded of it,
-    and the owner encodes the sum and sends it to all. Without, every rank sends all that it has encoded to all others,
-    and each of them sums it up.
+    and the owner encodes the sum and sends it to all. Without owners, every rank sends all that it has encoded to all
+    others, and each of them makes the sums itself.
 
     To divide the work in another way, derive from `TwoPhase`, and give it an `id` and `owners`. Settings are fields of
-    a frozen dataclass. All ranks have to make equal ones; they compare the settings and the owners.
+    a frozen dataclass. All ranks have to use equal exchanges; they compare the settings and the owners.
 
     Example:
         >>> import numpy as np
@@ -91,10 +91,10 @@ class Exchange:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Exchange:
-        """Make the exchange of a configuration that `get_config` returned.
+        """Create an exchange from a configuration that `get_config` returned.
 
         Raises:
-            ValueError: no configuration of this class, or of one that derives from it; a wrong setting.
+            ValueError: not a configuration of this class, or of one that derives from it; a wrong setting.
 
         Example:
             >>> from hvd_compress import Blockwise, Exchange, Hierarchical
@@ -117,7 +117,7 @@ class Exchange:
             raise ValueError(f"configuration {config!r}: {error}") from None
 
     def told_among(self, ranks: int) -> dict[str, Any]:
-        """Return what ranks compare: the settings, and which of them sum, where these are not all."""
+        """Return what ranks compare: the settings, and which ranks sum, where not all do."""
         try:
             owners: Any = [int(owner) for owner in self.of_bucket(0, ranks).owners(ranks)]
         except Exception as error:
@@ -129,7 +129,7 @@ class Exchange:
         """Return the positions, in ascending order, of the ranks that sum; each gets an equal share of the elements.
 
         Raises:
-            UnsupportedError: it cannot work among so many ranks.
+            UnsupportedError: the exchange cannot work among this number of ranks.
         """
         return range(ranks)
 
@@ -139,18 +139,18 @@ class Exchange:
 
     @property
     def inside_compressor(self) -> Compressor | None:
-        """What compresses inside of hosts; None if nothing does."""
+        """The compressor inside of hosts; None if nothing is compressed there."""
         return None
 
     def inside_of(self, compressor: Compressor) -> Compressor | None:
-        """Return what compresses inside of hosts where `compressor` does between them; None if nothing does."""
+        """Return the compressor inside of hosts where `compressor` works between them; None if there is none."""
         if self.inside_compressor is None:
             return None
         # what is not rounded between hosts is not rounded inside of them
         return compressor if compressor.reducible else checked(self.inside_compressor)
 
     def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
-        """Raise UnsupportedError if a compressor wants a vote, and nobody here decides it."""
+        """Raise UnsupportedError if a compressor needs a majority vote, and no owner here decides it."""
         answers = [self.answers_of(compressor)] if answers is None else answers
         if compressor.votes and not (self.has_owners and all(answer.votes for answer in answers)):
             raise UnsupportedError(
@@ -163,13 +163,13 @@ class Exchange:
         return self
 
     def with_owners(self) -> Exchange:
-        """Return the one to use where sums must have owners: itself, if it has a choice, one of its candidates."""
+        """Return the exchange to use where sums must have owners: this one, or one of its candidates."""
         return self
 
     def pays(self, plan: Plan, itemsize: int) -> bool:
-        """Tell whether a tensor alone, of elements of `itemsize` bytes, is worth its exchange, of which this is a plan.
+        """Tell whether a planned exchange pays for a tensor alone, with elements of `itemsize` bytes.
 
-        It is not where it would send as many bytes as an allreduce.
+        It does not where it would send as many bytes as an allreduce.
         """
         return self.takes_all or saves_bytes(plan, itemsize)
 
@@ -193,7 +193,7 @@ class Exchange:
         return {name: plans[name] for name in tensors}
 
     def checked_owners(self, ranks: int) -> list[int]:
-        """Return `owners`, if they are some.
+        """Return `owners`, after a check.
 
         Raises:
             ContractError: they are none, or fit neither the ranks nor the collectives.
@@ -248,10 +248,10 @@ def _with_heirs(kind: type[Exchange]) -> list[type[Exchange]]:
 
 @dataclass(frozen=True)
 class TwoPhase(Exchange):
-    """Each rank owns an equal share of the elements, of which it sums and encodes again what all have sent.
+    """Each rank owns an equal share of the elements: it sums what all have sent of these, and encodes the sum again.
 
-    Of tensors that go together each rank owns an equal run of all elements that share a compressor, so that it decodes
-    and encodes few long chunks instead of a short one of every tensor.
+    Where tensors share an exchange, each rank owns an equally long run of all elements that share a compressor. So it
+    decodes and encodes a few long chunks instead of a short one of every tensor.
 
     Source: Dryden et al. 2016, section 3.4.
 
@@ -272,7 +272,7 @@ class TwoPhase(Exchange):
 
 @dataclass(frozen=True)
 class AllGather(Exchange):
-    """Every rank gets what all have encoded, and sums it up: one collective, and bytes that grow with the ranks.
+    """Every rank gets what all have encoded, and sums it up: one collective, whose bytes grow with the number of ranks.
 
     Example:
         >>> import numpy as np
@@ -295,20 +295,21 @@ class Hierarchical(Exchange):
     All hosts need equally many ranks. Ranks are on one host if they report the same host name.
 
     The optimizer's `compression=` is for the links between hosts. Inside of a host gradients travel uncompressed, or
-    compressed by `inside`, which is usually wider: 8 bits inside, 4 between. A rank sends the others of its host their
-    shares, and adds its own as it is. What `inside` leaves out is owed, and goes with the next gradient; that takes 4
-    bytes for each element on each rank. The sums of all hosts are passed on inside of a host as they came. Small
-    tensors go uncompressed everywhere.
+    compressed by `inside`, which is usually wider: 8 bits inside, 4 between. A rank sends the other ranks of its host
+    their shares, and adds its own share uncompressed. What `inside` leaves out is kept and added to the next gradient;
+    that takes 4 bytes for each element on each rank. The sums of all hosts are passed on inside of a host in the form
+    in which they came. Small tensors go uncompressed everywhere.
 
-    Source: Wang et al. 2023 (ZeRO++), section 3.3, and Jia et al. 2024 (SDP4Bit), which has two widths. There gradients
-    of sharded parameters are scattered; here sums come back to all ranks, and both levels have error feedback.
+    Source: Wang et al. 2023 (ZeRO++), section 3.3, and Jia et al. 2024 (SDP4Bit), which has two widths. In these papers
+    gradients of sharded parameters are scattered; here sums come back to all ranks, and both levels have error
+    feedback.
 
     Args:
         inside: a compressor, or its name, such as Blockwise(bits=8); None for uncompressed gradients.
 
     Raises:
         TypeError: `inside` is no compressor.
-        ValueError: `inside` is a name or a configuration of none.
+        ValueError: `inside` is a name or a configuration that no compressor has.
         UnsupportedError: a compressor that cannot work inside of a host.
 
     Example:
@@ -342,7 +343,7 @@ class Hierarchical(Exchange):
 
 @dataclass(frozen=True)
 class Dense(Exchange):
-    """Horovod's own allreduce, which stands in plans of tensors that are not worth an exchange."""
+    """Horovod's own allreduce, for tensors for which an exchange does not pay."""
 
     id = "dense"
     collectives = ()
@@ -350,10 +351,10 @@ class Dense(Exchange):
 
 @dataclass(frozen=True)
 class FewestBytes(Exchange):
-    """Takes that of two exchanges that sends fewer bytes, for the tensors of each bucket.
+    """Chooses, for the tensors of each bucket, the one of two exchanges that sends fewer bytes.
 
-    Each collective is counted as 32 KiB more. A tensor alone is not exchanged where none sends fewer bytes than a ring
-    allreduce of the gradient.
+    Each collective counts as 32 KiB more. A tensor alone goes uncompressed where neither exchange sends fewer bytes
+    than a ring allreduce of the gradient.
     """
 
     id = "auto"
@@ -361,10 +362,10 @@ class FewestBytes(Exchange):
     candidates: ClassVar[tuple[Exchange, ...]] = (AllGather(), TwoPhase())
 
     def check_votes(self, compressor: Compressor, answers: Sequence[Compressor] | None = None) -> None:
-        """Do nothing: candidates are chosen by it."""
+        """Do nothing: `candidates_for` leaves out exchanges in which nobody decides a vote."""
 
     def candidates_for(self, compressors: Sequence[Compressor]) -> list[Exchange]:
-        """Return the exchanges to choose from: those with owners where a compressor wants a vote."""
+        """Return the exchanges to choose from: only those with owners if a compressor needs a majority vote."""
         votes = any(compressor.votes for compressor in compressors)
         return [exchange for exchange in self.candidates if exchange.has_owners or not votes]
 

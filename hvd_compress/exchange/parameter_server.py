@@ -20,18 +20,20 @@ _ROUND_ROBIN = "round_robin"
 class ParameterServer(Exchange):
     """All ranks send their payloads to a root, which sums them up and sends the sum back to all.
 
-    The root works, too. Uncompressed gradients take the same way: with `exchange=ParameterServer(answer="dense")`
-    `Compression.none` is the gather and broadcast that the papers compare with. Source: Lam et al. 2017, section 4;
-    Sievert 2017, section 3.2. There one master without a share of the work gets everything and sends parameters back;
-    here every bucket of gradients can have a root of its own, and what comes back is the sum.
+    The root trains, too. Uncompressed gradients take the same way: `Compression.none` with
+    `exchange=ParameterServer(answer="dense")` is the gather and broadcast that the papers compare with. Source: Lam et
+    al. 2017, section 4; Sievert 2017, section 3.2. In the papers one master, which has no share of the work, gets
+    everything and sends parameters back; here every bucket of gradients can have a root of its own, and what comes back
+    is the sum.
 
     Args:
         root: position in the process set of the rank that sums, or "round_robin" for the next rank with each bucket,
             so that the load is spread.
         answer: how the sum travels: "compressed" as gradients do, with the root's own error feedback, or "dense" as
-            float32 (float64 where uncompressed gradients are). What is not finite makes a whole tensor NaN either way.
-        transport: "horovod" for its collectives, or "mpi" for non-blocking messages of mpi4py, which have no need of
-            Horovod's negotiation; "mpi" wants a run with MPI.
+            float32 (float64 where uncompressed gradients are). A value that is not finite makes its whole tensor NaN
+            either way.
+        transport: "horovod" for its collectives, or "mpi" for non-blocking messages of mpi4py, which do not need
+            Horovod's negotiation; "mpi" needs a run with MPI.
 
     Raises:
         ValueError: a setting out of its range.

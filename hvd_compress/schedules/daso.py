@@ -25,7 +25,7 @@ class Moment(NamedTuple):
 
     Args:
         arrives: batches since what arrives now was sent; None if nothing does.
-        blocks: all nodes send and wait for the mean, which replaces their parameters; what arrives counts for nothing.
+        blocks: all nodes send and wait for the mean, which replaces their parameters; what arrives is discarded.
         sends: parameters are sent, and are not waited for.
     """
 
@@ -36,7 +36,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class DasoSchedule:
-    """Synchronizes nodes every B-th batch, S batches stale, and after every batch in warm-up and cool-down.
+    """Synchronizes nodes every B batches with values S batches old, and after every batch in warm-up and cool-down.
 
     An epoch ends with a blocking synchronization, so that all ranks evaluate and save the same parameters. If
     `steps_per_epoch` is known, nothing is sent that could not arrive before. The first epochs warm up and the last ones
@@ -53,7 +53,7 @@ class DasoSchedule:
         cooldown_epochs: how many epochs cool down, at the end; epochs beyond `total_epochs` belong to them.
         patience: epochs in a row that may pass without progress; None keeps B and S.
         stability: the share by which a loss must be below the best one to count as progress.
-        steps_per_epoch: batches of an epoch, the same on all ranks; None if only `end_epoch` tells.
+        steps_per_epoch: batches of an epoch, the same on all ranks; None if only `end_epoch` says when an epoch ends.
 
     Raises:
         ValueError: a setting out of its range.
@@ -179,7 +179,7 @@ class DasoClock:
             loss: of the epoch, the same on all ranks; None leaves B and S as they are.
 
         Returns:
-            What is to happen, if the last batch has not done it.
+            What still has to happen; nothing if the last batch has done it.
         """
         moment = self.level()
         self.is_told = True

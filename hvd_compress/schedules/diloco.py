@@ -27,7 +27,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class DiLoCoSchedule:
-    """Synchronizes each fragment every `sync_every` steps, in turns at equal distances.
+    """Synchronizes each fragment of the parameters every `sync_every` steps, one after the other at equal distances.
 
     Fragment i arrives after step (i + 1) · sync_every / fragments, and again every `sync_every` steps; it was sent
     `delay` steps before. One fragment is under way at a time.
@@ -35,7 +35,7 @@ class DiLoCoSchedule:
     Args:
         sync_every: H, steps from one synchronization of a fragment to its next one, a multiple of `fragments`.
         fragments: how many there are.
-        delay: steps from sending to arrival, less than sync_every / fragments; 0 waits.
+        delay: steps from sending to arrival, less than sync_every / fragments; with 0 the step waits.
 
     Raises:
         ValueError: a setting out of its range.
@@ -71,7 +71,7 @@ class DiLoCoSchedule:
 
     @property
     def distance(self) -> int:
-        """Steps from one arrival to the next, of whichever fragment."""
+        """Steps from one arrival to the next, whichever fragments arrive."""
         return self.sync_every // self.fragments
 
     def turn(self, step: int) -> Turn:

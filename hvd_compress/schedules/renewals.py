@@ -15,7 +15,7 @@ __all__ = ["Renewals"]
 
 @dataclass(frozen=True)
 class Renewals:
-    """Tells whether a step belongs to the warm-up, and whether one after it is a renewal.
+    """Tells whether a step belongs to the warm-up, and whether a later step may renew Adam's variance (a renewal).
 
     After the warm-up every second step is a renewal, then every fourth, and so on: the interval doubles after
     `renewals` of them. The paper begins with an interval of 1, which is a warm-up.

@@ -18,11 +18,12 @@ __all__ = ["Arrival", "BoundedStaleness", "WorkerClocks"]
 
 
 class Arrival(NamedTuple):
-    """Holds what the clocks say of a gradient.
+    """Holds what the clocks say about a gradient that has come.
 
     Args:
         staleness: updates that were made since the parameters that it was computed from.
-        is_accepted: whether it may be applied; only one of a worker that was given up may be too stale.
+        is_accepted: whether it may be applied; False if it is too stale, which only happens after its worker was given
+            up.
         returns: whether its worker had been given up.
     """
 
@@ -40,8 +41,8 @@ class BoundedStaleness:
     Difference from Ho et al.: a worker waits for the server at one place, not for single parameters to be fresh enough.
 
     Args:
-        limit: 0: each gradient is answered when all workers have sent as many, and is waited for; 1: the same, but
-            workers compute the next gradient meanwhile; larger: they may be so many gradients apart.
+        limit: 0: each gradient is answered when all workers have sent as many, and its worker waits for that; 1: the
+            same, but workers compute the next gradient meanwhile; larger: workers may be this many gradients apart.
         patience: seconds of silence after which a worker that others wait for is given up, until it speaks again.
 
     Raises:
@@ -160,14 +161,14 @@ class WorkerClocks:
         return waiting
 
     def excuse(self, seconds: float) -> None:
-        """Do not count so many of the last seconds as silence: the server has not listened."""
+        """Do not count the last `seconds` as silence of the workers: the server has not listened."""
         self._heard_at = [heard_at + seconds for heard_at in self._heard_at]
 
     def give_up(self, now: float) -> list[int]:
-        """Give up workers that others wait for, and have waited for too long; returns which.
+        """Give up workers that others have waited for too long; returns which.
 
-        Somebody waits where an answer is held back because of them, or where a worker has finished and none of those
-        that are left has been heard of. A single worker may take as long as it likes.
+        Others wait where an answer is held back because of a silent worker, or where a worker has finished and all that
+        are left are silent. The only worker of a server may take as long as it likes.
         """
         live = self._where(lambda w: self._states[w] is _State.LIVE)
         silent = [w for w in live if not self._is_unanswered[w] and now - self._heard_at[w] > self.rule.patience]
@@ -182,7 +183,7 @@ class WorkerClocks:
 
     @property
     def is_over(self) -> bool:
-        """Whether all workers have finished, but for those that were given up."""
+        """Whether all workers have finished, except those that were given up."""
         return _State.LIVE not in self._states
 
     def _is_held(self, worker: int) -> bool:

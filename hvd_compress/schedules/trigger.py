@@ -27,7 +27,8 @@ MEASURES = ("norm", "change")
 
 
 class Watch(ABC):
-    """Remembers, for each of `count` tensors of a rank, what was sent when, and how much must change until the next.
+    """Remembers, for each of `count` tensors of a rank, what was sent when, and how much must change until the next
+    time.
 
     Args:
         trigger: the settings.
@@ -81,7 +82,7 @@ class Watch(ABC):
         return due
 
     def force(self) -> None:
-        """Let everything be sent in the next pass."""
+        """Send everything in the next pass."""
         self._forced = True
 
     def take_as_sent(self, norms: Floats) -> Flags:
@@ -155,9 +156,10 @@ class Watch(ABC):
 
 
 class Trigger(ABC):
-    """Base of the triggers, also of your own: frozen dataclasses whose fields are the settings, equal on all ranks.
+    """Base class of triggers, also of your own, which decide when a tensor is sent.
 
-    A subclass has an `id` and the method `watch`. Its `Watch` sets thresholds: `end_pass` when a pass has ended,
+    A subclass is a frozen dataclass whose fields are the settings, equal on all ranks. It has an `id` and the method
+    `watch`. The `Watch` that this returns sets thresholds: in `end_pass` when a pass (a round of sending) has ended, in
     `begin_pass` before one is decided.
 
     Example:
@@ -187,7 +189,7 @@ class Trigger(ABC):
 
     @property
     def sends_unchanged(self) -> bool:
-        """Whether a tensor that has not moved is sent as well: only where everything always is."""
+        """Whether a tensor that has not changed is sent as well: only where everything is always sent."""
         return False
 
     def __post_init__(self) -> None:
@@ -218,7 +220,7 @@ class ConstantThreshold(Trigger):
 
     Args:
         delta: the threshold, in units of the parameters.
-        initial_passes: the first passes, in which everything is sent.
+        initial_passes: number of first passes, in which everything is sent.
         measure: "norm" compares norms, as the paper does, and is blind to a tensor that only rotates; "change" takes
             the norm of the change, which needs a copy of what was sent.
 
@@ -245,7 +247,7 @@ class ConstantThreshold(Trigger):
 
     @property
     def sends_unchanged(self) -> bool:
-        """Whether a tensor that has not moved is sent as well: only where everything always is."""
+        """Whether a tensor that has not changed is sent as well: only where everything is always sent."""
         return self.delta == 0
 
     def watch(self, count: int) -> Watch:
@@ -264,20 +266,21 @@ class _ConstantWatch(Watch):
 
 @dataclass(frozen=True)
 class SlopeThreshold(Trigger):
-    """Sends a tensor when its norm has changed by as much as it lately did in `horizon` passes.
+    """Sends a tensor when its norm has changed by as much as it recently did in `horizon` passes (rounds of sending).
 
-    At each event the threshold becomes horizon × the mean of the last `history` slopes. A slope is the change since the
-    event before, divided by the passes in between (equation 4). The threshold stays until the next event, as in the
-    paper, or shrinks or grows by the factor `decay` in every pass. Differences from the authors' code: its slopes start
-    with zeros and a norm of 0 before the first event, ours with the second event (until then every change is sent); its
-    `horizon` is our `decay`; it forces 29 passes (`initial_passes=29`), and it sends tensors that do not move at all.
+    At each event, that is, when the tensor is sent, the threshold becomes horizon × the mean of the last `history`
+    slopes. A slope is the change since the event before, divided by the passes in between (equation 4). The threshold
+    stays until the next event, as in the paper, or shrinks or grows by the factor `decay` in every pass. Differences
+    from the authors' code: its slopes start with zeros and a norm of 0 before the first event, ours with the second
+    event (until then every change is sent); its `horizon` is our `decay`; it forces 29 passes (`initial_passes=29`),
+    and it sends tensors that do not move at all.
 
     Args:
-        horizon: how many passes' change makes an event.
+        horizon: the tensor is sent when it has changed by the recent change of this many passes.
         history: how many slopes to average.
-        decay: the factor on the threshold in each pass; below 1 it falls until the tensor is sent, above 1 a tensor can
-            fall silent.
-        initial_passes: the first passes, in which everything is sent; the paper has 1.
+        decay: the factor on the threshold in each pass; below 1 the threshold falls until the tensor is sent, above 1 a
+            tensor may never be sent again.
+        initial_passes: number of first passes, in which everything is sent; the paper has 1.
         measure: "norm" compares norms, as the paper does, and is blind to a tensor that only rotates; "change" takes
             the norm of the change, which needs a copy of what was sent.
 

@@ -52,7 +52,7 @@ def allreduce(
 
     Args:
         tensor: float16, bfloat16, float32 or float64 for a compressor of hvd_compress; without one, all that Horovod
-            takes, bfloat16 and complex numbers. `tf.IndexedSlices` travel as Horovod sends them.
+            takes, and bfloat16 and complex numbers. `tf.IndexedSlices` travel as Horovod sends them.
         average: old form of `op`.
         device_dense: of Horovod's allreduce.
         device_sparse: of Horovod's allgathers.
@@ -131,7 +131,7 @@ def grouped_allreduce(
 def forget_residuals() -> None:
     """Drop the residuals that named calls of `allreduce` have kept; all ranks must do so at the same point.
 
-    Functions that are traced already keep theirs.
+    Each `tf.function` that is traced already keeps its residuals.
     """
     _exchanges.clear()
     _carried.clear()

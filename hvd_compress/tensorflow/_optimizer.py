@@ -37,11 +37,11 @@ def DistributedOptimizer(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     adagrad: AdaGrad | None = None,
 ) -> Any:
-    """Wrap an optimizer of Keras, see `hvd_compress.tensorflow.keras.DistributedOptimizer`, or of TensorFlow 1.
+    """Wrap an optimizer of Keras (see `hvd_compress.tensorflow.keras.DistributedOptimizer`) or of TensorFlow 1.
 
-    Arguments up to `scale_local_gradients` are those of `horovod.tensorflow.DistributedOptimizer`, in its order; those
-    of the Keras wrapper mean the same here. `use_locking` is for optimizers of TensorFlow 1, which are wrapped by
-    Horovod itself and take no compressor of hvd_compress.
+    Arguments up to `scale_local_gradients` are those of `horovod.tensorflow.DistributedOptimizer`, in its order; the
+    other arguments are those of the Keras wrapper, and mean the same here. `use_locking` is for optimizers of
+    TensorFlow 1, which are wrapped by Horovod itself and take no compressor of hvd_compress.
 
     Raises:
         UnsupportedError: an optimizer of TensorFlow 1 with a compressor of hvd_compress, or with `adagrad`.

@@ -111,7 +111,7 @@ class _Overrides(tf.GradientTape):
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """`gradient` as (source, gradient) pairs: those of local sources, and all others."""
+        """Call `gradient` and return (source, gradient) pairs: those of local sources, and all others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
         pairs = list(zip(_flatten(sources), _flatten(gradients), strict=True))
         return [p for p in pairs if self._is_local(p[0])], [p for p in pairs if not self._is_local(p[0])]
@@ -130,7 +130,7 @@ class _Overrides(tf.GradientTape):
         return {"compressor": repr(self._hvd_settings.compression), **found}
 
     def compression_state_dict(self, sources: Any) -> dict[str, Any]:
-        """The residuals of this rank for `sources`, to be saved per rank; values are NumPy arrays."""
+        """The residuals of this rank for `sources`, to be saved on each rank; values are NumPy arrays."""
         kept = _exchanges.get(self._key_of(self._shared(sources)))
         if kept is not None:
             return kept.exchange.state_dict()
@@ -288,8 +288,8 @@ def DistributedGradientTape(
 ) -> Any:
     """Wrap a tape so that `gradient()` returns the combined gradients of all ranks, exchanged compressed.
 
-    Works in eager mode and inside `tf.function`, with variables of TensorFlow and of Keras. Residuals belong to the
-    list of sources, not to the tape: a new tape in every step goes on where the last one ended.
+    Works in eager mode and inside `tf.function`, with variables of TensorFlow and of Keras. Residuals (what compression
+    left out) belong to the list of sources, not to the tape: a new tape in every step goes on where the last one ended.
 
     Args:
         gradtape: to wrap; both share what is recorded.
@@ -298,21 +298,22 @@ def DistributedGradientTape(
         compression: a compressor of hvd_compress, one of `Compression`, or one written for Horovod.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         op: Average or Sum.
-        gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
-            in float32 by us the factors cancel, and the result is the average.
+        gradient_predivide_factor: splits the averaging into a division before the sum and one after it; only for
+            Average. Where hvd_compress makes the sums, in float32, the factors cancel, and the result is the average.
         num_groups: old name of `groups`.
-        groups: of gradients that go together, compressed or not: a number, or lists of variables.
+        groups: gradients that go together, compressed or not: a number of groups, or lists of variables.
         process_set: the ranks that take part; others get their own gradients back.
         scale_local_gradients: divide the gradients of local sources by the number of ranks.
-        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
-            collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
-            inside each host, and their sums exchanged compressed between hosts, or an `Exchange`, such as
-            `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
-        min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
-        bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
-            sources; 0 gives each an exchange of its own, and small ones to Horovod's own allreduce.
+        exchange: "two_phase"; "allgather"; "auto" for the one of these two that sends fewer bytes, where each
+            collective counts as 32 KiB more (with `Auto`: the faster one); "hierarchical", which sums gradients inside
+            each host and exchanges the sums compressed between hosts; or an `Exchange`, such as `ParameterServer`
+            ("parameter_server" for one with its defaults), in which one rank sums what all ranks send.
+        min_numel: gradients with fewer elements are not compressed; those of float32 share an exchange with compressed
+            ones.
+        bucket_bytes: gradients share an exchange of up to this many bytes (as float32), in the reverse order of the
+            sources; 0 gives each gradient an exchange of its own, and leaves small ones to Horovod's own allreduce.
         adagrad: make the combined gradients AdaGrad's updates, to be multiplied with its learning rate and subtracted.
-            No exchange by allgather then. With one rank, and outside of the process set, it is applied to
+            exchange="allgather" is not possible then. With one rank, and outside of the process set, it is applied to
             the rank's own gradients.
 
     Raises:

@@ -85,12 +85,12 @@ def allreduce(
     """Average or sum a tensor over all ranks, as `horovod.torch.allreduce` does, compressed if so asked.
 
     With error feedback and a name, what a call leaves out is added to the next call of that name, shape and compressor;
-    without a name it is lost. Until `forget_residuals` that takes 4 bytes per element, and as many for a result, whose
-    memory is used again when nothing refers to it any more. Tensors that compression would not make smaller travel as
-    they are.
+    without a name it is lost. Until `forget_residuals` is called, this takes 4 bytes per element, and as many for a
+    result, whose memory is reused when nothing refers to it any more. Tensors that compression would not make smaller
+    travel as they are.
 
-    With a compressor of hvd_compress the ranks compare all arguments in the first call of a name, in one that differs
-    from the call of this name before, and in each call without a name, which takes one more collective.
+    With a compressor of hvd_compress the ranks compare all arguments, which takes one more collective: in the first
+    call of a name, in a call that differs from the last one of its name, and in each call without a name.
 
     Args:
         tensor: float16, bfloat16, float32, float64, complex64 or complex128 for a compressor of hvd_compress; not

@@ -129,18 +129,19 @@ class _Overrides:
         """What has become of the gradients so far.
 
         Returns:
-            On the server {"is_server": True, "updates", "bytes_received", "bytes_sent", "staleness", "workers":
-            {rank: counters}}. "staleness" counts the updates that were made between the parameters of a gradient and
-            its arrival, of those that were applied: mean, max and histogram, {staleness: gradients}. Counters of a
-            worker are clock (gradients that it has sent, or had to catch up on), applied, too_stale, not_finite,
-            given_up and returned (how often it was silent for too long, and came back), bytes and staleness.
-            On a worker {"is_server": False} with steps, too_stale, not_finite, waited_steps, waited_seconds, bytes
-            sent and received, and what these had been without compression.
+            On the server {"is_server": True, "updates", "bytes_received", "bytes_sent", "staleness", "workers": {rank:
+            counters}}. "staleness" counts the updates that were made between the parameters of a gradient and its
+            arrival, of those that were applied: mean, max and histogram, {staleness: gradients}. Counters of a worker
+            are clock (gradients that it has sent, or had to catch up on), applied, too_stale, not_finite, given_up and
+            returned (how often it was silent for too long, and came back), bytes and staleness. On a worker
+            {"is_server": False} with steps, too_stale, not_finite, waited_steps, waited_seconds, bytes sent and
+            received, and what these would have been without compression.
         """
         return self._server.stats()
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """What this rank owes, to be saved per rank; on the server `state_dict()` has the optimizer's own state.
+        """The residuals of this rank, to be saved on each rank; the server's `state_dict()` has the optimizer's own
+        state.
 
         Returns:
             A dict of tensors and plain values that `torch.save` takes. A gradient under way counts as applied.
@@ -171,27 +172,29 @@ def AsyncParameterServerOptimizer(
     server: int = 0,
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
-    """Wrap an optimizer so that one rank updates with it, with the gradients of all others as they come.
+    """Wrap an optimizer so that one rank, the server, updates with the gradients of all others as they come.
 
-    Workers do not wait for each other: a worker's `step()` sends its gradients, and the next ones are computed with the
-    parameters that are there. It waits only for the answer to the last gradients, which the server holds back while the
-    worker is more than `staleness` gradients ahead of the slowest. Each worker's gradients are an update of their own,
-    so that a learning rate counts as often as there are workers. Source: Sievert (2017), section 3.2.2; the bound is
-    that of Ho et al., stale synchronous parallel (NeurIPS 2013). It needs mpi4py and a run under MPI. All ranks of the
-    process set must call this, which gives them the server's parameters; load checkpoints before.
+    The other ranks are workers, and do not wait for each other: a worker's `step()` sends its gradients, and the next
+    ones are computed with the parameters that it has. It waits only for the answer to the last gradients, which the
+    server holds back while the worker is more than `staleness` gradients ahead of the slowest. Each worker's gradients
+    make an update of their own, so that the learning rate applies once for every worker. Source: Sievert (2017),
+    section 3.2.2; the bound is that of Ho et al., stale synchronous parallel (NeurIPS 2013). It needs mpi4py and a run
+    under MPI. All ranks of the process set must call this, which gives them the server's parameters; load checkpoints
+    before.
 
     A worker that stops for more than `patience` seconds does not stop the others, and takes part again when it goes on;
-    one that dies ends the job, which is MPI's way. Buffers, such as those of batch norm, stay local to each worker. The
-    server has room for the longest gradient and answer of each worker, and, where answers are compressed, a copy of the
-    parameters for each.
+    a worker that dies ends the job, as is usual with MPI. Buffers, such as those of batch norm, stay local to each
+    worker. The server keeps memory for the longest gradient and answer of each worker, and, where answers are
+    compressed, a copy of the parameters for each worker.
 
     Args:
-        optimizer: to wrap; only the server's updates, and has a state.
+        optimizer: to wrap; only the one on the server updates and has a state.
         named_parameters: such as `model.named_parameters()`.
-        staleness: how many gradients a worker may be ahead of the slowest. 0: all wait for all in each step; 1: they do
-            while they compute the next gradient.
+        staleness: how many gradients a worker may be ahead of the slowest. 0: all wait for all in each step; 1: the
+            same, but they compute the next gradient meanwhile.
         compression: a compressor or a `Policy` for gradients, with its error feedback.
-        answer: the same for parameters: then differences to what the worker has travel, so that nothing is lost.
+        answer: the same for parameters: the server then sends differences to what the worker has, so that nothing is
+            lost.
         patience: seconds of silence after which a worker that others wait for does not count.
         server: rank in the process set that serves.
         process_set: the ranks that take part.

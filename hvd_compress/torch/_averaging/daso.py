@@ -87,9 +87,9 @@ class _Overrides:
         return {**self._daso.member.stats(), "gradient_bytes": self._daso.gradient_bytes, **lost}
 
     def daso_state_dict(self) -> dict[str, Any]:
-        """The schedule, what is owed, and what is under way, to be saved per rank, by all ranks after the same step.
+        """The schedule, the residuals, and what is under way; save them on each rank, all after the same step.
 
-        What is under way is waited for, and merged when it is due.
+        This call waits for what is under way, which is merged when it is due.
 
         Returns:
             A dict of tensors and plain values that `torch.save` takes.
@@ -264,16 +264,16 @@ def DASO(
 ) -> Any:
     """Wrap an optimizer for distributed asynchronous and selective optimization over several nodes.
 
-    Each `step()` averages gradients inside the node while backward goes on, and updates. Between nodes parameters are
-    averaged: after every step in warm-up and cool-down, else after every B-th one, arriving S steps later and merged by
-    equation 1 of Coquelin et al., DASO (2021). Call `epoch_end(loss)` after each epoch; then all ranks have equal
-    parameters. Start all ranks from equal parameters (`hvd.broadcast_parameters`), and Horovod with
-    `hvd.init(process_sets=hvd.daso_process_sets())`. With one node it is Horovod inside of it; with one rank on each,
-    gradients are not exchanged at all. Differences from the authors' code: see `DasoSchedule`; gradients are averaged
-    in every step; what is sent is a snapshot; 16 bits hold changes, not parameters, and what they leave out goes with
-    the next change. All ranks must call this.
+    Gradients are averaged inside the node during the backward pass, and each `step()` updates with them. Between nodes
+    parameters are averaged: after every step in warm-up and cool-down, else every B steps. Then the average arrives S
+    steps later and is merged by equation 1 of Coquelin et al., DASO (2021). Call `epoch_end(loss)` after each epoch;
+    then all ranks have equal parameters. Start all ranks from equal parameters (`hvd.broadcast_parameters`), and
+    Horovod with `hvd.init(process_sets=hvd.daso_process_sets())`. With one node it is plain Horovod; with one rank on
+    each node, gradients are not exchanged at all. Differences from the authors' code: see `DasoSchedule`; gradients are
+    averaged in every step; what is sent is a snapshot; messages of 16 bits hold changes, not parameters, and what they
+    leave out goes with the next change. All ranks must call this.
 
-    A GradScaler is used as ever; a step that it skips, on one node, counts as a batch.
+    Use a GradScaler as usual; a step that it skips on one node counts as a batch.
 
     Args:
         optimizer: to wrap; its state (momentum) stays on its rank.
@@ -282,26 +282,27 @@ def DASO(
         warmup_epochs: at the beginning, in which nodes average after every step and wait for it.
         cooldown_epochs: the same at the end.
         global_skips: B, steps from one averaging of nodes to the next.
-        batches_to_wait: S, steps until what was sent arrives; 0 waits, at most B.
+        batches_to_wait: S, steps until what was sent arrives, at most B; with 0 the step waits, and
+            parameters become the mean.
         patience: epochs in a row without progress after which B and S are halved; None keeps them.
         stability: the share of the best loss by which a loss must be lower to count as progress.
         steps_per_epoch: if it is known, the last step of an epoch makes ranks equal, and nothing is sent that could not
             arrive before.
         form: "sharded", each rank of a node averages its share of the parameters with other nodes, all at the same
             time; "rotate", one rank of each node averages all, in turns, as in the paper.
-        merge: "paper", (2S x + sum over nodes) / (2S + nodes); "delta", the mean plus what this node has done while it
+        merge: "paper", (2S x + sum over nodes) / (2S + nodes); "delta", the mean plus this node's own change while it
             waited; or the weight of the mean, in (0, 1].
-        compression: of the change since the last averaging, while cycling; a compressor of hvd_compress or a `Policy`.
-            Refused are FP16, whose rounding would lose small changes for ever, PowerSGD, and what is biased without
-            error feedback, such as `Percentile(90)`, since nothing would bring what it leaves out. The merge then keeps
-            the same share of what the node has done while it waited, and nothing of how it differed before: that is the
-            residual's. Takes three more copies of the parameters.
-        blocking_compression: the same in warm-up and cool-down.
+        compression: for the change since the last averaging, between warm-up and cool-down; a compressor of
+            hvd_compress or a `Policy`. Refused are FP16, whose rounding would lose small changes for ever, PowerSGD,
+            and biased compressors without error feedback, such as `Percentile(90)`, since what they leave out would be
+            lost. The merge then keeps the same share of the node's own change while it waited, but nothing of how the
+            node differed before, which is in the residual. Takes three more copies of the parameters.
+        blocking_compression: the same for warm-up and cool-down.
         average_state: average the optimizer's state over the ranks at the end of each epoch.
-        named_buffers: averaged over the ranks at the end of each epoch: the model, whose buffers are looked up then, or
-            (name, tensor) pairs such as `model.named_buffers()`.
+        named_buffers: buffers that are averaged over the ranks at the end of each epoch: the model, whose buffers are
+            looked up then, or (name, tensor) pairs such as `model.named_buffers()`.
         ranks_per_node: counted from rank 0 on; by default nodes are the hosts that Horovod reports. They need not have
-            equally many ranks: every rank counts the same. In elastic runs 1, each rank is a node.
+            equally many ranks: every rank counts the same. In elastic runs it is 1: each rank is a node.
         backward_passes_per_step: backward passes that are summed up before a step.
         sparse_as_dense: make sparse gradients dense before they are averaged.
 
@@ -359,7 +360,7 @@ def daso_process_sets(ranks_per_node: int | None = None, size: int | None = None
 
     Raises:
         UnsupportedError: the launcher does not say it.
-        ValueError: the ranks are not so many times a number of nodes. Where hosts differ, use
+        ValueError: the number of ranks is not a multiple of `ranks_per_node`. Where hosts differ, use
             `hvd.init(process_sets="dynamic")`.
     """
     return NODES.process_sets(ranks_per_node, size)

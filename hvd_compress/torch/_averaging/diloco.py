@@ -143,47 +143,49 @@ def DiLoCo(
     backward_passes_per_step: int = 1,
     sparse_as_dense: bool = False,
 ) -> Any:
-    """Wrap an optimizer for DiLoCo: many steps on each rank alone, then one outer step with what all have moved.
+    """Wrap an optimizer for DiLoCo: many steps on each rank alone, then one outer step with the average change.
 
-    Every `sync_every` steps the ranks average reference - parameters, where the reference is what they agreed on last.
-    The outer optimizer takes that average as its gradient and moves the reference, on all ranks alike; parameters
-    become the reference. With `fragments` this happens in turns to parts of the parameters, and with `delay` training
-    goes on while the average is under way. Source: Douillard et al., DiLoCo (arXiv 2311.08105, 2023), algorithm 1;
-    Douillard et al., Streaming DiLoCo (arXiv 2501.18512, 2025), section 2. Differences: a fragment arrives at
-    fixed steps and is sent `delay` steps before, as in torchft; a number of fragments cuts the list of parameters where
-    they become about equally large, and knows no layers; what compression leaves out goes with the next average, unless
-    the compressor has no error feedback.
+    Every `sync_every` steps the ranks average reference - parameters, where the reference is the values that they
+    agreed on last. The outer optimizer takes that average as its gradient and moves the reference, in the same way on
+    all ranks; then the parameters become the reference. With `fragments` this happens to one part of the parameters
+    after the other, and with `delay` training goes on while the average is under way. Source: Douillard et al., DiLoCo
+    (arXiv 2311.08105, 2023), algorithm 1; Douillard et al., Streaming DiLoCo (arXiv 2501.18512, 2025), section 2.
+    Differences: a fragment arrives at fixed steps and is sent `delay` steps before, as in torchft; if `fragments` is a
+    number, it cuts the list of parameters into about equally large parts, whatever the layers are; what compression
+    leaves out goes with the next average, unless the compressor has no error feedback.
 
     Start all ranks from equal parameters (`hvd.broadcast_parameters`, before or after this); the first synchronization
-    compares that. End with `average_parameters()`. A step that a GradScaler skips counts. All ranks of the process set
-    must call this, and make equally many steps.
+    checks that. End with `average_parameters()`. A step that a GradScaler skips still counts. All ranks of the process
+    set must call this, and make equally many steps.
 
-    If what the ranks have moved is not finite, that synchronization is left out on all ranks with a warning: neither
-    the outer optimizer nor the reference changes. A rank whose own parameters are not finite gets the reference back,
-    and its inner optimizer forgets state that is not finite.
+    If the average change is not finite, that synchronization is left out on all ranks with a warning: neither the outer
+    optimizer nor the reference changes. A rank whose own parameters are not finite gets the reference back, and its
+    inner optimizer forgets state that is not finite.
 
     Args:
         inner: the optimizer to wrap; its state stays on its rank.
         named_parameters: such as `model.named_parameters()`.
-        outer: makes the outer optimizer of a list of parameters, float32 (float64 for float64 and complex128) on the
-            host; called once for each fragment, when these have no values yet. Without momentum:
-            `lambda params: torch.optim.SGD(params, lr=1.0)`. To change its rate later, keep what it returns, and do it
-            on all ranks.
+        outer: function that makes the outer optimizer of a list of parameters, float32 (float64 for float64 and
+            complex128) on the host; it is called once for each fragment, before these have values. Without momentum:
+            `lambda params: torch.optim.SGD(params, lr=1.0)`. To change the learning rate later, keep the optimizer that
+            it returns, and change it on all ranks.
         sync_every: H, steps from one synchronization of a fragment to its next one, a multiple of the number of
             fragments.
         fragments: how many there are, or lists of parameter names, each name in one list. Fragment i arrives after step
             (i + 1) · sync_every / fragments, and again every `sync_every` steps.
-        delay: steps between sending and arrival, in which training goes on; less than sync_every / fragments. 0 waits.
+        delay: steps between sending and arrival, in which training goes on; less than sync_every / fragments. With 0
+            the step waits.
         alpha: weight of a rank's own parameters when the average arrives, from 0 to 1: they become
             alpha · own + (1 - alpha) · reference.
-        compression: of what parameters have moved; a compressor of hvd_compress or a `Policy`; None sends it as it is.
-            One without error feedback loses what it leaves out.
+        compression: for the change of the parameters; a compressor of hvd_compress or a `Policy`; None sends the change
+            as it is. A compressor without error feedback loses what it leaves out.
         feedback_decay: factor from 0 to 1 on what compression left out, each time before the next difference is added:
-            as in Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025). It holds for both hops of the exchange.
-        named_buffers: averaged by `average_parameters()`: the model, whose buffers are looked up then, or
+            as in Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025). It applies to both hops of the exchange.
+        named_buffers: buffers that `average_parameters()` averages: the model, whose buffers are looked up then, or
             (name, tensor) pairs such as `model.named_buffers()`.
-        ranks_per_node: 1, each rank trains on its own; more, ranks of a node average gradients in each step and train
-            together; None, those of a host. Nodes count by their ranks, as in `DASO`, whose process sets are needed.
+        ranks_per_node: 1: each rank trains on its own; more: ranks of a node average gradients in each step and train
+            together; None: a node is a host. A node counts by the number of its ranks, as in `DASO`, whose process sets
+            are needed.
         process_set: the ranks that take part.
         backward_passes_per_step: backward passes that are summed up before a step.
         sparse_as_dense: make sparse gradients dense before they are averaged in a node.

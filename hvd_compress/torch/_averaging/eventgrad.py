@@ -99,7 +99,7 @@ class _Overrides:
 
         Returns:
             A dict. "total" has counters, and "tensors" has `{name: counters}`. A message is one tensor to one
-            neighbour. Counters are messages, messages_always (had everything been sent in every pass),
+            neighbour. Counters are messages, messages_always (if everything had been sent in every pass),
             messages_percent, and so for bytes. "total" has passes (steps, one more with `overlap`), and its bytes
             include what a message takes beside its payloads; tensors have the present threshold. With `traced` also
             "trace": norms, thresholds and sent, arrays of (passes, tensors). In elastic runs "lost_ranks" is how many
@@ -109,7 +109,7 @@ class _Overrides:
         return {**self._gossip.member.stats(), **lost}
 
     def event_state_dict(self) -> dict[str, Any]:
-        """Histories, thresholds and copies of this rank, to be saved per rank, by all ranks after the same step.
+        """Histories, thresholds and copies of this rank; save them on each rank, all after the same step.
 
         Returns:
             A dict of tensors and plain values that `torch.save` takes.
@@ -206,15 +206,15 @@ def EventGraDOptimizer(
     """Wrap an optimizer so that each rank trains on its own and averages its parameters with its neighbours'.
 
     Each `step()` sends the parameters that have changed enough, averages with what the neighbours sent last, and
-    updates the average with this rank's gradient at its own parameters: equation 3 of Ghosh and Gupta, EventGraD
-    (MLHPC 2020). Start all ranks from equal parameters (`hvd.broadcast_parameters`), and end with
-    `average_parameters()`. Differences from the authors' code: neighbours start from a rank's own values, not zeros;
-    of two ranks each is one neighbour, not two; the mean is made on all ranks; parameters without gradient are neither
-    sent nor averaged. All ranks of the process set must call this.
+    updates the average with this rank's gradient at its own parameters: equation 3 of Ghosh and Gupta, EventGraD (MLHPC
+    2020). Start all ranks from equal parameters (`hvd.broadcast_parameters`), and end with `average_parameters()`.
+    Differences from the authors' code: neighbours start from a rank's own values, not zeros; with two ranks, the other
+    rank is one neighbour, not two; all ranks make the mean; parameters without gradient are neither sent nor averaged.
+    All ranks of the process set must call this.
 
     With "alltoall" a step is a collective call: ranks may make different numbers of steps only where they call no other
-    collectives in between, such as averages of losses. A GradScaler is used as ever: a step whose update it skips, on
-    one rank alone, counts.
+    collectives in between, such as averages of losses. Use a GradScaler as usual; it may skip the update on one rank
+    alone, and the step still counts.
 
     Args:
         optimizer: to wrap; its state (momentum) stays on its rank.
@@ -223,18 +223,19 @@ def EventGraDOptimizer(
         topology: who are neighbours, with which weights.
         transport: "alltoall", one Horovod alltoall a step, in which only neighbours send anything and all wait for all;
             "one_sided", MPI's passive-target puts, where nobody waits; "auto" is "alltoall".
-        compression: a compressor of hvd_compress or a `Policy` for what is sent: then it is the difference to what was
-            sent before, so that nothing is lost. The first message has all values.
+        compression: a compressor of hvd_compress or a `Policy` for what is sent. Then messages hold the difference to
+            what was sent before, so that nothing is lost; the first message has all values.
         mixing: "stale" averages this rank's present values with the last ones of its neighbours, as the paper does; the
             mean over ranks then drifts by what was not sent, and with lossy compression ranks hardly move.
-            "mean_preserving" adds differences of what this rank and its neighbours sent last, which keep the mean
-            (with "one_sided", but for what is under way), and needs a copy of the parameters (Koloskova et al.,
-            CHOCO-SGD, ICML 2019, algorithm 2). "auto" is "stale", with lossy compression "mean_preserving".
-        consensus_rate: of the way to the average that a step goes. By default 1.0 for "stale"; for "mean_preserving",
-            which diverges if it is too large, at most 0.3, and twice the share of values that top-k or adaptive send.
+            "mean_preserving" adds differences between what this rank and its neighbours sent last. That keeps the mean
+            (with "one_sided", except for what is under way), and needs a copy of the parameters (Koloskova et al.,
+            CHOCO-SGD, ICML 2019, algorithm 2). "auto" is "mean_preserving" with lossy compression, else "stale".
+        consensus_rate: how far a step goes towards the average, as a fraction. By default 1.0 for "stale". For
+            "mean_preserving", which diverges if it is too large, the default is 0.3, or twice the share of values that
+            top-k or adaptive send if that is less.
         overlap: send when `step()` ends, while the next gradient is computed. Same results, unless parameters are
             changed between steps.
-        named_buffers: averaged by `average_parameters()`: the model, whose buffers are looked up then, or
+        named_buffers: buffers that `average_parameters()` averages: the model, whose buffers are looked up then, or
             (name, tensor) pairs such as `model.named_buffers()`.
         traced: keep norms, thresholds and events of every step for `event_stats()`.
         process_set: the ranks that take part.
@@ -289,6 +290,6 @@ def DPSGDOptimizer(
     Args:
         optimizer: to wrap.
         named_parameters: such as `model.named_parameters()`.
-        settings: those of `EventGraDOptimizer` but `trigger`.
+        settings: those of `EventGraDOptimizer`, except `trigger`.
     """
     return EventGraDOptimizer(optimizer, named_parameters, trigger=ConstantThreshold(0.0), **settings)

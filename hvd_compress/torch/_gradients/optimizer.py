@@ -68,8 +68,8 @@ def DistributedOptimizer(
     """Wrap an optimizer so that `step()` works with the combined gradients of all ranks, exchanged compressed.
 
     Arguments up to `process_set` are those of `horovod.torch.DistributedOptimizer`. The ranks compare their settings
-    here, so all ranks of the process set must call it. With one rank nothing is exchanged or compressed; what a loaded
-    state owes goes with the next gradients.
+    here, so all ranks of the process set must call it. With one rank nothing is exchanged or compressed; residuals of a
+    loaded state (what compression left out) are added to the next gradients.
 
     Args:
         optimizer: to wrap.
@@ -78,22 +78,24 @@ def DistributedOptimizer(
             for Horovod.
         backward_passes_per_step: backward passes that are summed up locally before an exchange.
         op: Average or Sum; Adasum only without compression.
-        gradient_predivide_factor: splits the averaging before and after the sum; only for Average. Where sums are made
-            in float32 by us the factors cancel, and the result is the average.
+        gradient_predivide_factor: splits the averaging into a division before the sum and one after it; only for
+            Average. Where hvd_compress makes the sums, in float32, the factors cancel, and the result is the average.
         num_groups: old name of `groups`.
         groups: gradients that go together: a number of groups, or lists of parameters.
         sparse_as_dense: make sparse gradients dense and compress them; else they travel as Horovod sends them.
         process_set: the ranks that take part.
-        exchange: "two_phase", "allgather", "auto" for that of these two that sends fewer bytes, each of its
-            collectives counted as 32 KiB more (with `Auto`: that is faster), "hierarchical": gradients are summed
-            inside each host, and their sums exchanged compressed between hosts, or an `Exchange`, such as
-            `ParameterServer` ("parameter_server" for one with its defaults): a rank sums what all send it.
-        min_numel: gradients with fewer elements are not compressed; those of float32 travel beside compressed ones.
-        bucket_bytes: gradients share an exchange up to so many bytes (as float32), in the reverse order of the
-            parameters; 0 gives each an exchange of its own, and small ones to Horovod's fused allreduce.
+        exchange: "two_phase"; "allgather"; "auto" for the one of these two that sends fewer bytes, where each
+            collective counts as 32 KiB more (with `Auto`: the faster one); "hierarchical", which sums gradients inside
+            each host and exchanges the sums compressed between hosts; or an `Exchange`, such as `ParameterServer`
+            ("parameter_server" for one with its defaults), in which one rank sums what all ranks send.
+        min_numel: gradients with fewer elements are not compressed; those of float32 share an exchange with compressed
+            ones.
+        bucket_bytes: gradients share an exchange of up to this many bytes (as float32), in the reverse order of the
+            parameters; 0 gives each gradient an exchange of its own, and leaves small ones to Horovod's fused
+            allreduce.
         adagrad: make the combined gradients AdaGrad's updates; `optimizer` is then plain SGD with its learning rate.
-            No exchange by allgather then. Tell `set_loss_scale` before the first backward pass if losses
-            are scaled. With one rank, and outside of the process set, it is applied to the rank's own gradients.
+            exchange="allgather" is not possible then. If losses are scaled, call `set_loss_scale` before the first
+            backward pass. With one rank, and outside of the process set, it is applied to the rank's own gradients.
 
     Raises:
         ValueError: a setting out of its range.

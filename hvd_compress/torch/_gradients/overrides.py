@@ -42,7 +42,8 @@ class Overrides:
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are combined in `p.grad`.
 
-        Where all parameters have got gradients, they are when `backward()` returns, and this does nothing.
+        If all parameters have got gradients, they are combined already when `backward()` returns, and this does
+        nothing.
         """
         # where it waited, it was needed, here as with Horovod
         self._combiner.was_needless = self._combiner.is_combined
@@ -118,7 +119,7 @@ class Overrides:
         self._combiner.sender.begin_waiting()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the optimizer's own state; residuals have `load_compression_state_dict`."""
+        """Load the optimizer's own state; for residuals use `load_compression_state_dict`."""
         self._combiner.give_up()
         with keeping_groups(self):  # type: ignore[arg-type]  # laid over an optimizer
             HorovodOptimizer.load_state_dict(self, *args, **kwargs)
@@ -128,7 +129,7 @@ class Overrides:
         return set(map(id, self._combiner.members.by_name.values()))
 
     def retire(self) -> None:
-        """Another optimizer takes over the parameters: let them go, and refuse to go on."""
+        """Release the parameters, which another optimizer takes over, and refuse to go on."""
         self._combiner.let_go()
 
     def compression_stats(self) -> dict[str, Any]:
@@ -140,10 +141,10 @@ class Overrides:
             have sent), ratio (dense_bytes / bytes_sent), encode_seconds, start_seconds (handing over), exchange_seconds
             (waited), decode_seconds, and residual_norm (Euclidean, in units of the sum over ranks).
 
-            With `Auto`, "auto" has what was chosen for each bucket, from which predicted and measured seconds, and why;
-            "rival" is what it is compared with in the next step, or None. In elastic runs "lost_ranks" says how many
-            ranks were lost with what they owed, and "lost_norm" is the Euclidean norm of what all of these owed at
-            their last commits.
+            With `Auto`, "auto" has what was chosen for each bucket, the predicted and measured seconds behind the
+            choice, and the reason; "rival" is the way that the choice is compared with in the next steps, or None. In
+            elastic runs "lost_ranks" says how many ranks were lost with their residuals, and "lost_norm" is the
+            Euclidean norm of all these residuals at the last commits.
         """
         sender, compressor = self._combiner.sender, self._combiner.wrapping.name
         lost = self._combiner.lost
@@ -158,7 +159,7 @@ class Overrides:
             return {"compressor": compressor, **sender.engine.stats(), **chosen, **dropped}
 
     def compression_state_dict(self) -> dict[str, Any]:
-        """The residuals of this rank, to be saved per rank: it is not the same on all ranks.
+        """The residuals of this rank; save them on each rank, since they differ between ranks.
 
         Returns:
             A dict of tensors and plain values that `torch.save` takes; see `hvd_compress.feedback`.
@@ -175,8 +176,9 @@ class Overrides:
     def load_compression_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the residuals that `compression_state_dict` returned on this rank.
 
-        With AdaGrad all ranks load a state before the same step, which that step compares. One rank exchanges nothing:
-        what is owed goes with its next gradients. What is owed as an update of AdaGrad waits for more ranks.
+        With AdaGrad all ranks must load a state before the same step; this step checks that. One rank exchanges
+        nothing: it adds the residuals to its next gradients. Residuals that are updates of AdaGrad wait until there are
+        more ranks.
 
         Raises:
             StateError: not such a state, of another rank or number of ranks, or of other tensors; or gradients are
@@ -203,11 +205,11 @@ class Overrides:
             self._combiner.be_alone(state)
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Tell the residuals the scale of the losses to come, `scaler.get_scale()`, before each backward pass.
+        """Rescale the residuals for the coming losses' scale, `scaler.get_scale()`; call it before each backward pass.
 
-        Residuals are in units of the scaled gradients; without this call a changed scale would weigh what is still
-        owed by the ratio of the two scales. A scale that stays the same costs nothing. AdaGrad's updates are multiplied
-        by it, so that `scaler.unscale_` is right for them too.
+        Residuals are in units of the scaled gradients; without this call, a changed scale would multiply the weight of
+        the residuals by the ratio of the old to the new scale. A scale that stays the same costs nothing. AdaGrad's
+        updates are multiplied by it, so that `scaler.unscale_` is right for them too.
 
         Raises:
             ValueError: not a positive finite number.

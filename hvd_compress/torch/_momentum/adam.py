@@ -25,25 +25,27 @@ __all__ = ["CompressedAdam"]
 class CompressedAdam(MomentumOptimizer):
     """Adam with decoupled weight decay, whose ranks exchange compressed momentum after a warm-up.
 
-    In the warm-up gradients are averaged uncompressed, and steps are those of AdamW. Then each rank updates the
-    momentum that all share with its own gradient; ranks average the results through the compressed exchange, with error
-    feedback, and the average is the next momentum. The variance stays what it was at the end of the warm-up, as in Tang
-    et al., 1-bit Adam (arXiv 2102.02888, 2021), algorithm 1; or some steps average gradients uncompressed and renew it,
-    as in Lu et al., 0/1 Adam (arXiv 2202.06009, 2022), algorithm 1, here without local steps.
+    In the warm-up gradients are averaged uncompressed, and steps are those of AdamW. After it, each rank updates the
+    shared momentum with its own gradient. Ranks average their results through the compressed exchange, with error
+    feedback, and the average is the next shared momentum. With variance="frozen" the variance stays what it was at the
+    end of the warm-up, as in Tang et al., 1-bit Adam (arXiv 2102.02888, 2021), algorithm 1. With "renewed" some later
+    steps average gradients uncompressed and renew it, as in Lu et al., 0/1 Adam (arXiv 2202.06009, 2022), algorithm 1,
+    here without local steps.
 
     Differences from the papers: what is compressed is momentum / (root of variance + eps). So an error of compression
-    is measured in updates, and none is divided by a small variance afterwards. A gradient / (root of variance + eps)
-    counts as at most 1 / sqrt(1 - beta2), which is Adam's own bound. Bias is corrected: of the variance by the
+    is measured in updates, and none is divided by a small variance afterwards. A gradient / (root of variance + eps) is
+    limited to 1 / sqrt(1 - beta2), which is Adam's own bound. Bias is corrected, for the variance by the number of
     gradients that it has seen. Weight decay is AdamW's.
 
-    An element that has had no gradient in the warm-up has no variance, and does not move with compressed momentum. Its
-    gradients are added up on their rank. At the next step where a renewal would be due, if some rank has such
-    gradients, all ranks average uncompressed, and elements that got one take its square as their variance.
-    So rows of an embedding that nobody uses stay as they are, and those that are used late are learned.
+    An element that has had no gradient in the warm-up has no variance, and does not move with compressed momentum. Each
+    rank adds up its own gradients of such elements. At the next step where a renewal would be due, if some rank has
+    such sums, all ranks average gradients and sums uncompressed, and elements that get a gradient take its square as
+    their variance. So rows of an embedding that are never used stay as they are, and rows that are first used late are
+    still learned.
 
-    Gradients stay those of their rank: clip and log them as such. Parameters that are added or unfrozen later bring the
-    warm-up back for all parameters; variances that are frozen stay frozen. All ranks of the process set must create
-    this and make the same steps. With one rank nothing is exchanged or compressed.
+    Each rank keeps its own gradients in `p.grad`: clip and log them as such. Adding or unfreezing parameters later
+    starts the warm-up again for all parameters; variances that are frozen stay frozen. All ranks of the process set
+    must create this and make the same steps. With one rank nothing is exchanged or compressed.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
@@ -52,13 +54,14 @@ class CompressedAdam(MomentumOptimizer):
         eps: added to the root of the variance.
         weight_decay: AdamW's: each step multiplies parameters by 1 - lr · weight_decay.
         named_parameters: such as `model.named_parameters()`; names key collectives, residuals and randomness.
-        compression: of momentum; a compressor of hvd_compress or a `Policy`.
+        compression: for the momentum; a compressor of hvd_compress or a `Policy`.
         warmup_steps: steps with uncompressed gradients, at least 1. The papers take 15 to 20 % of all steps.
         variance: "frozen" or "renewed".
-        renewals: after the warm-up every second step may be a renewal, and the interval doubles after so many of them.
-        exchange: see `DistributedOptimizer`; as there.
-        min_numel: likewise.
-        bucket_bytes: likewise.
+        renewals: after the warm-up every second step may be a renewal, and the interval doubles after this many
+            renewals.
+        exchange: see `DistributedOptimizer`.
+        min_numel: see `DistributedOptimizer`.
+        bucket_bytes: see `DistributedOptimizer`.
         process_set: the ranks that take part.
 
     Raises:
@@ -128,7 +131,7 @@ class CompressedAdam(MomentumOptimizer):
             self._plain.add(self._names[p], stand_in(p), p)
 
     def retire(self) -> None:
-        """Another optimizer takes over the parameters: refuse to go on."""
+        """Refuse to go on: another optimizer takes over the parameters."""
         super().retire()
         self._plain.optimizer.retire()
 
@@ -257,7 +260,7 @@ class CompressedAdam(MomentumOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's own state, or one of torch's AdamW; it is the same on all ranks.
 
-        Residuals have another method.
+        For residuals use `load_compression_state_dict`.
 
         Raises:
             StateError: the state is of another kind of optimizer; nothing has changed then.
@@ -273,9 +276,9 @@ class CompressedAdam(MomentumOptimizer):
         """Bytes, seconds and residual norms of what was exchanged compressed on this rank; see `DistributedOptimizer`.
 
         Returns:
-            What that returns, and three entries more. "uncompressed" has the counters of steps with uncompressed
-            gradients, in all. "steps_by_way" says how many steps were "warm-up", "renewal" and "compressed".
-            "steps_taken_back" says how many no rank has made, since something was not finite.
+            What its `compression_stats` returns, and three more entries. "uncompressed" has the total counters of steps
+            with uncompressed gradients. "steps_by_way" says how many steps were "warm-up", "renewal" and "compressed".
+            "steps_taken_back" says how many steps no rank has made because something was not finite.
         """
         plain = self._plain.optimizer.compression_stats()["total"]
         return {**super().compression_stats(), "uncompressed": plain, "steps_by_way": dict(self._steps_by_way)}

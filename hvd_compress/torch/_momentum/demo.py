@@ -22,20 +22,19 @@ __all__ = ["DeMo"]
 
 
 class DeMo(MomentumOptimizer):
-    """SGD whose ranks exchange what is largest in their momentum, and keep the rest of it for themselves.
+    """SGD whose ranks exchange the largest components of their momentum, and keep the rest for themselves.
 
-    Each rank adds its gradient to its momentum, cuts that into chunks, transforms these (discrete cosine transform),
-    takes the k largest coefficients of each, and subtracts what they stand for from its momentum. Ranks average these
-    coefficients and step with them transformed back, or with the signs of that. Source: Peng et al., DeMo: Decoupled
-    Momentum Optimization (arXiv 2411.19870, 2024), algorithm 1. Differences: a dimension that is no multiple of the
-    chunk's size is filled up with zeros, where the authors' code takes the largest divisor; a smaller chunk, and one of
-    a vector, keeps the same share of its coefficients, at least one. Tensors below `min_numel` travel uncompressed,
-    with other coefficients as zeros.
+    Each rank adds its gradient to its momentum, cuts the momentum into chunks, transforms these (discrete cosine
+    transform), takes the k largest coefficients of each chunk, and subtracts what they stand for from its momentum.
+    Ranks average these coefficients, transform the averages back, and step with the result, or with its signs. Source:
+    Peng et al., DeMo: Decoupled Momentum Optimization (arXiv 2411.19870, 2024), algorithm 1. Differences: a dimension
+    that is no multiple of the chunk's size is filled up with zeros, where the authors' code takes the largest divisor;
+    a smaller chunk, or a chunk of a vector, sends the same share of its coefficients, at least one. Tensors below
+    `min_numel` travel uncompressed, with zeros for the coefficients that are not sent.
 
-    What ranks have in common is the model alone: a momentum is its rank's own, and is saved per rank
-    (`compression_state_dict`), so that its sum over ranks is kept among another number of ranks.
-    Gradients stay those of their rank: clip and log them as such. All ranks of the process set must create this and
-    make the same steps.
+    Ranks share the model only. Each rank has a momentum of its own, which is saved per rank (`compression_state_dict`),
+    so that the sum of the momenta is kept with another number of ranks. Each rank keeps its own gradients in `p.grad`:
+    clip and log them as such. All ranks of the process set must create this and make the same steps.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
@@ -48,9 +47,9 @@ class DeMo(MomentumOptimizer):
         named_parameters: such as `model.named_parameters()`; names key collectives and states.
         coding: "golomb" for losslessly coded indices, see `TopK`.
         exchange: "allgather", in which all coefficients arrive as they are; another one of `DistributedOptimizer`, such
-            as "hierarchical", may leave some out of sums, and sends them later.
+            as "hierarchical", may leave some coefficients out of sums, and sends them later.
         min_numel: see `DistributedOptimizer`.
-        bucket_bytes: likewise.
+        bucket_bytes: see `DistributedOptimizer`.
         process_set: the ranks that take part.
 
     Raises:

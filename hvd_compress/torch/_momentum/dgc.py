@@ -22,20 +22,20 @@ __all__ = ["DGC"]
 
 
 class DGC(MomentumOptimizer):
-    """SGD with momentum whose ranks send the largest entries of what their momentum has added up.
+    """SGD with momentum whose ranks send the largest entries of the momentum that they have accumulated.
 
     Top-k of gradients delays most entries for many steps, and momentum then moves by gradients that are out of date.
-    Here each rank keeps a velocity of its own, adds it in every step to what it owes, and sends the largest entries of
-    that (momentum correction). Where an entry was sent, its velocity begins anew at 0 (factor masking). In the first
-    steps more entries are sent (warm-up). Source: Lin et al., Deep Gradient Compression (arXiv 1712.01887, 2018),
-    algorithm 4. Differences: entries are selected exactly, not by a threshold of a sample. Tensors that travel
-    uncompressed, those below `min_numel` and all where a share takes more bytes than that, have SGD's velocity, which
-    is not masked.
+    Here each rank keeps a velocity of its own, adds it in every step to its residual, and sends the largest entries of
+    the residual (momentum correction). Where an entry was sent, its velocity starts again at 0 (factor masking). In the
+    first steps more entries are sent (warm-up). Source: Lin et al., Deep Gradient Compression (arXiv 1712.01887, 2018),
+    algorithm 4. Differences: entries are selected exactly, not by a threshold from a sample. Some tensors travel
+    uncompressed: those below `min_numel`, and all where sending a share would take more bytes than sending everything.
+    They have SGD's velocity, which is not masked.
 
-    Gradients stay those of their rank. The paper clips them before they are added: call
-    `torch.nn.utils.clip_grad_norm_(parameters, bound / math.sqrt(hvd.size()))` between `backward` and `step`.
-    Velocities are their rank's own, and are saved per rank (`compression_state_dict`). All ranks of the process set
-    must create this and make the same steps. With one rank it is `torch.optim.SGD`.
+    Each rank keeps its own gradients in `p.grad`. The paper clips them before they are added: call
+    `torch.nn.utils.clip_grad_norm_(parameters, bound / math.sqrt(hvd.size()))` between `backward` and `step`. Each rank
+    has its own velocities, which are saved per rank (`compression_state_dict`). All ranks of the process set must
+    create this and make the same steps. With one rank it is `torch.optim.SGD`.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
@@ -45,12 +45,12 @@ class DGC(MomentumOptimizer):
         nesterov: the gradient counts once more, as in SGD.
         compression: a compressor with error feedback that sends entries as they are: `TopK`, `Percentile`, `RandomK`.
         warmup_steps: in these, at least the shares of `warmup_shares` are sent; 0 for no warm-up.
-        warmup_shares: of the entries, one after the other for equal numbers of steps. The paper's, for top-k 0.1 % and
-            one epoch each.
+        warmup_shares: shares of the entries, one after the other for equal numbers of steps. The default is the
+            paper's, for top-k 0.1 % and one epoch each.
         named_parameters: such as `model.named_parameters()`; names key collectives, residuals and randomness.
-        exchange: see `DistributedOptimizer`; none that adds up gradients inside of hosts first.
-        min_numel: likewise.
-        bucket_bytes: likewise.
+        exchange: see `DistributedOptimizer`; not one that first adds up gradients inside of hosts.
+        min_numel: see `DistributedOptimizer`.
+        bucket_bytes: see `DistributedOptimizer`.
         process_set: the ranks that take part.
 
     Raises:
@@ -172,7 +172,8 @@ class DGC(MomentumOptimizer):
         self._share, self._has_compared = share, True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's own state, which is the same on all ranks; velocities and residuals have another method.
+        """Load the optimizer's own state, the same on all ranks; `load_compression_state_dict` loads velocities and
+        residuals.
 
         Raises:
             StateError: the state is of another kind of optimizer; nothing has changed then.

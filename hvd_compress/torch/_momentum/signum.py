@@ -19,20 +19,20 @@ __all__ = ["Signum"]
 
 
 class Signum(MomentumOptimizer):
-    """Steps with the sign that most ranks have in their momentum, 1 bit for each element.
+    """SGD that steps with the sign that most ranks' momenta have; ranks send 1 bit for each element.
 
-    Each rank has momentum = momentum · its own + (1 - momentum) · gradient. Ranks vote with its signs, and every
-    parameter moves by lr in the direction of the vote. A zero, and a tie, is decided at random. Source: Bernstein et
+    Each rank updates its momentum m to momentum · m + (1 - momentum) · gradient. Ranks vote with the signs of m, and
+    every parameter moves by lr against the sign that wins. Zeros and ties are decided at random. Source: Bernstein et
     al., signSGD with Majority Vote is Communication Efficient And Fault Tolerant (arXiv 1810.05291, 2018), algorithm 1.
     Differences: zeros and ties are random; weight decay multiplies parameters by 1 - lr · weight_decay, as AdamW's.
 
     The learning rate is about that of Adam. A parameter without a gradient on any rank moves by lr at random in each
-    step: freeze it. With one rank it is Signum without a vote. A tensor whose payload would not be smaller than itself
-    steps with the sign of the mean momentum.
+    step: freeze it. With one rank it is Signum without a vote. A tensor whose payload would not be smaller than the
+    tensor steps with the sign of the mean momentum.
 
-    What ranks have in common is the model alone: a momentum is its rank's own, and is saved per rank
-    (`compression_state_dict`). Gradients stay those of their rank: clip and log them as such. All ranks of the process
-    set must create this and make the same steps.
+    Ranks share the model only. Each rank has a momentum of its own, which is saved per rank (`compression_state_dict`).
+    Each rank keeps its own gradients in `p.grad`: clip and log them as such. All ranks of the process set must create
+    this and make the same steps.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups, as torch.optim takes them.
@@ -41,8 +41,8 @@ class Signum(MomentumOptimizer):
         weight_decay: AdamW's: each step multiplies parameters by 1 - lr · weight_decay.
         named_parameters: such as `model.named_parameters()`; names key collectives, states and randomness.
         seed: of the signs of zeros and ties.
-        exchange: see `DistributedOptimizer`; one with owners, who decide the vote. In "hierarchical" each host votes
-            with the signs of its sum.
+        exchange: see `DistributedOptimizer`; it must have owners, which decide the vote. With "hierarchical" each host
+            votes with the signs of its sum.
         bucket_bytes: see `DistributedOptimizer`.
         process_set: the ranks that take part.
 
