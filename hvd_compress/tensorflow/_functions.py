@@ -109,12 +109,16 @@ def grouped_allreduce(
     sparse = {i: t for i, t in enumerate(tensors) if isinstance(t, tf.IndexedSlices)}
     if compressor is not None and sparse:
         same = {"average": average, "device_dense": device_dense, "device_sparse": device_sparse,
-                "compression": compression, "op": op, "prescale_factor": prescale_factor,
-                "postscale_factor": postscale_factor, "process_set": process_set,
+                "compression": compression, "op": op, "process_set": process_set,
                 "ignore_name_scope": ignore_name_scope}  # fmt: skip
-        rest = iter(grouped_allreduce([t for i, t in enumerate(tensors) if i not in sparse], name=name, **same))
+        dense = [t for i, t in enumerate(tensors) if i not in sparse]
+        rest = iter(grouped_allreduce(dense, name=name, prescale_factor=prescale_factor,
+                                      postscale_factor=postscale_factor, **same))  # fmt: skip
+        # Horovod takes no factors for sparse ones
         return [
-            allreduce(t, name=name and f"{name}.sparse.{i}", **same) if i in sparse else next(rest)
+            _scaled(allreduce(t, name=name and f"{name}.sparse.{i}", **same), prescale_factor * postscale_factor)
+            if i in sparse
+            else next(rest)
             for i, t in enumerate(tensors)
         ]
     call = _call("grouped_allreduce", tensors, name, compressor or horovods, average, op, factors, process_set)
@@ -237,6 +241,11 @@ def _exchanged(tensors: Sequence[Any], call: _Call) -> list[Any]:
     combined = list(combined) if isinstance(combined, list | tuple) else [combined]
     factor = call.factors[0] * call.factors[1]
     return combined if factor == 1.0 else [t * tf.cast(factor, t.dtype) for t in combined]
+
+
+def _scaled(slices: tf.IndexedSlices, factor: float) -> tf.IndexedSlices:
+    values = slices.values * tf.cast(factor, slices.values.dtype)
+    return slices if factor == 1.0 else tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 def _is_exchanged(process_set: hvd.ProcessSet) -> bool:

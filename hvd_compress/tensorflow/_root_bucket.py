@@ -25,7 +25,9 @@ def after_others(turn: tf.Tensor) -> tf.Tensor:
     Each of two exchanges might else hold the only thread of a rank, and wait for the thread that the other one holds on
     another rank.
     """
-    last = tf.compat.v1.get_default_graph().get_collection_ref(_LAST)
+    graph = tf.compat.v1.get_default_graph()
+    # a function inside of another one begins with a copy of that one's collections
+    last = [tensor for tensor in graph.get_collection_ref(_LAST) if tensor.graph is graph]
     return tf.numpy_function(lambda turn, _: turn, [turn, *last], tf.int64, stateful=False) if last else turn
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -34,18 +34,10 @@ from hvd_compress.tensorflow.compression import horovod_compressor
 __all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
 
 
-class _Kept(NamedTuple):
-    """An exchange, what it calls its tensors, and which of these the gradients of some sources are."""
-
-    exchange: GradientExchange | CarriedGraphExchange
-    names: tuple[str, ...]
-    places: tuple[int, ...]
-
-
 _Key = tuple[Settings, Any, tuple[int, ...]]
 
 # A training step makes a new tape, residuals must stay: exchanges belong to what the gradients are of.
-_exchanges: dict[_Key, _Kept] = {}
+_exchanges: dict[_Key, GradientExchange | CarriedGraphExchange] = {}
 
 
 class _Overrides(tf.GradientTape):
@@ -82,13 +74,9 @@ class _Overrides(tf.GradientTape):
         flat_sources, flat = _flatten(sources), _flatten(gradients)
         shared = [i for i, s in enumerate(flat_sources) if not self._is_local(s)]
         if shared:
-            kept = self._kept_of(flat_sources)
-            given: list[Any] = [None] * len(kept.names)
-            for i, place in zip(shared, kept.places, strict=True):
-                given[place] = flat[i]
-            combined = kept.exchange.reduce(given)
-            for i, place in zip(shared, kept.places, strict=True):
-                flat[i] = combined[place]
+            exchange = self._exchange_of(flat_sources)
+            for i, combined in zip(shared, exchange.reduce([flat[i] for i in shared]), strict=True):
+                flat[i] = combined
         if self._hvd_scale_local:
             ranks = ranks_of(self._hvd_settings.process_set)
             for i in set(range(len(flat))) - set(shared):
@@ -125,15 +113,15 @@ class _Overrides(tf.GradientTape):
             As `DistributedOptimizer.compression_stats` of `hvd_compress.torch` does, but `exchange_seconds` are those
             between a stage and the next, in which other tensors make progress, and `start_seconds` are among them.
         """
-        kept = _exchanges.get(self._key_of(self._shared(sources)))
-        found = {"total": {}, "tensors": {}} if kept is None else kept.exchange.stats()
+        exchange = _exchanges.get(self._key_of(self._shared(sources)))
+        found = {"total": {}, "tensors": {}} if exchange is None else exchange.stats()
         return {"compressor": repr(self._hvd_settings.compression), **found}
 
     def compression_state_dict(self, sources: Any) -> dict[str, Any]:
         """The residuals of this rank for `sources`, to be saved on each rank; values are NumPy arrays."""
-        kept = _exchanges.get(self._key_of(self._shared(sources)))
-        if kept is not None:
-            return kept.exchange.state_dict()
+        exchange = _exchanges.get(self._key_of(self._shared(sources)))
+        if exchange is not None:
+            return exchange.state_dict()
         process_set = self._hvd_settings.process_set
         among = process_set.included() and process_set.size() > 1
         return {**empty_state(), **({"size": process_set.size(), "rank": process_set.rank()} if among else {})}
@@ -144,7 +132,7 @@ class _Overrides(tf.GradientTape):
         Raises:
             StateError: not such a state, of another rank or number of ranks, or of other tensors.
         """
-        self._kept_of(_flatten(sources)).exchange.load_state_dict(state)
+        self._exchange_of(sources).load_state_dict(state)
 
     def _is_local(self, source: Any) -> bool:
         return any(source is local for local in self._hvd_local)
@@ -155,59 +143,17 @@ class _Overrides(tf.GradientTape):
     def _key_of(self, shared: Sequence[Any]) -> _Key:
         return self._hvd_settings, positions_of(self._hvd_groups, shared), tuple(map(id, shared))
 
-    def _kept_of(self, sources: Any) -> _Kept:
+    def _exchange_of(self, sources: Any) -> GradientExchange | CarriedGraphExchange:
         shared = self._shared(sources)
         key = self._key_of(shared)
         if key not in _exchanges:
-            _exchanges[key] = _among_more(key) or self._made(key, shared)
+            settings = replace(self._hvd_settings, groups=key[1])
+            described = describe_sources(shared)
+            _exchanges[key] = exchange_for(settings, described, variables_of(described, shared))
             for source in shared:
                 # an id may be given to another object when this one is gone
                 weakref.finalize(source, _exchanges.pop, key, None)
         return _exchanges[key]
-
-    def _made(self, key: _Key, shared: Sequence[Any]) -> _Kept:
-        settings, groups, ids = key
-        described = describe_sources(shared)
-        smaller = [k for k in _exchanges if k[:2] == key[:2] and {*k[2]} < {*ids}]
-        if smaller and settings.adagrad is not None:
-            raise UnsupportedError(
-                f"{settings.adagrad!r} with more sources than before: accumulators lie with the owners of elements, "
-                "which would change. Give all variables from the first step on, also those that are frozen"
-            )
-        exchange = exchange_for(replace(settings, groups=groups), described, variables_of(described, shared))
-        kept = _Kept(exchange, tuple(source.name for source in described), tuple(range(len(shared))))
-        if isinstance(exchange, GradientExchange):
-            # in elastic runs names tell exchanges apart, and none takes over from another one
-            _replace(smaller, kept, exchange, ids)
-        return kept
-
-
-def _among_more(key: _Key) -> _Kept | None:
-    """The exchange of these sources and others, which get no gradients now: some variables were frozen."""
-    settings, groups, ids = key
-    if isinstance(groups, tuple) or len({*ids}) < len(ids):
-        # the positions in groups are those in another list, and an exchange takes one gradient of each source
-        return None
-    for (others, number, more), kept in _exchanges.items():
-        if (others, number) == (settings, groups) and {*ids} < {*more}:
-            return kept._replace(places=tuple(kept.places[more.index(i)] for i in ids))
-    return None
-
-
-def _replace(formers: Sequence[_Key], kept: _Kept, exchange: GradientExchange, ids: tuple[int, ...]) -> None:
-    """Let a new exchange take over what is owed in those of some of its sources, and their place."""
-    taken: dict[str, Any] = {}
-    for key in formers:
-        former = _exchanges[key]
-        names = [former.names[place] for place in former.places]
-        is_other = any(taken.get(name, former.exchange) is not former.exchange for name in names)
-        if is_other or names != [kept.names[ids.index(i)] for i in key[2]]:
-            # it stays, and goes on with what is owed in it
-            continue
-        if taken.keys().isdisjoint(names) and isinstance(former.exchange, GradientExchange):
-            exchange.inherit(former.exchange)
-        taken |= dict.fromkeys(former.names, former.exchange)
-        _exchanges[key] = kept._replace(places=tuple(ids.index(i) for i in key[2]))
 
 
 def positions_of(groups: Any, sources: Sequence[Any]) -> Any:
@@ -290,6 +236,8 @@ def DistributedGradientTape(
 
     Works in eager mode and inside `tf.function`, with variables of TensorFlow and of Keras. Residuals (what compression
     left out) belong to the list of sources, not to the tape: a new tape in every step goes on where the last one ended.
+    Another list, such as one without the variables of a layer that was frozen, has residuals of its own. So give the
+    same list in every step, and leave out the updates of what is frozen.
 
     Args:
         gradtape: to wrap; both share what is recorded.

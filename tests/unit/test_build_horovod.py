@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -361,6 +362,126 @@ def test_the_fetched_compiler_is_laid_out_as_cmake_looks_for_it(
     assert "nvidia-cuda-nvcc==13.0.88 --hash=sha256:" in (tmp_path / "cuda.txt").read_text()
 
 
+@pytest.mark.usefixtures("quiet_environment")
+class TestSurroundings:
+    def test_another_cuda_than_torchs_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build, "ask_torch", lambda: ("13.0", [90]))
+        monkeypatch.setattr(build, "find_nccl", lambda: tmp_path)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        script(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 12.4, V12.4.131"')
+        with pytest.raises(build.BuildError, match=r"has CUDA 12\.4, and torch 2\.13\.0 is built with CUDA 13\.0"):
+            build.choose_cuda("cuda", "2.13.0")
+        script(tmp_path / "bin" / "nvcc", 'echo "Cuda compilation tools, release 13.1, V13.1.80"')
+        assert build.choose_cuda("cuda", "2.13.0") is not None
+
+    def test_frameworks_of_the_callers_python_path_are_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PYTHONPATH", "/modules/torch")
+        monkeypatch.setenv("CCL_ROOT", "/opt/intel/ccl")
+        versions: dict[str, str | None] = {"torch": "2.13.0", "tensorflow": None, "mpi": None}
+        found = build.build_environment(tmp_path, versions, "")
+        assert found["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "/modules/torch"]
+        assert "CCL_ROOT" not in found
+        monkeypatch.delenv("PYTHONPATH")
+        monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "CCL")
+        found = build.build_environment(tmp_path, versions, "")
+        assert found["PYTHONPATH"] == str(tmp_path)
+        assert found["CCL_ROOT"] == "/opt/intel/ccl"
+
+    def test_libraries_of_one_launcher_are_told_apart(self, tmp_path: Path) -> None:
+        script(tmp_path / "mpirun", "printf 'HYDRA build details:\\n    Version:      4.0.2\\n'")
+        found = set()
+        for library in ("mpich", "mvapich2"):
+            script(tmp_path / "mpicxx", f"echo g++ -I/opt/{library}/include")
+            found.add(build.find_mpi(f"{tmp_path}{os.pathsep}{os.environ['PATH']}"))
+        assert found == {f"Hydra 4.0.2, g++ -I/opt/{library}/include" for library in ("mpich", "mvapich2")}
+        script(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.8'")
+        assert build.find_mpi(f"{tmp_path}{os.pathsep}{os.environ['PATH']}") == "mpirun (Open MPI) 4.1.8"
+
+    @pytest.mark.parametrize(
+        ("files", "cores", "memory"),
+        [
+            ({"cpu.max": "200000 100000", "memory.max": "8589934592"}, 2.0, 2.0**33),
+            ({"cpu.max": "max 100000", "memory.max": "max"}, float("inf"), float("inf")),
+            (
+                {
+                    "cpu/cpu.cfs_quota_us": "150000",
+                    "cpu/cpu.cfs_period_us": "100000",
+                    "memory/memory.limit_in_bytes": "4294967296",
+                },
+                1.5,
+                2.0**32,
+            ),
+            ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf"), float("inf")),
+            ({}, float("inf"), float("inf")),
+        ],
+        ids=["version 2", "without limits", "version 1", "version 1 without limits", "none"],
+    )
+    def test_limits_of_containers(self, files: dict[str, str], cores: float, memory: float, tmp_path: Path) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"{text}\n")
+        assert build.limits_of_container(tmp_path) == (cores, memory)
+
+    def test_jobs_keep_within_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("MAKEFLAGS", raising=False)
+        monkeypatch.setattr(build.os, "sched_getaffinity", lambda pid: set(range(64)))
+        for limits, jobs in (((2.0, 2.0**40), "-j2"), ((64.0, 2.0**31), "-j1"), ((0.5, 2.0**40), "-j1")):
+            monkeypatch.setattr(build, "limits_of_container", lambda group, limits=limits: limits)
+            assert build.make_flags() == jobs
+
+    def test_a_compiler_that_was_ended_is_told_of(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        log.write_text("g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n")
+        assert "MAKEFLAGS=-j1" in build.lines_that_matter(log)
+
+    def test_tools_do_not_follow_the_users_settings_of_pip(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: dict[str, str] = {}
+        monkeypatch.setattr(build, "pip", lambda *args, env, log: seen.update(env))
+        for name in build.PIP_PLACES:
+            monkeypatch.setenv(name, "1")
+        monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.example/simple")
+        build.install_into("tools", tmp_path / "tools", {"cmake==3.31.6": []}, tmp_path / "log")
+        assert {name: value for name, value in seen.items() if name in build.PIP_PLACES} == {"PIP_USER": "0"}
+        assert seen["PIP_INDEX_URL"] == "https://mirror.example/simple"
+
+    def test_an_environment_that_cannot_be_built_for_is_told_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        places = {"purelib": "/home/me/My Projects/site-packages", "stdlib": str(tmp_path)}
+        monkeypatch.setattr(build.sysconfig, "get_path", places.__getitem__)
+        monkeypatch.delenv("PIP_BREAK_SYSTEM_PACKAGES", raising=False)
+        with pytest.raises(build.BuildError, match="cuts paths at blanks"):
+            build.check_environment(with_tensorflow=True, installs=True)
+        build.check_environment(with_tensorflow=False, installs=True)
+        (tmp_path / "EXTERNALLY-MANAGED").touch()
+        monkeypatch.setattr(build.sys, "prefix", "/usr")
+        monkeypatch.setattr(build.sys, "base_prefix", "/usr")
+        with pytest.raises(build.BuildError, match="python3 -m venv"):
+            build.check_environment(with_tensorflow=False, installs=True)
+        build.check_environment(with_tensorflow=False, installs=False)
+        monkeypatch.setenv("PIP_BREAK_SYSTEM_PACKAGES", "1")
+        build.check_environment(with_tensorflow=False, installs=True)
+
+    def test_who_builds_the_same_wheel_waits(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        ended = threading.Event()
+
+        def other() -> None:
+            with build.alone_in(tmp_path):
+                ended.set()
+
+        with build.alone_in(tmp_path):
+            thread = threading.Thread(target=other)
+            thread.start()
+            assert not ended.wait(0.3)
+        thread.join(10)
+        assert ended.is_set()
+        assert "another process builds this wheel" in capsys.readouterr().out
+
+
 class TestOpenMpi:
     def test_starts_without_ssh_and_without_launcher(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, "installed", lambda names: "4.1.8")
@@ -371,7 +492,16 @@ class TestOpenMpi:
         for _ in range(2):
             build.settle_open_mpi(tmp_path, tmp_path)
             assert settings.read_text() == "# settings of this host\nplm_rsh_agent = ssh : rsh : false\n"
-            assert "OPAL_PREFIX" in (tmp_path / "open_mpi_prefix.pth").read_text()
+            hook = (tmp_path / "open_mpi_prefix.pth").read_text()
+            monkeypatch.setattr(sys, "prefix", str(tmp_path))
+            monkeypatch.delenv("OPAL_PREFIX", raising=False)
+            exec(hook)
+            assert os.environ["OPAL_PREFIX"] == str(tmp_path)
+            # the package was taken away since
+            monkeypatch.setattr(sys, "prefix", str(tmp_path / "other"))
+            monkeypatch.delenv("OPAL_PREFIX")
+            exec(hook)
+            assert "OPAL_PREFIX" not in os.environ
 
     def test_what_somebody_has_set_stays(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, "installed", lambda names: "4.1.8")

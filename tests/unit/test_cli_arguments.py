@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_compress.cli import bench, build_horovod, check, main
+from hvd_compress.cli import bench, build_horovod, check, main, ranks
 from hvd_compress.cost import Line, Speed
 
 PAPER = ["--bandwidth", "1gbit", "--ranks", "4"]
@@ -301,3 +301,26 @@ def test_whoever_reads_may_stop_reading() -> None:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_rank", "size", "local"),
+    [
+        ({}, False, 1, 0),
+        ({"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}, True, 4, 1),
+        # `srun --pty bash`, and a command that is typed there
+        ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, False, 1, 0),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, True, 2, 1),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, True, 1, 0),
+    ],
+    ids=["alone", "srun", "a shell of srun", "MPICH", "one rank of Open MPI"],
+)
+def test_who_is_a_rank(
+    variables: dict[str, str], is_rank: bool, size: int, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in os.environ if n.startswith(("HOROVOD_", "OMPI_", "PMI", "SLURM_", "MPI_"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.is_launched() == is_rank
+    assert (ranks.launched("size"), ranks.launched("local rank")) == (size, local)

@@ -177,7 +177,8 @@ class _Daso:
 
         def kept(p: torch.Tensor) -> dict[str, torch.Tensor]:
             of_p = {key: value for key, value in state.get(p, {}).items() if isinstance(value, torch.Tensor)}
-            return {key: value for key, value in of_p.items() if value.shape == p.shape and value.dim() > 0}
+            floats = {key: value for key, value in of_p.items() if value.is_floating_point()}
+            return {key: value for key, value in floats.items() if value.shape == p.shape and value.dim() > 0}
 
         found = {name: kept(p) for name, p in self._by_name.items()}
         keys = sorted({key for of_p in found.values() for key in of_p})

@@ -305,4 +305,6 @@ def _of_adamw(state_dict: dict[str, Any]) -> dict[str, Any]:
         number: {"variance_steps": int(of["step"]), **of, "step": int(of["step"])} if "exp_avg_sq" in of else of
         for number, of in kept.items()
     }
-    return {**state_dict, "state": full}
+    # decay is AdamW's from here on
+    groups = [{k: v for k, v in group.items() if k != "decoupled_weight_decay"} for group in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups, "state": full}
