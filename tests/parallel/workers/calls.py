@@ -265,7 +265,7 @@ def what_is_owed_of_a_tensor_that_is_not_compressed_any_more_goes_with_its_next_
         owed = {**empty_state(), "size": horovod.size(), "rank": horovod.rank()}
         entry = {"shape": [3], "values": np.full(3, 1.0 + horovod.rank(), np.float32)}
         owed["residuals"] = {n: copy.deepcopy(entry) for n, _, _ in tensors}
-        _calls._owed[_calls.CallKey(0, tensors, OneBit())] = owed
+        _calls._owed[_calls.CallKey("all", tensors, OneBit())] = owed
         bad = torch.full((3,), float("inf"))
         late = sum(1.0 + rank for rank in range(horovod.size()))
         for gradient, wanted in ((bad, None), (torch.ones(3), late + horovod.size()), (torch.ones(3), horovod.size())):
@@ -282,7 +282,7 @@ def what_is_owed_of_a_tensor_that_is_not_compressed_any_more_goes_with_its_next_
 
 @cases.add
 def one_rank_that_is_left_pays_with_a_step_that_counts() -> None:
-    key = _calls.CallKey(0, (("alone", (3,), torch.float32),), OneBit())
+    key = _calls.CallKey("all", (("alone", (3,), torch.float32),), OneBit())
     state = {**empty_state(), "size": 2, "rank": 0}
     state["residuals"] = {"alone": {"shape": [3], "values": np.full(3, 4.0, np.float32)}}
     try:
