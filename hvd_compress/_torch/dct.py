@@ -76,6 +76,8 @@ class Chunks:
 
 def _in_full_precision(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     # what is sent and what is kept would not add up to the momentum, where a step is made inside of an autocast
-    kind = tensor.device.type
-    # other devices may have no autocast
-    return torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else nullcontext()
+    try:
+        return torch.autocast(tensor.device.type, enabled=False)
+    except RuntimeError:
+        # this kind of device has none
+        return nullcontext()

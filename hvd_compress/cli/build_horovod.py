@@ -774,11 +774,20 @@ def check_environment(with_tensorflow: bool, installs: bool) -> None:
             "environment at a path without blanks."
         )
     is_managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").exists() and sys.prefix == sys.base_prefix
-    if installs and is_managed and os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0") in ("", "0"):
+    if installs and is_managed and not installs_all_the_same():
         raise BuildError(
             f"{sys.executable} belongs to the system, and pip refuses to install there. Use an environment of your own "
             "(python3 -m venv), or set PIP_BREAK_SYSTEM_PACKAGES=1."
         )
+
+
+def installs_all_the_same() -> bool:
+    """Tell whether pip is told to install into a Python of the system, or elsewhere."""
+    if any(os.environ.get(name) for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT")):
+        return True
+    settings = first_lines([sys.executable, "-m", "pip", "config", "list"])
+    # variables of the environment are among them
+    return re.search(r"break-system-packages='(1|true|yes|on)'", settings, re.I) is not None
 
 
 def check_machine() -> None:
@@ -820,14 +829,14 @@ def make_wheel(options: argparse.Namespace, versions: dict[str, str | None], pat
     """Take the wheel from the cache or build it there."""
     # CMake runs in another folder than the caller
     slot = (options.cache or cache_folder()).absolute() / cache_key(versions, cuda_identity(cuda))
-    if (cached := wheel_in(slot)) and not options.force:
+    if not options.force and (cached := wheel_in(slot)):
         return cached
     check_machine()
     slot.mkdir(parents=True, exist_ok=True)
     log = slot / "build.log"
     with alone_in(slot), tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
         # another build may have made it meanwhile
-        if (cached := wheel_in(slot)) and not options.force:
+        if not options.force and (cached := wheel_in(slot)):
             return cached
         begin_file(log).close()
         work = Path(temporary)

@@ -115,7 +115,8 @@ def run(options: argparse.Namespace) -> int:
     show = _Lines(rank, options.json)
     with working(options.json):
         # other ranks of a host would find the same, and compete for its cores
-        for finding in chain(_here(), _horovod(), _kernels()) if launched("local rank") == 0 else ():
+        looks = not is_launched() or launched("local rank") == 0
+        for finding in chain(_here(), _horovod(), _kernels()) if looks else ():
             show(finding)
         if is_launched():
             try:

@@ -38,7 +38,8 @@ def launched(what: str) -> int:
 def is_launched() -> bool:
     """Whether horovodrun, mpirun or srun started this process as one of several, or a launcher of one rank did."""
     found = [name for name in _VARIABLES["rank"] if name in os.environ]
-    return any(name not in _OF_ANY_STEP for name in found) or (bool(found) and launched("size") > 1)
+    may_be_shell = "SLURM_STEP_NUM_TASKS" in os.environ and launched("size") == 1
+    return any(name not in _OF_ANY_STEP for name in found) or (bool(found) and not may_be_shell)
 
 
 class OpenRanks(NamedTuple):

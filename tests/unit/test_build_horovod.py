@@ -463,7 +463,13 @@ class TestSurroundings:
         with pytest.raises(build.BuildError, match="python3 -m venv"):
             build.check_environment(with_tensorflow=False, installs=True)
         build.check_environment(with_tensorflow=False, installs=False)
-        monkeypatch.setenv("PIP_BREAK_SYSTEM_PACKAGES", "1")
+        # another place, a variable, or a setting
+        for variable in ("PIP_TARGET", "PIP_BREAK_SYSTEM_PACKAGES"):
+            with monkeypatch.context() as patch:
+                patch.setenv(variable, "1")
+                build.check_environment(with_tensorflow=False, installs=True)
+        monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+        (tmp_path / "pip.conf").write_text("[global]\nbreak-system-packages = true\n")
         build.check_environment(with_tensorflow=False, installs=True)
 
     def test_who_builds_the_same_wheel_waits(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

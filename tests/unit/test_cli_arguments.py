@@ -311,9 +311,10 @@ def test_whoever_reads_may_stop_reading() -> None:
         # `srun --pty bash`, and a command that is typed there
         ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, False, 1, 0),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}, True, 2, 1),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, True, 1, 0),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, True, 1, 0),
     ],
-    ids=["alone", "srun", "a shell of srun", "MPICH", "one rank of Open MPI"],
+    ids=["alone", "srun", "a shell of srun", "MPICH", "one rank of MPICH", "one rank of Open MPI"],
 )
 def test_who_is_a_rank(
     variables: dict[str, str], is_rank: bool, size: int, local: int, monkeypatch: pytest.MonkeyPatch
