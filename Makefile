@@ -18,14 +18,14 @@ setup-keras2:        ## .venv-keras2 with TensorFlow 2.15, whose Keras is Keras 
 demo: setup          ## train MNIST on 2 ranks, compressed and dense, and compare (below 5 minutes)
 	@$(WITH_VENV) $(PYTHON_VENV) examples/demo.py
 
-test: setup          ## each guarantee once, with real ranks (about 25 minutes on 2 cores); ARGS names tests, and none is left out
+test: setup          ## each guarantee once, with real ranks (about 20 minutes on 2 cores); ARGS names tests, and none is left out
 ifdef ARGS
 	@$(WITH_VENV) $(PYTHON_VENV) -m pytest $(ARGS)
 else
 	@$(WITH_VENV) bash ci/test.sh
 endif
 
-test-rest: setup     ## the same with other numbers of ranks, launchers and settings (about 35 minutes)
+test-rest: setup     ## the same with other numbers of ranks, launchers and settings (about 45 minutes)
 	@$(WITH_VENV) bash ci/test.sh rest
 
 test-exhaustive: setup  ## all that those two leave out: products of settings whose parts they have shown (before a release)
