@@ -296,7 +296,8 @@ def installed(distributions: list[str]) -> str | None:
 
 def find_mpi(path: str) -> str | None:
     """Return a line that identifies the MPI whose `mpicxx` is on `path`, or None."""
-    if shutil.which("mpicxx", path=path) is None:
+    compiler = shutil.which("mpicxx", path=path)
+    if compiler is None:
         return None
     launcher = shutil.which("mpirun", path=path) or shutil.which("mpiexec", path=path)
     if launcher is None:
@@ -308,7 +309,7 @@ def find_mpi(path: str) -> str | None:
         return lines[0]
     # MPICH and its kin have one launcher, whose first line is the same for all of them; the compiler names the library
     version = next((line.partition(":")[2].strip() for line in lines if line.startswith("Version:")), "")
-    return f"Hydra {version}, {first_lines(['mpicxx', '-show'], path)}"
+    return f"Hydra {version}, {first_lines([compiler, '-show'])}"
 
 
 @dataclass(frozen=True)
@@ -416,15 +417,12 @@ def cuda_identity(cuda: Cuda | None) -> str:
     return f"{cuda} {nvcc} {nccl}"
 
 
-def first_lines(command: list[str], path: str | None = None) -> str:
-    """Run a program, which may be looked for on another PATH, and return what it prints; nothing if it cannot run."""
-    program = shutil.which(command[0], path=path) if path else command[0]
+def first_lines(command: list[str]) -> str:
+    """Run a program and return what it prints, or nothing if it cannot be run."""
     try:
-        done = subprocess.run([program or command[0], *command[1:]], capture_output=True, text=True,
-                              stdin=subprocess.DEVNULL)  # fmt: skip
+        return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout.strip()
     except OSError:
         return ""
-    return done.stdout.strip()
 
 
 def compiler_identity() -> str:

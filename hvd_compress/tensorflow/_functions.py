@@ -244,8 +244,10 @@ def _exchanged(tensors: Sequence[Any], call: _Call) -> list[Any]:
 
 
 def _scaled(slices: tf.IndexedSlices, factor: float) -> tf.IndexedSlices:
+    if factor == 1.0:
+        return slices
     values = slices.values * tf.cast(factor, slices.values.dtype)
-    return slices if factor == 1.0 else tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 def _is_exchanged(process_set: hvd.ProcessSet) -> bool:

@@ -176,14 +176,13 @@ class _Daso:
         """
 
         def kept(p: torch.Tensor) -> dict[str, torch.Tensor]:
-            of_p = {key: value for key, value in state.get(p, {}).items() if isinstance(value, torch.Tensor)}
-            floats = {key: value for key, value in of_p.items() if value.is_floating_point()}
-            return {key: value for key, value in floats.items() if value.shape == p.shape and value.dim() > 0}
+            tensors = {key: v for key, v in state.get(p, {}).items() if isinstance(v, torch.Tensor)}
+            return {key: v for key, v in tensors.items() if v.is_floating_point() and v.dim() and v.shape == p.shape}
 
         found = {name: kept(p) for name, p in self._by_name.items()}
         keys = sorted({key for of_p in found.values() for key in of_p})
         return {
-            f"{key} of {name}": found[name].get(key, torch.zeros_like(p))
+            f"{key} of {name}": found[name][key] if key in found[name] else torch.zeros_like(p)
             for name, p in self._by_name.items()
             for key in keys
             if p.dim() > 0
