@@ -14,7 +14,9 @@ HERE = Path(__file__).parent
 def _is_left_out(item: pytest.Item) -> bool:
     """Tell whether a test asks for a case that its start leaves out."""
     asked = getattr(getattr(item, "callspec", None), "params", {})
-    return launch.is_left_out(asked.get("case"), asked.get("ranks", 2), asked.get("launcher", "mpi"))
+    return launch.is_left_out(
+        item.path.stem, asked.get("case"), asked.get("ranks", asked.get("size", 2)), asked.get("launcher", "mpi")
+    )
 
 
 def _case_of(item: pytest.Item) -> tuple[Path, str, Any]:
@@ -29,8 +31,8 @@ def _check_that_others_show(left_out: Iterable[pytest.Item], kept: Iterable[pyte
     for item in left_out:
         if _case_of(item) not in shown:
             raise pytest.UsageError(
-                f"no start shows {item.nodeid}: its case is `Thorough`, and each start of its test is in "
-                "`WITNESSES_STARTS` of tests/parallel/launch.py. Give the test a start that is not"
+                f"no start of `make test-rest` shows {item.nodeid}: `is_left_out` of tests/parallel/launch.py leaves "
+                "its case to another start, and its test has none. Give it one"
             )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.parallel.cases import Thorough
-from tests.parallel.rank import WITNESSES
+from tests.parallel.rank import SHOWN
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("tests.parallel.rank", "tests.faults.rank")
@@ -70,7 +70,11 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
         {topic: file for topic, file in _TORCH.items() if topic != "ranks"},
         {**_TENSORFLOW, "tensorflow_eventgrad": "test_eventgrad"},
     ),
-    (2, "horovodrun-mpi"): (_OF_TWO, {**_TENSORFLOW, "choosing_tensorflow": "test_choosing"}),
+    (2, "horovodrun-mpi"): (
+        _OF_TWO,
+        {**_TENSORFLOW, "choosing_tensorflow": "test_choosing"},
+        {"tensorflow_uneven": "test_tensorflow_uneven"},
+    ),
     (2, "torchrun"): ({"ddp": "test_ddp", "ddp_diloco": "test_ddp"},),
     (3, "gloo"): ({"process_sets": "test_process_sets", "replicas": "test_replicas"},),
     (4, "mpi"): (
@@ -81,6 +85,9 @@ TOGETHER: dict[tuple[int, str], tuple[dict[str, str], ...]] = {
 }
 WITNESSES_STARTS = {(2, "mpi"), (2, "gloo"), (3, "gloo"), (2, "torchrun")}
 """Of what is shown by several starts, these leave cases that are `Thorough` to the others."""
+FOLLOWING_START = (2, "horovodrun-mpi")
+"""Of topics that share it, this start has the cases that are `Thorough` only: the same ranks have shown the others over
+MPI, and a launcher that ends at `mpirun` changes nothing in them."""
 selected: set[str] = set()  # the test files of this session; see conftest.py
 LIMIT_SECONDS_IN_ALL = 1500.0
 _TAIL = 4000
@@ -90,8 +97,12 @@ _SECONDS_TO_END = 15.0
 _SECONDS_TO_FOLLOW = 10.0
 
 
-def is_left_out(case: object, ranks: int, launcher: str) -> bool:
-    """Tell whether a start with so many ranks and this launcher leaves a case out."""
+def is_left_out(file: str, case: object, ranks: int, launcher: str) -> bool:
+    """Tell whether a start with so many ranks and this launcher leaves a case of a test file out."""
+    if not isinstance(case, str):
+        return False  # a test without cases
+    if (ranks, launcher) == FOLLOWING_START:
+        return not isinstance(case, Thorough) and any(file in family.values() for family in TOGETHER[FOLLOWING_START])
     return (ranks, launcher) in WITNESSES_STARTS and isinstance(case, Thorough)
 
 
@@ -235,14 +246,15 @@ def launched(topic: str, ranks: int, launcher: str, **environment: str) -> Outco
     families = () if environment else TOGETHER.get((ranks, launcher), ())
     family = next((family for family in families if topic in family), {})
     asked = [other for other, file in family.items() if other == topic or file in selected]
-    outcome = _started("+".join(asked) or topic, ranks, launcher, **environment)
+    follows = bool(asked) and (ranks, launcher) == FOLLOWING_START
+    shown = "thorough" if follows else "witnesses" if (ranks, launcher) in WITNESSES_STARTS else "all"
+    outcome = _started("+".join(asked) or topic, ranks, launcher, **{SHOWN: shown}, **environment)
     return outcome.part(topic) if asked else outcome
 
 
 @functools.cache
 def _started(topics: str, ranks: int, launcher: str, **environment: str) -> Outcome:
-    leaves_out = str(int((ranks, launcher) in WITNESSES_STARTS))
-    return run(topics, ranks, launcher, environment={WITNESSES: leaves_out, **environment})
+    return run(topics, ranks, launcher, environment=environment)
 
 
 def _environment() -> dict[str, str]:

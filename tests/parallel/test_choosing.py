@@ -20,7 +20,7 @@ def test_torch(ranks: int, launcher: str) -> None:
     outcome = launched("choosing", ranks, launcher)
     outcome.check_ended_well()
     for case in choosing.cases:
-        if not is_left_out(case, ranks, launcher):
+        if not is_left_out("test_choosing", case, ranks, launcher):
             outcome.check(case)
 
 

@@ -19,6 +19,7 @@ from tests.device import (
     resealed,
     wide,
 )
+from tests.thorough import shown_by
 
 # NaN and infinities
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -30,6 +31,12 @@ rng = np.random.default_rng(7)
 
 EVERY = [TopK(0.01), TopK(k=3), TopK(0.4), Percentile(90.0, True), Percentile(50.0, True), Percentile(99.0, True)]
 every_compressor = pytest.mark.parametrize("compressor", EVERY, ids=str)
+# a list, and bits; of a top-k and of a percentile
+every_form = pytest.mark.parametrize(
+    "compressor",
+    shown_by(lambda c: c in (TopK(0.01), TopK(0.4), Percentile(90.0, True)), [(c,) for c in EVERY]),
+    ids=str,
+)
 one_of_each = pytest.mark.parametrize("compressor", [TopK(0.1), Percentile(90, True), Percentile(97, True)], ids=str)
 all_kinds = pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 
@@ -79,7 +86,7 @@ def test_encodes_as_the_host_does(compressor, kind):
     assert_encodes(without_feedback(compressor), [3, 5000], kind=kind, unaligned=True)
 
 
-@every_compressor
+@every_form
 def test_encodes_long_rows_beside_short_ones(compressor):
     assert_encodes(compressor, [16385, 40000, 16384, 5])
 
@@ -189,7 +196,7 @@ def test_the_selection_is_exact_whatever_the_sample_says(compressor, bins, misle
     assert_encodes(compressor, [16385], make=make)
 
 
-@every_compressor
+@every_form
 def test_tells_of_what_is_not_finite_and_can_take_it_back(compressor):
     numels = [3000, 20000, 10]
     tables = Tables(compressor, numels, GROUP)
@@ -232,7 +239,7 @@ def sent_by(compressor, numel, group=GROUP):
     return host_encode(without_feedback(compressor), normal(numel).astype(np.float32), None, group)
 
 
-@every_compressor
+@every_form
 @all_kinds
 def test_decodes_what_hosts_send(compressor, kind):
     payloads = [[sent_by(compressor, n) for _ in range(3)] for n in (1, 3, 5000)]
