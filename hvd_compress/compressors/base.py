@@ -303,21 +303,32 @@ class Compressor(ABC):
         Args:
             gradient: float32 or float64, flat and contiguous; only read.
             residual: like `gradient`, or None for no error feedback; updated in place.
-            payload: uint8, at least `capacity(gradient.size, group)` long, on an 8-byte boundary.
-            group: elements per group.
+            payload: uint8, at least `capacity(gradient.size, group, shape)` long, on an 8-byte boundary.
+            group: elements per group, 1 or more.
             key: randomness of this call.
             shape: the shape that the payload states; flat by default.
 
         Raises:
             TypeError: an array is of another dtype than stated above.
-            ValueError: an array is not flat, not contiguous, or of another size; or a residual is read-only, or is
-                given to a compressor that keeps none.
+            ValueError: an array is not flat, not contiguous, or of another size; the payload is too short or not
+                aligned; a residual or the payload is read-only; a residual is given to a compressor that keeps none;
+                the group is no size of a group; or the shape is one of another number of elements.
             ContractError: the class does not do what `Compressor` asks of it.
         """
         self._check_arrays(gradient, residual)
+        shape = shape if shape is not None else (gradient.size,)
+        if math.prod(shape) != gradient.size:
+            raise ValueError(f"shape {shape} has {math.prod(shape)} elements: the gradient has {gradient.size}")
+        if not 1 <= group <= _MOST_IN_HEADER:
+            raise ValueError(f"group is {group}: must be from 1 to {_MOST_IN_HEADER} elements")
+        _check_room(payload, self._most_bytes(gradient, group, shape))
         if not gradient.flags.writeable:
             gradient = np.asarray(_ReadOnly(gradient))
-        return self._encode(gradient, residual, payload, group, key, shape if shape is not None else (gradient.size,))
+        return self._encode(gradient, residual, payload, group, key, shape)
+
+    def _most_bytes(self, gradient: Array, group: int, shape: tuple[int, ...]) -> int:
+        """Return the most bytes that a payload of this gradient can take: `capacity`, or less for its dtype."""
+        return self.capacity(gradient.size, group, shape)
 
     def _check_arrays(self, gradient: Array, residual: Array | None) -> None:
         _check_flat("gradient", gradient, gradient)
@@ -775,6 +786,20 @@ def _check_flat(name: str, array: Array, like: Array) -> None:
             f"{name} has shape {array.shape} and strides {array.strides}: must be flat and contiguous, of {like.size} "
             "elements"
         )
+
+
+def _check_room(payload: Bytes, needed: int) -> None:
+    """Refuse memory whose end kernels would go beyond, since they trust that a payload has its capacity."""
+    if payload.dtype != np.uint8:
+        raise TypeError(f"payload is {payload.dtype}: must be uint8")
+    if payload.ndim != 1 or not payload.flags.c_contiguous or payload.ctypes.data % 8:
+        raise ValueError(
+            f"payload has shape {payload.shape} and begins at address {payload.ctypes.data:#x}: must be flat and "
+            "contiguous, and begin on an 8-byte boundary"
+        )
+    if payload.size < needed:
+        raise ValueError(f"payload has {payload.size} bytes: must have {needed}; see `capacity`")
+    _check_writeable("payload", payload)
 
 
 def framework_of(tensor: Any) -> Any:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar
 
-from hvd_compress.compressors.base import TableCompressor, framework_of
+from hvd_compress import wire
+from hvd_compress.compressors.base import Array, TableCompressor, framework_of
 from hvd_compress.compressors.settings import check_flag
 from hvd_compress.compressors.tables import DeviceKernels, Kernels
 from hvd_compress.kernels import cast
@@ -33,6 +34,9 @@ class NoCompression(TableCompressor):
 
     def body_bytes(self, numel: int, group: int) -> int:
         return 8 * numel
+
+    def _most_bytes(self, gradient: Array, group: int, shape: tuple[int, ...]) -> int:
+        return wire.header_bytes(shape) + wire.padded(gradient.nbytes)
 
     def kernels(self, group: int) -> Kernels:
         return _raw(self.codec)

@@ -347,6 +347,33 @@ def test_kernels_get_flat_arrays_of_their_types_only(row, bad, error, said):
     assert not bad.any()
 
 
+@every_row
+def test_a_payload_without_room_is_refused_and_nothing_is_written(row):
+    compressor, x = row.compressor, make("normal", (500,), "float32")
+    residual = np.full_like(x, 0.25) if compressor.feedback else None
+    needed = compressor.capacity(500, 50, (10, 50)) - 4 * 500 * (compressor == NoCompression())
+    memory = np.full(needed + 8, 7, np.uint8)
+    read_only = memory[:needed].view()
+    read_only.flags.writeable = False
+    for payload, said in [
+        (memory[:0], "payload has 0 bytes"),
+        (memory[: needed - 1], f"must have {needed};"),
+        (memory[1 : needed + 1], "8-byte boundary"),
+        (memory[: needed & ~1].reshape(2, -1), "flat"),
+        (read_only, "payload is read-only"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            compressor.encode_into(x, residual, payload, 50, KEY, (10, 50))
+    with pytest.raises(TypeError, match="payload is int8: must be uint8"):
+        compressor.encode_into(x, residual, memory.view(np.int8), 50, KEY)
+    with pytest.raises(ValueError, match=r"shape \(10, 51\) has 510 elements: the gradient has 500"):
+        compressor.encode_into(x, residual, memory, 50, KEY, (10, 51))
+    with pytest.raises(ValueError, match="group is 0"):
+        compressor.encode_into(x, residual, memory, 0, KEY)
+    assert (memory == 7).all()
+    assert residual is None or (residual == 0.25).all()
+
+
 @feedback_row
 def test_a_residual_of_another_size_or_type_is_refused(row):
     compressor, x = row.compressor, make("normal", (500,), "float32")
