@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_compress.engine import Ledger
 
-__all__ = ["Combined", "KeptAside"]
+__all__ = ["Combined", "KeptAside", "Steps"]
 
 _THROWN_AWAY = (
     "gradients were combined, and then thrown away without a step, as in the generator's pass through a discriminator. "
@@ -46,22 +50,56 @@ class KeptAside:
 
 
 class Combined:
-    """Remembers a parameter as it was when its gradient was combined.
+    """Remembers parameters as they were when their gradients were combined.
 
     Args:
-        p: one that has a gradient; a small one, whose gradient is kept alive.
+        p: one that has a gradient; a small one, whose gradient is kept alive. The next pass reaches it last.
+        others: more of them, since a step may leave one as it is.
     """
 
-    def __init__(self, p: torch.Tensor) -> None:
-        self._p, self._gradient, self._version, self._values = p, p.grad, p._version, _sample(p)
+    def __init__(self, p: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        self._p, self._gradient = p, p.grad
+        self._before = [(each, each._version, _sample(each)) for each in (p, *others)]
 
     def were_thrown_away(self) -> bool:
-        """Whether nobody has used the gradient since, and another pass does not add to it."""
-        p = self._p
+        """Whether nobody has used the gradients since, and another pass does not add to them."""
         # optimizers that keep parameters of their own write to these through `data`, which leaves no version
-        if p._version != self._version or not torch.equal(_sample(p), self._values):
+        if any(p._version != version for p, version, _ in self._before):
             return False
+        if not all(torch.equal(_sample(p), values) for p, _, values in self._before):
+            return False
+        p = self._p
         return p.grad is not self._gradient or p.grad is None or not bool(p.grad.any())
+
+
+class Steps:
+    """Tells whether an optimizer has stepped with some of these parameters.
+
+    A fused optimizer leaves no version in a parameter, and in 16 bits a short step leaves its value.
+
+    Args:
+        parameters: of a model.
+
+    Attributes:
+        were_made: whether one has; set it to False, and ask later.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.were_made = False
+        self._parameters = {id(p): p for p in parameters}
+        handle = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at the parameters of an optimizer that has stepped."""
+        given = (p for group in optimizer.param_groups for p in group["params"])
+        self.were_made = self.were_made or any(id(p) in self._parameters for p in given)
+
+
+def _note_step(steps: weakref.ref[Steps], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    alive = steps()
+    if alive is not None:
+        alive.note(optimizer)
 
 
 def _sample(p: torch.Tensor) -> torch.Tensor:

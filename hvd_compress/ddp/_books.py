@@ -23,6 +23,7 @@ class Books:
         compression: what the user gave.
         ledger: returns the ledger of now; None where one rank exchanges nothing, and owes nothing.
         load: takes over a state.
+        scales: whether the hook was given a scaler.
     """
 
     def __init__(
@@ -30,10 +31,27 @@ class Books:
         compression: Any,
         ledger: Callable[[], Ledger[Any] | None],
         load: Callable[[dict[str, Any]], None],
+        scales: bool,
     ) -> None:
         self.name = repr(compression)
         self.ledger = ledger
-        self.load = load
+        self._load = load
+        self._scales = scales
+
+    def load(self, state: Any) -> None:
+        """Take over a state.
+
+        Raises:
+            StateError: it cannot be taken over.
+        """
+        scale = state.get("loss_scale", 1.0) if isinstance(state, dict) else 1.0
+        if not self._scales and isinstance(scale, int | float) and scale != 1.0:
+            raise StateError(
+                f"a state that was saved at a loss scale of {scale:g}, for a hook without a scaler: its residuals "
+                "would have the wrong size. Register the hook with scaler=, which is "
+                'torch.amp.GradScaler("cuda", enabled=False) where losses are not scaled any more'
+            )
+        self._load(state)
 
 
 _books: WeakKeyDictionary[torch.nn.Module, Books] = WeakKeyDictionary()
@@ -118,7 +136,8 @@ def load_state_dict(model: torch.nn.Module, state: dict[str, Any]) -> None:
         state: of this rank.
 
     Raises:
-        StateError: not such a state, of another rank or number of ranks, or of other tensors; or the model has no hook.
+        StateError: not such a state, of another rank or number of ranks, or of other tensors; or the model has no hook,
+            or one without a scaler, and losses were scaled when the state was saved.
 
     Example::
 

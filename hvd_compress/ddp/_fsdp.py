@@ -104,7 +104,7 @@ def fsdp_all_reduce_hook(
     if size == 1:
         check_patterns(routing.compressor, tensors)
         alone = Alone(tensors, scaler, partial(_hook_alone, weakref.WeakValueDictionary(modules), of_modules))
-        keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict))
+        keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict, scaler is not None))
         return
     shard = {p.device_mesh.get_local_rank() for p in kept.values()}
     talk, ranks, hosts = meet(group, timeout, routing, tensors, scales=scaler is not None, shard=sorted(shard))
@@ -114,7 +114,7 @@ def fsdp_all_reduce_hook(
     replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler, _Values(talk, group, kept))
     for name, parts in of_modules.items():
         modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
-    keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict))
+    keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict, scaler is not None))
     weakref.finalize(model, replicas.pipeline.close).atexit = False
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from hvd_compress._torch.device import described, memories
-from hvd_compress._torch.thrown_away import Combined, KeptAside
+from hvd_compress._torch.thrown_away import Combined, KeptAside, Steps
 from hvd_compress.ddp._dense import dense_parts
 from hvd_compress.ddp._given import BoundHook, Given, Sides, Staged, views_of
 from hvd_compress.ddp._pipeline import Job, Pipeline, Step
@@ -30,6 +30,8 @@ _Plan = list[tuple[str, ...]]
 
 # with a static graph, the third one is the first with new buckets
 _STEPS_TO_SETTLE = 3
+# what is watched is compared on the device, one by one
+_BUCKETS_TO_WATCH = 3
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,9 @@ class CommHook(BoundHook):
         """Those of the step that has begun."""
         self._combined: Combined | None = None
         """Of the last step, once buckets stay as they are."""
+        self._watched: list[torch.Tensor] = []
+        """Parameters of the buckets of this step that have come, of which `_combined` will be."""
+        self._steps = Steps(tensors.values())
         self._kept_aside = KeptAside()
         self._used: set[str] | None = None
         """The parameters whose gradients this rank has computed since they were shown last."""
@@ -162,8 +167,7 @@ class CommHook(BoundHook):
         future = inner.then(partial(_result, step))
         step.is_whole = given.is_last
         self._proceed(job)
-        if given.is_last and self._is_settled:
-            self._watch(bucket.parameters())
+        self._watch(bucket.parameters(), given)
         return future
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -186,17 +190,25 @@ class CommHook(BoundHook):
         self._step, self._jobs = Step(), []
         _raise_at_end(self._step)
 
-    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Remember a parameter of this step, to see whether its gradient is used."""
+    def _watch(self, parameters: Sequence[torch.Tensor], given: Given) -> None:
+        """Remember a parameter of the last bucket and of some others, to see whether this step's gradients are used."""
         small = min((p for p in parameters if p.grad is not None), key=torch.Tensor.numel, default=None)
-        is_warm = self.ledger.steps >= self._start_step
-        self._combined = Combined(small) if small is not None and is_warm and self.ledger.owes else None
+        if given.is_last:
+            is_warm = self.ledger.steps >= self._start_step
+            if small is not None and self._is_settled and is_warm and self.ledger.owes:
+                self._combined = Combined(small, self._watched)
+            self._watched = []
+            self._steps.were_made = False
+        elif small is not None and given.number < _BUCKETS_TO_WATCH:
+            self._watched.append(small)
 
     def _look_back(self) -> None:
         """Owe what was owed before the last step if nobody has used its gradients."""
-        combined, self._combined = self._combined, None
+        combined, self._combined, self._watched = self._combined, None, []
         is_kept = self._step is not None and self._step.is_kept
-        if combined is not None and is_kept and combined.were_thrown_away():
+        if combined is None or not is_kept or self._steps.were_made:
+            return
+        if combined.were_thrown_away():
             self._kept_aside.go_back(self.ledger)
 
     def _proceed(self, job: Job) -> None:

@@ -82,7 +82,7 @@ def register_comm_hook(
     if size == 1:
         check_patterns(routing.compressor, tensors)
         alone = Alone(tensors, scaler, partial(_hook_alone, weakref.ref(model), tensors))
-        keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict))
+        keep_books(model, Books(compression, lambda: alone.ledger, alone.load_state_dict, scaler is not None))
         return
     talk, ranks, hosts = meet(
         group, timeout, routing, tensors, start_step=start_step, scales=scaler is not None,
@@ -90,7 +90,7 @@ def register_comm_hook(
     )  # fmt: skip
     hook = CommHook(model, tensors, routing, group, talk, ranks, hosts, start_step, scaler)
     model.register_comm_hook(hook, _call)
-    keep_books(model, Books(compression, lambda: hook.ledger, hook.load_state_dict))
+    keep_books(model, Books(compression, lambda: hook.ledger, hook.load_state_dict, scaler is not None))
     # at the end of the process threads end with it
     weakref.finalize(model, hook.pipeline.close).atexit = False
 

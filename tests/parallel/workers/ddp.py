@@ -404,6 +404,26 @@ def what_no_rank_uses_may_keep_its_gradient() -> None:
         np.testing.assert_array_equal(owed(model)["c"], left)
 
 
+@cases.each({"fused": ({"fused": True}, slice(None)), "of one parameter": ({}, slice(1))})
+def a_step_that_leaves_parameters_as_they_are_uses_gradients(made: tuple[dict[str, bool], slice]) -> None:
+    kind, which = made
+    results = []
+    # a fused optimizer leaves no version, and a step of no length no other value
+    for settings, parameters in ((kind, which), ({"foreach": True}, slice(None))):
+        model = wrapped(Known(), OneBit(), _bucket_cap_mb=0.05)
+        optimizer = torch.optim.SGD(list(model.parameters())[parameters], lr=0.0, **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(8):
+                model(number).backward()
+                optimizer.step()
+                model.zero_grad()
+        results.append(owed(model))
+    assert results[0].keys() == results[1].keys()
+    for name, left in results[0].items():
+        np.testing.assert_array_equal(left, results[1][name], err_msg=name)
+
+
 @cases.add
 def gradients_that_are_thrown_away_are_not_owed() -> None:
     settings: dict[str, Any] = {"exchange": "allgather", "_bucket_cap_mb": 0.05}
@@ -548,6 +568,27 @@ def a_bad_number_takes_the_whole_step_back() -> None:
         np.testing.assert_allclose(
             came[name] * dist.get_world_size() + left / 2.0, given + owed_before[name], atol=1e-4 * 20
         )
+
+
+@cases.add
+def a_state_of_scaled_losses_needs_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model = wrapped(Known(), OneBit(), scaler=scaler)
+    for step in range(2):
+        scaler.scale(model(step)).backward()
+        use(model)
+    state, left = ddp.state_dict(model), owed(model)
+    without = wrapped(Known(), OneBit())
+    raises(StateError, lambda: ddp.load_state_dict(without, state), "saved at a loss scale of 4")
+    assert not any(values.any() for values in owed(without).values())
+    # losses are not scaled any more
+    twin = wrapped(Known(), OneBit(), scaler=torch.amp.GradScaler("cpu", enabled=False))
+    ddp.load_state_dict(twin, state)
+    twin(2).backward()
+    for name, p in twin.module.named_parameters():
+        given = summed(gradient(name, 2, p).double().numpy().ravel()) + left[name] / 4.0
+        came = p.grad.double().numpy().ravel() * dist.get_world_size()
+        np.testing.assert_allclose(came + owed(twin)[name], given, atol=1e-4, err_msg=name)
 
 
 @cases.add
