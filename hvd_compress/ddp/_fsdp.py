@@ -153,7 +153,8 @@ class _Values:
     def __init__(self, talk: GlooRanks, group: Any, kept: Mapping[str, Any]) -> None:
         self._talk = talk
         self._numbers = dist.get_process_group_ranks(group)
-        self._kept = {name: weakref.ref(p) for name, p in kept.items()}
+        # no weak references: torch would not swap these tensors then, as model.to_empty() of a sharded model does
+        self._kept = dict(kept)
         self._compared: set[str] = set()
 
     def compare(self, module: str, names: Iterable[str], steps: int) -> None:
@@ -181,8 +182,8 @@ class _Values:
             )
 
     def _checksum(self, name: str) -> int:
-        p = self._kept[name]()
-        return NOT_COMPARED if p is None or p.to_local().is_meta else checksum(p.to_local())
+        local = self._kept.pop(name).to_local()
+        return NOT_COMPARED if local.is_meta else checksum(local)
 
 
 class _Replicas:

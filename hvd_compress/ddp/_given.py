@@ -209,7 +209,7 @@ class Staged:
         for name, gradient in given.gradients.items():
             if name in unused or name not in self.bucket.accounts:
                 continue
-            is_here = self._device is not None or not gradient.is_cuda
+            is_here = self._device is not None or gradient.device.type == "cpu"
             if not (is_here and gradient.dtype in self._in_place and gradient.is_contiguous()):
                 gradient = self._copy(name, gradient)
                 copied.append(name)

@@ -233,6 +233,7 @@ class CommHook(BoundHook):
 
     def _adopt(self, plan: _Plan, sparse: set[str]) -> None:
         """Make exchanges of these buckets, which inherit what is owed."""
+        self._refuse_unseen(plan)
         self._seen += 1
         is_known = plan == self._plan and sparse == self._sparse
         self._is_settled = is_known and self._seen >= _STEPS_TO_SETTLE
@@ -245,6 +246,15 @@ class CommHook(BoundHook):
             self.ledger.load_state_dict(self._loaded)
         else:
             self.ledger.inherit(before)
+
+    def _refuse_unseen(self, plan: _Plan) -> None:
+        """Raise GradientError for parameters that DDP does not reduce: ranks would drift apart without a word."""
+        unseen = [name for name in self._tensors if not any(name in names for names in plan)]
+        if unseen:
+            raise GradientError(
+                f"DDP has no gradient of {unseen[0]!r}, which asked for none when DDP wrapped the model, and did when "
+                "ddp.register_comm_hook was called. Unfreeze parameters first, then wrap the model, then register"
+            )
 
     def _new_ledger(self, plan: _Plan) -> Ledger[Staged]:
         dense = [names for names in plan if not self._sparse.intersection(names)]
@@ -286,6 +296,13 @@ class CommHook(BoundHook):
     def _name_of(self, p: torch.Tensor) -> str:
         name = self._names.get(p)
         if name is None:
+            model: Any = self._model()
+            frozen = [n for n, q in model.module.named_parameters() if q is p] if model is not None else []
+            if frozen:
+                raise GradientError(
+                    f"{frozen[0]!r} asked for gradients when DDP wrapped the model, and was frozen when "
+                    "ddp.register_comm_hook was called. Freeze parameters first, then wrap the model, then register"
+                )
             raise GradientError(
                 f"DDP has a parameter of shape {tuple(p.shape)} that the model did not have when "
                 "ddp.register_comm_hook was called. Register after the model is complete"

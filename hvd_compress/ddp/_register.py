@@ -133,6 +133,11 @@ def _checked(model: Any) -> Any:
             "some buckets only, and a step is over when all have come. Leave it out; what no rank has used is not sent "
             "compressed"
         )
+    if getattr(model, "_use_python_reducer", False):
+        raise UnsupportedError(
+            "ddp.register_comm_hook with torch._dynamo.config.optimize_ddp = 'python_reducer': DDP shows hooks single "
+            "gradients then, and no buckets. Leave that setting as it is when you wrap the model"
+        )
     if getattr(model, "_comm_hooks", None):
         raise UnsupportedError(
             "ddp.register_comm_hook of a model that has a hook: DDP takes one, and its mixed_precision= sets one. Wrap "

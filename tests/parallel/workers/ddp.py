@@ -386,6 +386,17 @@ def what_no_rank_uses_stays_as_it_is() -> None:
         account.check()
 
 
+@cases.each({"frozen": True, "unfrozen": False})
+def parameters_that_change_between_wrapping_and_registering_are_told(freezes: bool) -> None:
+    module = Known()
+    module.b.requires_grad_(freezes)
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    module.b.requires_grad_(not freezes)
+    ddp.register_comm_hook(model, OneBit(), min_numel=MIN_NUMEL)
+    said = "'b' asked for gradients" if freezes else "no gradient of 'b'"
+    raises(GradientError, lambda: model(0).backward(), said, "then wrap the model, then register")
+
+
 @cases.add
 def what_no_rank_uses_may_keep_its_gradient() -> None:
     model = wrapped(Known(), OneBit(), _find_unused_parameters=True)
@@ -872,6 +883,9 @@ def what_cannot_be_is_refused() -> None:
     raises(ValueError, lambda: ddp.register_comm_hook(fresh, "gzip"), "gzip")
     some = DistributedDataParallel(Known(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     raises(UnsupportedError, lambda: ddp.register_comm_hook(some, OneBit()), "Leave it out")
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        single = DistributedDataParallel(Known())
+    raises(UnsupportedError, lambda: ddp.register_comm_hook(single, OneBit()), "python_reducer")
     raises(TypeError, lambda: pickle.dumps(model), "ddp.state_dict(model)")
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)

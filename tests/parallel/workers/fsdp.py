@@ -172,6 +172,21 @@ def shards_have_the_names_of_their_parameters() -> None:
 
 
 @cases.add
+def a_model_may_get_its_values_after_the_hook() -> None:
+    with torch.device("meta"):
+        late = sharded()
+    ddp.fsdp_all_reduce_hook(late, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    late.to_empty(device="cpu")
+    model = sharded()
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    with torch.no_grad():
+        for mine, other in zip(late.parameters(), model.parameters(), strict=True):
+            mine.copy_(other)
+    for mine, other in zip(trained(late, 5), trained(model, 5), strict=True):
+        assert torch.equal(mine, other)
+
+
+@cases.add
 def a_state_goes_on() -> None:
     replicas = mesh()["replicate"].get_group()
     model = sharded()
