@@ -33,14 +33,24 @@ def main() -> None:
         script = Path(__file__).with_name(f"{name}.py")
         began = time.monotonic()
         # a process of its own: what one has loaded must not count for the next
-        ended = subprocess.run([sys.executable, str(script), *(form if name != "page" else [])], check=False)
+        ended = _ended([sys.executable, str(script), *(form if name != "page" else [])])
         # one that cannot run, such as a paper's on MNIST where there is none, must not cost the others and the page
-        failed += [name] if ended.returncode else []
+        failed += [name] if ended else []
         minutes[name] = (time.monotonic() - began) / 60
     each = ", ".join(f"{name} {of_name:.1f}" for name, of_name in minutes.items())
     print(f"{sum(minutes.values()):.1f} minutes: {each}")
     if failed:
         sys.exit(f"failed, see above: {', '.join(failed)}; the page shows what is recorded of them")
+
+
+def _ended(command: list[str]) -> int:
+    """Run a command; returns its exit code. On Ctrl-C, which it gets too, it has the time to clean up."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def section(result: dict[str, Any]) -> str:
         "feedback on. "
         "Numbers are how many times faster than Horovod a candidate is, within the same round, and how many times "
         "fewer "
-        "bytes left the network interface of a rank: median (least to most). Above 1 it pays.",
+        "bytes left the network interface of a rank: the median. Above 1 it pays.",
         "",
         _plot(result),
     ]

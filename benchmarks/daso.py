@@ -445,6 +445,8 @@ def _times(result: dict[str, Any]) -> list[str]:
     lines: list[list[object]] = []
     for case in result["times"]:
         rows = case["rows"]
+        if not all(all(rows.get(name, {}).get("bytes", [0])) for name in ("4,1", DASO_ADAPTIVE)):
+            continue  # without a cluster nobody counts bytes, and a shorter cycle has no such row
         model = _parameter_bytes(case["width"])
         for name in [n for n in rows if n != ALONE]:
             seconds = rows[name]["seconds"]
@@ -544,6 +546,8 @@ def aims(result: dict[str, Any]) -> list[Aim]:
                 found.append(Aim(f"{name}, {rate}: time to equal accuracy, of {other}'s", "≤", 0.5, share))
     for case in result.get("times", []):
         rows = case["rows"]
+        if not all(all(rows.get(name, {}).get("bytes", [0])) for name in ("4,1", DASO_ADAPTIVE)):
+            continue  # without a cluster nobody counts bytes, and a shorter cycle has no such row
         model = _parameter_bytes(case["width"])
         dense = [b / case["cycle"] / PER_NODE for b in rows["4,1"]["bytes"]]
         most = model * 2 / (PER_NODE * 4)

@@ -36,6 +36,7 @@ _PROBE = (
     "echo probe >/proc/sys/kernel/hostname"
 )
 _SECONDS_TO_DIE = 10.0
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def unavailable() -> str | None:
@@ -125,15 +126,19 @@ def exclusive() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack, so that what was built is taken down; a handler of the caller's stays."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, _exit)
+    """Let SIGTERM, and the end of the terminal, unwind the stack, so that what was built is taken down.
+
+    A handler of the caller's stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in _ENDS if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(number: int, _: FrameType | None) -> None:
@@ -142,11 +147,11 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM from cutting a clean-up short: an impatient second Ctrl-C has no effect."""
+    """Keep signals that end a process from cutting a clean-up short: an impatient second Ctrl-C has no effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *_ENDS)}
     try:
         yield
     finally:

@@ -127,13 +127,14 @@ def _times(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     from .text import drawn, sources
 
-    text, device = sources(), _device(settings)
+    # the first synchronization is not timed, and takes the warm-up in
+    text, device, tuning = sources(), _device(settings), _tuning(settings)._replace(warm_up=1)
     drawn_once = drawn(text.train, settings["batch"], settings["context"], [hvd.rank()])
     x, y = (rows.to(device) for rows in drawn_once)
     actions = {}
     for method in settings["methods"]:
         network = _network(settings, 0, device)
-        optimizer = wrapped(method, network, _tuning(settings), prefix=f"{method}/")
+        optimizer = wrapped(method, network, tuning, prefix=f"{method}/")
 
         def some(_: int, network: Any = network, optimizer: Any = optimizer) -> None:
             for _ in range(settings["sync"]):

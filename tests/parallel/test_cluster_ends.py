@@ -99,7 +99,13 @@ def test_an_error_in_the_block_takes_it_down() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "launcher"), [thorough(signal.SIGINT, "mpi"), thorough(signal.SIGINT, "gloo"), (signal.SIGTERM, "mpi")]
+    ("number", "launcher"),
+    [
+        thorough(signal.SIGINT, "mpi"),
+        thorough(signal.SIGINT, "gloo"),
+        (signal.SIGTERM, "mpi"),
+        thorough(signal.SIGHUP, "mpi"),
+    ],
 )
 def test_a_signal_ends_ranks_and_cluster(number: signal.Signals, launcher: str) -> None:
     with started(launcher) as (process, pids):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import candidates
+import daso
 import links
 import page
 import places
@@ -50,3 +51,13 @@ def test_each_number_of_elements_on_a_gpu_has_its_table() -> None:
     for numel in ("10,000", "1,000,000"):
         assert f"{numel} float32 in rows" in text
     assert text.count("| encode, GB/s |") == 2
+
+
+def test_times_without_counted_bytes_have_no_aims_of_bytes() -> None:
+    record = read("daso")
+    assert record is not None
+    rows = {"4,1": {"bytes": [0.0]}, daso.DASO_ADAPTIVE: {"bytes": [0.0]}}
+    case = {"rate": "unlimited", "width": 1024, "cycle": 4, "rows": rows}
+    assert daso.aims({"times": [case]}) == []
+    assert daso.aims({"times": [{**case, "rows": {"2,1": rows["4,1"]}}]}) == []
+    assert len(daso.aims({"times": record["times"]})) == 2 * len(record["times"])
