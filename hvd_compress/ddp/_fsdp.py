@@ -56,6 +56,8 @@ def fsdp_all_reduce_hook(
     FSDP needs the result when a hook returns, so the hook waits for it. Each module that `fully_shard` was called with
     has an exchange of its own: a value that is not finite restores the residuals of this module only.
 
+    Call it again after parameters were frozen or unfrozen. What is owed then is forgotten.
+
     Args:
         model: under `fully_shard`; all modules inside it that are under `fully_shard`, too, get the hook.
         group: the process group of the ranks that keep the same shard, or a mesh of one dimension.
@@ -323,7 +325,7 @@ def _cut(module: str, shapes: Mapping[str, tuple[int, ...]], reduced: torch.Tens
             f"FSDP has reduced {reduced.numel()} elements of {module or 'the model'!r}, whose shards have "
             f"{sum(numels)}: a parameter has no gradient in this step, or was frozen or unfrozen since "
             "ddp.fsdp_all_reduce_hook was called. Use each parameter in each step, on all ranks, and call "
-            "ddp.fsdp_all_reduce_hook again after parameters were frozen or unfrozen"
+            "ddp.fsdp_all_reduce_hook again after parameters were frozen or unfrozen; what is owed then is forgotten"
         )
     starts = accumulate(numels, initial=0)
     return {
