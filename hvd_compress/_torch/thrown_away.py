@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -87,19 +87,27 @@ class Steps:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.were_made = False
         self._parameters = {id(p): p for p in parameters}
-        handle = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
-        weakref.finalize(self, handle.remove)
+        _register()
+        _alive.add(self)
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at the parameters of an optimizer that has stepped."""
-        given = (p for group in optimizer.param_groups for p in group["params"])
+        given = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         self.were_made = self.were_made or any(id(p) in self._parameters for p in given)
 
 
-def _note_step(steps: weakref.ref[Steps], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    alive = steps()
-    if alive is not None:
-        alive.note(optimizer)
+_alive: weakref.WeakSet[Steps] = weakref.WeakSet()
+
+
+@cache
+def _register() -> None:
+    """Let all optimizers tell of their steps, for good: PyTorch goes through its hooks while others may come or go."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for steps in tuple(_alive):
+        steps.note(optimizer)
 
 
 def _sample(p: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,8 @@ class Books:
         Raises:
             StateError: it cannot be taken over.
         """
-        scale = state.get("loss_scale", 1.0) if isinstance(state, dict) else 1.0
+        is_owing = isinstance(state, dict) and any(state.get(kind) for kind in ("residuals", "owner_residuals"))
+        scale = state.get("loss_scale", 1.0) if is_owing else 1.0
         if not self._scales and isinstance(scale, int | float) and scale != 1.0:
             raise StateError(
                 f"a state that was saved at a loss scale of {scale:g}, for a hook without a scaler: its residuals "

@@ -113,7 +113,7 @@ def fsdp_all_reduce_hook(
     like = {n: torch.empty_like(tensors[n], device=p.to_local().device) for n, p in kept.items()}
     ledger = new_ledger(routing, talk, like, [tuple(names) for names in of_modules.values()], hosts)
     del like
-    replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler, _Values(talk, group, kept))
+    replicas = _Replicas(ledger, Pipeline(talk, ranks), group, scaler, _Values(talk, group, model, kept))
     for name, parts in of_modules.items():
         modules[name].set_all_reduce_hook(partial(replicas.exchange, name, parts))
     keep_books(model, Books(compression, lambda: ledger, ledger.load_state_dict, scaler is not None))
@@ -149,14 +149,20 @@ class _Values:
     Args:
         talk: the ranks that keep the same shards.
         group: of them.
+        model: that has them.
         kept: the shards of this rank.
     """
 
-    def __init__(self, talk: GlooRanks, group: Any, kept: Mapping[str, Any]) -> None:
+    def __init__(self, talk: GlooRanks, group: Any, model: torch.nn.Module, kept: Mapping[str, Any]) -> None:
         self._talk = talk
         self._numbers = dist.get_process_group_ranks(group)
         # no weak references: torch would not swap these tensors then, as model.to_empty() of a sharded model does
         self._kept = dict(kept)
+        self._places = {
+            id(p): (weakref.ref(module), name)
+            for module in model.modules()
+            for name, p in module.named_parameters(recurse=False)
+        }
         self._compared: set[str] = set()
 
     def compare(self, module: str, names: Iterable[str], steps: int) -> None:
@@ -184,8 +190,13 @@ class _Values:
             )
 
     def _checksum(self, name: str) -> int:
-        local = self._kept.pop(name).to_local()
-        return NOT_COMPARED if local.is_meta else checksum(local)
+        kept = self._kept.pop(name)
+        module, attribute = self._places[id(kept)]
+        now = getattr(module(), attribute, None)
+        # another shard has taken its place, as load_state_dict(assign=True) does it; whole parameters come and go
+        is_gone = isinstance(now, type(kept)) and now is not kept
+        local = kept.to_local()
+        return NOT_COMPARED if is_gone or local.is_meta else checksum(local)
 
 
 class _Replicas:

@@ -454,6 +454,17 @@ def gradients_that_are_thrown_away_are_not_owed() -> None:
         warnings.simplefilter("always")
         step(5)
     assert ["thrown away without a step" in str(w.message) for w in seen] == [True]
+    # a step of an optimizer that has nothing of them left uses others
+    other = nn.Parameter(torch.ones(3))
+    both = torch.optim.SGD([*model.parameters(), other], lr=0.1)
+    before = owed(model)
+    model(6).backward()
+    model.zero_grad()
+    other.grad = torch.ones(3)
+    both.step()
+    hook_of(model)._look_back()
+    for name, left in owed(model).items():
+        np.testing.assert_allclose(left, before[name], atol=1e-5, err_msg=name)
     for sets_to_none in (True, False):
         twin = wrapped(Known(), OneBit(), **settings)
         twin.module.load_state_dict(model.module.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,20 @@ def shards_have_the_names_of_their_parameters() -> None:
         close = {name for name, grad in grads[0].items() if torch.allclose(grad, grads[1][name], rtol=1e-5)}
         # of 8 elements nothing is saved
         assert close - {"body.bias"} == {exact}
+
+
+@cases.add
+def values_that_are_replaced_after_the_hook_are_not_compared() -> None:
+    torch.manual_seed(dist.get_rank())
+    layer = nn.Linear(61, 81)
+    model = fully_shard(layer, mesh=mesh()["shard"])
+    ddp.fsdp_all_reduce_hook(model, mesh()["replicate"], OneBit(), min_numel=MIN_NUMEL)
+    same = {name: torch.zeros_like(p) for name, p in model.state_dict().items()}
+    model.load_state_dict(same, assign=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, 2)
+    check_equal([p.full_tensor().detach() for p in model.parameters()])
 
 
 @cases.add
