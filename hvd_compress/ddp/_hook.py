@@ -192,14 +192,16 @@ class CommHook(BoundHook):
 
     def _watch(self, parameters: Sequence[torch.Tensor], given: Given) -> None:
         """Remember a parameter of the last bucket and of some others, to see whether this step's gradients are used."""
+        if not self._is_settled or not (given.is_last or given.number < _BUCKETS_TO_WATCH):
+            return
         small = min((p for p in parameters if p.grad is not None), key=torch.Tensor.numel, default=None)
         if given.is_last:
             is_warm = self.ledger.steps >= self._start_step
-            if small is not None and self._is_settled and is_warm and self.ledger.owes:
+            if small is not None and is_warm and self.ledger.owes:
                 self._combined = Combined(small, self._watched)
             self._watched = []
             self._steps.were_made = False
-        elif small is not None and given.number < _BUCKETS_TO_WATCH:
+        elif small is not None:
             self._watched.append(small)
 
     def _look_back(self) -> None:
@@ -249,7 +251,8 @@ class CommHook(BoundHook):
 
     def _refuse_unseen(self, plan: _Plan) -> None:
         """Raise GradientError for parameters that DDP does not reduce: ranks would drift apart without a word."""
-        unseen = [name for name in self._tensors if not any(name in names for names in plan)]
+        shown = {name for names in plan for name in names}
+        unseen = [name for name in self._tensors if name not in shown]
         if unseen:
             raise GradientError(
                 f"DDP has no gradient of {unseen[0]!r}, which asked for none when DDP wrapped the model, and did when "
